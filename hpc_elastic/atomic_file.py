@@ -1,0 +1,143 @@
+"""Private folders and whole-or-nothing files: how everything outside the store reaches the disk.
+
+Every folder is 0700 and every file 0600 whatever the umask; a path of another owner, or one that is a symbolic link,
+is refused: a second user of the machine must not be able to make us read or write through something that they planted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import UnsafePathError
+
+
+def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
+    """Create the folder `path` with mode 0700, or check that the one that is there is ours alone.
+
+    Raises:
+        UnsafePathError: something at `path` is a link, no folder, or another user's.
+        FileExistsError: it is there and `exist_ok` is false.
+        OSError: as mkdir.
+    """
+    try:
+        os.mkdir(path, 0o700)
+        os.chmod(path, 0o700)  # a default ACL may have widened it
+        return
+    except FileExistsError:
+        # On NFS a stale negative entry can make mkdir fail for a folder of ours: so look, whatever the reason.
+        if not exist_ok:
+            raise
+    check_private_dir(path)
+
+
+def check_private_dir(path: Path) -> None:
+    """Refuse a folder that is a link, that another user owns, or that others can write to.
+
+    Raises:
+        UnsafePathError: with one line that says which.
+        FileNotFoundError: nothing is there.
+    """
+    info = os.lstat(path)
+    if stat.S_ISLNK(info.st_mode):
+        raise UnsafePathError(f"{path} is a symbolic link; give the folder itself, or remove the link")
+    if not stat.S_ISDIR(info.st_mode):
+        raise UnsafePathError(f"{path} is not a folder; remove it or choose another path")
+    if info.st_uid != os.geteuid():
+        raise UnsafePathError(
+            f"{path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()}); choose another path"
+        )
+    if info.st_mode & 0o077:
+        raise UnsafePathError(
+            f"{path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o}); run: chmod 700 {path}"
+        )
+
+
+def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> None:
+    """Write a file whole or not at all (temporary file beside it, then ``os.replace``), mode 0600.
+
+    Args:
+        path: Where. Its folder exists.
+        data: Text is written as UTF-8.
+        durable: Wait until the disk has it. Not needed for others to *see* it.
+
+    Raises:
+        OSError: the disk is full, the folder is gone …; the temporary file is removed first.
+    """
+    raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            os.fchmod(fd, 0o600)
+            view = memoryview(raw)
+            while view:
+                view = view[os.write(fd, view) :]
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except BaseException:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass  # the first error is the one to tell
+        raise
+
+
+def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
+    """`write_private` of `value` as JSON, keys in the mapping's order, one line break at the end."""
+    write_private(path, json.dumps(value, ensure_ascii=False, indent=1, default=str) + "\n", durable=durable)
+
+
+def read_bytes(path: Path, *, limit: int) -> bytes:
+    """At most `limit` bytes from the start of a regular file. Never follows a link, never blocks on a FIFO.
+
+    Raises:
+        UnsafePathError: it is not a regular file, or another user owns it.
+        OSError: as open and read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise UnsafePathError(f"{path} is not a regular file")
+        if info.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
+            raise UnsafePathError(f"{path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})")
+        chunks: list[bytes] = []
+        left = limit
+        while left > 0:
+            chunk = os.read(fd, min(left, 1 << 20))
+            if not chunk:
+                break
+            chunks.append(chunk)
+            left -= len(chunk)
+        return b"".join(chunks)
+    finally:
+        os.close(fd)
+
+
+def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | str:
+    """A JSON object from a file that may be missing, torn, foreign or newer.
+
+    Returns:
+        The object, or a sentence that says why there is none ("missing", "unreadable: …"): readers treat that as a
+        fact, not as an exception.
+    """
+    try:
+        raw = read_bytes(path, limit=limit)
+    except FileNotFoundError:
+        return "missing"
+    except (OSError, UnsafePathError) as error:
+        return f"unreadable: {error}"
+    try:
+        value = json.loads(raw.decode("utf-8", "replace"))
+    except (ValueError, RecursionError) as error:
+        return f"unreadable: {'cut off, ' if len(raw) >= limit else ''}{error}"
+    return value if isinstance(value, dict) else f"unreadable: holds a {type(value).__name__}, not an object"

@@ -1,0 +1,36 @@
+"""The one module that reads the system's clocks. Everything else takes a `Clock`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """What time it is, and a wait that can be cut short. Tests pass a fake that jumps."""
+
+    def monotonic(self) -> float:
+        """Seconds that never go back, on this host only: for ages, deadlines and leases."""
+        ...
+
+    def time_ns(self) -> int:
+        """Nanoseconds since the epoch by this host's wall clock: for people, never subtracted across hosts."""
+        ...
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        """Wait until `stop` is set or `seconds` have passed. Returns whether `stop` is set."""
+        ...
+
+
+class SystemClock:
+    """The real clocks. ``CLOCK_BOOTTIME`` counts suspended time too, so a resumed holder sees its lease as old."""
+
+    def monotonic(self) -> float:
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+    def time_ns(self) -> int:
+        return time.time_ns()
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        return stop.wait(max(0.0, seconds))

@@ -1,0 +1,56 @@
+"""The errors that a caller may handle: one type per thing to handle, facts as attributes.
+
+Every error pickles: its arguments are the keyword arguments of ``__init__``, kept in `facts`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class HpcElasticError(Exception):
+    """Base of all errors of this package.
+
+    A subclass takes keyword-only facts, sets `template` to the message with the facts' names in braces, and so gets
+    its text, its attributes and its pickling from here.
+    """
+
+    template = "{message}"
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+        super().__init__(self.template.format(**facts))
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached when the normal lookup fails. `facts` itself is absent while unpickling.
+        facts = self.__dict__.get("facts", {})
+        if name in facts:
+            return facts[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.facts)
+
+
+def _rebuild(error_type: type[HpcElasticError], facts: dict[str, Any]) -> HpcElasticError:
+    return error_type(**facts)
+
+
+class UsageError(HpcElasticError):
+    """The user asked for something that can't be done as asked. The CLI prints it on one line and exits with 2.
+
+    The message names the value and the way out.
+    """
+
+    def __init__(self, message: str = "", **facts: Any) -> None:
+        super().__init__(message=message, **facts)
+
+
+class UnsafePathError(UsageError):
+    """A file or folder that another user owns, or could have planted, stands where ours should be."""
+
+
+class IllegalTransitionError(HpcElasticError):
+    """A state machine was given an event that its state does not know: a defect in this package."""
+
+    template = "internal error: no transition from state {state} on event {event}"

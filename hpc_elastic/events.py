@@ -1,0 +1,96 @@
+"""The run's event log: JSON lines, one writer per file, read together afterwards.
+
+A line is one object: ``v`` (schema version, 1), ``t`` (this host's wall clock, nanoseconds since the epoch), ``n``
+(position in this file, from 0), ``host``, ``node`` (node index in Slurm's order, or -1), ``role`` (``supervisor`` or
+``agent``), ``event`` (a name from `docs/reference/events.md`) and the event's own fields. Times of two hosts are shown,
+never subtracted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.clock import Clock
+
+SCHEMA_VERSION = 1
+_KEPT_WHEN_DISK_IS_FULL = 1000
+
+
+class EventLog:
+    """One writer. A full disk stops the record, never the training: lines wait in memory and are written later."""
+
+    def __init__(self, folder: Path, *, role: str, host: str, node: int, uid: str, clock: Clock) -> None:
+        make_private_dir(folder)
+        self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
+        self._clock = clock
+        self._head = {"host": host, "node": node, "role": role}
+        self._count = 0
+        self._waiting: deque[bytes] = deque(maxlen=_KEPT_WHEN_DISK_IS_FULL)
+        self._dropped = 0
+        self._offset = 0
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event. Never raises for the disk's sake."""
+        line = {
+            "v": SCHEMA_VERSION,
+            "t": self._clock.time_ns(),
+            "n": self._count,
+            **self._head,
+            "event": event,
+            **fields,
+        }
+        self._count += 1
+        raw = (json.dumps(line, ensure_ascii=False, default=str) + "\n").encode("utf-8", "surrogateescape")
+        if len(self._waiting) == self._waiting.maxlen:
+            self._dropped += 1
+        self._waiting.append(raw)
+        self._flush()
+
+    def _flush(self) -> None:
+        # Not O_APPEND: it loses records on NFS and CephFS. One writer knows its own offset.
+        while self._waiting:
+            raw = self._waiting[0]
+            try:
+                written = os.pwrite(self._fd, raw, self._offset)
+            except OSError:
+                return
+            if written != len(raw):
+                return  # the disk filled up in mid-line; the same bytes are written again at the same offset
+            self._offset += written
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            if self._dropped:
+                self.write("events_dropped", count=self._dropped)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """All events of an attempt, file by file, each file in its own order. Torn and foreign lines are left out."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return
+    for name in names:
+        if not name.endswith(".jsonl") or name.startswith("."):
+            continue
+        try:
+            with open(folder / name, "rb") as file:
+                for raw in file:
+                    try:
+                        value = json.loads(raw)
+                    except ValueError:
+                        continue
+                    if isinstance(value, dict) and "event" in value:
+                        yield value
+        except OSError:
+            continue

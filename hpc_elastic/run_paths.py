@@ -1,0 +1,139 @@
+"""Where everything lies in a run directory. Names only: nothing here touches the disk.
+
+::
+
+    <runs>/<run-id>/                     0700
+      run.json                           what was asked for (run_spec.py): immutable
+      secret                             0600: authenticates rings (store/doorbell.py)
+      job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
+      latest -> attempt-000
+      attempt-000/                       one per execution of the job
+        attempt.json                     job id, nodes, versions, requeue armed or why not
+        store/                           rendezvous: its format is the store's own
+        events/<role>-<node>-<uid>.jsonl one writer per file
+        round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
+        report.json report.txt
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
+_ROUND = re.compile(r"round-(\d{3,})\Z")
+_RANK = re.compile(r"rank-(\d{5,})\Z")
+
+
+@dataclass(frozen=True)
+class RankPaths:
+    """The files of one worker in one round."""
+
+    root: Path
+
+    @property
+    def stdout(self) -> Path:
+        return self.root / "stdout.log"
+
+    @property
+    def stderr(self) -> Path:
+        return self.root / "stderr.log"
+
+    @property
+    def error_file(self) -> Path:
+        return self.root / "error.json"
+
+    @property
+    def stacks(self) -> Path:
+        return self.root / "stacks.txt"
+
+
+@dataclass(frozen=True)
+class AttemptPaths:
+    """The files of one execution of the job."""
+
+    root: Path
+
+    @property
+    def number(self) -> int:
+        match = _ATTEMPT.match(self.root.name)
+        return int(match.group(1)) if match else 0
+
+    @property
+    def attempt_json(self) -> Path:
+        return self.root / "attempt.json"
+
+    @property
+    def store(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events"
+
+    @property
+    def report_json(self) -> Path:
+        return self.root / "report.json"
+
+    @property
+    def report_text(self) -> Path:
+        return self.root / "report.txt"
+
+    def round_dir(self, round_index: int) -> Path:
+        return self.root / f"round-{round_index:03d}"
+
+    def rank(self, round_index: int, global_rank: int) -> RankPaths:
+        return RankPaths(self.round_dir(round_index) / f"rank-{global_rank:05d}")
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run. `root` is absolute."""
+
+    root: Path
+
+    @property
+    def run_id(self) -> str:
+        return self.root.name
+
+    @property
+    def run_json(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def secret(self) -> Path:
+        return self.root / "secret"
+
+    @property
+    def script(self) -> Path:
+        return self.root / "job.sbatch"
+
+    @property
+    def job_log(self) -> Path:
+        return self.root / "job.log"
+
+    @property
+    def latest(self) -> Path:
+        return self.root / "latest"
+
+    def attempt(self, number: int) -> AttemptPaths:
+        return AttemptPaths(self.root / f"attempt-{number:03d}")
+
+
+def attempt_number(name: str) -> int | None:
+    """``attempt-007`` → 7; None for any other name."""
+    match = _ATTEMPT.match(name)
+    return int(match.group(1)) if match else None
+
+
+def round_index(name: str) -> int | None:
+    """``round-007`` → 7; None for any other name."""
+    match = _ROUND.match(name)
+    return int(match.group(1)) if match else None
+
+
+def rank_index(name: str) -> int | None:
+    """``rank-00007`` → 7; None for any other name."""
+    match = _RANK.match(name)
+    return int(match.group(1)) if match else None
