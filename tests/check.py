@@ -1,0 +1,253 @@
+"""The one check: format, lint, types, import contracts, shell scripts, then the tests tier by tier.
+
+::
+
+    python -m tests.check                       everything
+    python -m tests.check --tier unit           one tier (may be repeated)
+    python -m tests.check --no-slurm            all but the real-Slurm tier
+    python -m tests.check --long                the minutes-long tests too; no budgets
+    python -m tests.check --bench               the benchmarks at the end (a crash fails, a missed figure is printed)
+
+Each tier has a time budget for two cores; a tier that takes longer fails. The last line is ``N passed, N failed[, N
+skipped]`` over everything that ran, where each check counts as one; the exit code is 1 if anything failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STOP_FACTOR = 1.25
+"""A tier is interrupted at so many times its budget: long enough to finish and say by how much it was over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Folders of tests that share a time budget."""
+
+    name: str
+    folders: tuple[str, ...]
+    budget: float
+    """Seconds on two cores."""
+
+
+TIERS = (
+    Tier(name="unit", folders=("tests/unit",), budget=60),
+    Tier(name="store", folders=("tests/contract", "tests/model"), budget=360),
+    Tier(name="faults", folders=("tests/integration",), budget=600),
+    Tier(name="slurm", folders=("tests/slurm",), budget=900),
+    Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
+)
+BENCH_BUDGET = 420.0
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What one tier, or the group of checks, came to."""
+
+    name: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    budget: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def fail(self, note: str) -> None:
+        self.failed += 1
+        self.notes.append(note)
+
+    def skip(self, note: str) -> None:
+        self.skipped += 1
+        self.notes.append(note)
+
+
+def shell_scripts() -> list[Path]:
+    """The shell scripts of this project: by ending, and .ci/run."""
+    found = [ROOT / ".ci" / "run", *(ROOT / "tests").rglob("*.sh"), *(ROOT / "docs").rglob("*.sh")]
+    return sorted(path for path in found if path.is_file() and "data" not in path.relative_to(ROOT).parts)
+
+
+def run_checks(outcome: Outcome) -> None:
+    """Everything that reads the code without running it."""
+    python = sys.executable
+    # Not by $PATH: the tools of this virtual environment, also when it is not activated.
+    lint_imports = str(Path(python).with_name("lint-imports"))
+    checks: list[tuple[str, list[str]]] = [
+        ("ruff format", [python, "-m", "ruff", "format", "--check", "."]),
+        ("ruff check", [python, "-m", "ruff", "check", "."]),
+        ("mypy", [python, "-m", "mypy"]),
+        ("import contracts", [lint_imports]),
+    ]
+    scripts = [str(path.relative_to(ROOT)) for path in shell_scripts()]
+    checks.append(("bash -n", ["bash", "-n", *scripts]))
+    if shutil.which("shellcheck"):
+        checks.append(("shellcheck", ["shellcheck", "-x", *scripts]))
+    elif os.environ.get("CI"):
+        outcome.fail("shellcheck: not installed")
+    else:
+        outcome.skip("shellcheck: not installed (apt-get install shellcheck)")
+    for name, argv in checks:
+        started = time.monotonic()
+        try:
+            result = subprocess.run(
+                argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            problem = None if result.returncode == 0 else f"exit {result.returncode}"
+            output = result.stdout
+        except OSError as error:
+            problem, output = str(error), ""
+        print(f"{name:20} {problem or 'ok'} ({time.monotonic() - started:.1f} s)", flush=True)
+        if problem:
+            print(output, flush=True)
+            outcome.fail(f"{name}: {problem}")
+        else:
+            outcome.passed += 1
+
+
+def run_limited(argv: Sequence[str], seconds: float | None) -> tuple[int, bool]:
+    """Run a command with our output; interrupt it, then kill it, when `seconds` have passed.
+
+    Returns:
+        Its exit code, and whether it was stopped.
+    """
+    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL)
+    try:
+        return process.wait(seconds), False
+    except subprocess.TimeoutExpired:
+        # As Ctrl-C: pytest says where it was and runs the fixtures' clean-up.
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.wait(60), True
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait(), True
+    except KeyboardInterrupt:
+        process.wait()
+        raise
+
+
+def run_tier(tier: Tier, outcome: Outcome, *, long: bool) -> None:
+    """Run one tier's tests with pytest and count them from its XML."""
+    folders = [name for name in tier.folders if any((ROOT / name).rglob("test_*.py"))]
+    if not folders:
+        outcome.notes.append("no tests yet")
+        return
+    with tempfile.TemporaryDirectory(prefix="hpc-elastic-check-") as temporary:
+        xml = Path(temporary) / "junit.xml"
+        argv = [sys.executable, "-m", "pytest", "-q", *folders, f"--junitxml={xml}", "--durations=3"]
+        if not long:
+            argv += ["-m", "not slow"]
+        code, stopped = run_limited(argv, None if long else tier.budget * STOP_FACTOR)
+        count(xml, outcome)
+    if stopped:
+        outcome.fail(f"stopped after {tier.budget * STOP_FACTOR:.0f} s")
+    elif code == 5:
+        outcome.notes.append("no tests yet")
+    elif code != 0 and not outcome.failed:
+        outcome.fail(f"pytest ended with {code}")
+
+
+def count(xml: Path, outcome: Outcome) -> None:
+    """Add the figures of a JUnit file, and the names of what failed, to an outcome."""
+    try:
+        root = ElementTree.parse(xml).getroot()
+    except (OSError, ElementTree.ParseError):
+        return  # pytest did not get far enough: its exit code is what is told
+    for case in root.iter("testcase"):
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            outcome.fail(f"{case.get('classname')}::{case.get('name')}")
+        elif "skipped" in kinds:
+            outcome.skipped += 1
+        else:
+            outcome.passed += 1
+
+
+def run_bench(outcome: Outcome) -> None:
+    """The benchmarks print their own figures; only a crash, or endless running, fails."""
+    if not (ROOT / "tests" / "bench" / "run.py").is_file():
+        outcome.notes.append("no benchmarks yet")
+        return
+    code, stopped = run_limited([sys.executable, "-m", "tests.bench.run"], BENCH_BUDGET)
+    if stopped:
+        outcome.fail(f"stopped after {BENCH_BUDGET:.0f} s")
+    elif code:
+        outcome.fail(f"ended with {code}")
+    else:
+        outcome.passed += 1
+
+
+def finish(outcome: Outcome, started: float) -> Outcome:
+    """Note the time, and fail what took longer than its budget."""
+    outcome.seconds = time.monotonic() - started
+    if outcome.budget is not None and outcome.seconds > outcome.budget:
+        outcome.fail(f"over its budget: {outcome.seconds:.0f} of {outcome.budget:.0f} s")
+    if outcome.name == "slurm" and os.environ.get("HPC_ELASTIC_REQUIRE_SLURM") and not outcome.passed:
+        outcome.fail("HPC_ELASTIC_REQUIRE_SLURM is set, and no test ran on a real Slurm")
+    return outcome
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """The table, and the line that is read by machines."""
+    lines = ["", f"{'tier':10}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}{'budget':>8}"]
+    for o in outcomes:
+        budget = "-" if o.budget is None else f"{o.budget:.0f}"
+        lines.append(f"{o.name:10}{o.passed:8}{o.failed:8}{o.skipped:9}{o.seconds:9.1f}{budget:>8}")
+        lines += [f"    {note}" for note in o.notes]
+    passed, failed, skipped = (sum(getattr(o, key) for o in outcomes) for key in ("passed", "failed", "skipped"))
+    total = sum(o.seconds for o in outcomes)
+    lines.append(f"{'all':10}{passed:8}{failed:8}{skipped:9}{total:9.1f}")
+    lines.append(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.check", description="Check everything; see tests/check.py.")
+    names = ["checks", *(tier.name for tier in TIERS)]
+    parser.add_argument("--tier", action="append", choices=names, help="only this one; may be repeated")
+    parser.add_argument("--no-slurm", action="store_true", help="leave out the tier that needs a real Slurm")
+    parser.add_argument("--long", action="store_true", help="also tests marked slow; budgets are not held")
+    parser.add_argument("--bench", action="store_true", help="run the benchmarks at the end")
+    options = parser.parse_args(argv)
+    wanted = set(options.tier or names)
+    if options.no_slurm:
+        wanted.discard("slurm")
+
+    outcomes: list[Outcome] = []
+    if "checks" in wanted:
+        started, outcome = time.monotonic(), Outcome(name="checks")
+        run_checks(outcome)
+        outcomes.append(finish(outcome, started))
+    for tier in TIERS:
+        if tier.name not in wanted:
+            continue
+        print(f"\n== {tier.name}: {' '.join(tier.folders)}, budget {tier.budget:.0f} s ==", flush=True)
+        started, outcome = time.monotonic(), Outcome(name=tier.name, budget=None if options.long else tier.budget)
+        run_tier(tier, outcome, long=options.long)
+        outcomes.append(finish(outcome, started))
+    if options.bench:
+        print("\n== bench ==", flush=True)
+        started, outcome = time.monotonic(), Outcome(name="bench")
+        run_bench(outcome)
+        outcomes.append(finish(outcome, started))
+    print(summary(outcomes), flush=True)
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
