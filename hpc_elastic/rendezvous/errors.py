@@ -1,0 +1,30 @@
+"""What may come out of a rendezvous."""
+
+from __future__ import annotations
+
+from hpc_elastic.errors import HpcElasticError
+
+
+class RendezvousError(HpcElasticError):
+    """Base of the three below; nothing else comes out of a rendezvous."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """The run is over, whether it was before or while this node waited."""
+
+    template = "rendezvous of run {run_id!r} is closed: {outcome} ({reason})"
+
+
+class RendezvousTimeoutError(RendezvousError):
+    """This node was not in a final round in time."""
+
+    template = (
+        "rendezvous of run {run_id!r}: {missing_count} of {expected} nodes had not joined after {timeout:g} s "
+        "({missing}); look for their agent logs, or allow fewer nodes with --nodes {fewer}-{expected}"
+    )
+
+
+class RendezvousStateError(RendezvousError):
+    """The store's record can't be understood."""
+
+    template = "rendezvous of run {run_id!r}: record {number} is {why}"

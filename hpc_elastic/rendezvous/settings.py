@@ -1,0 +1,64 @@
+"""The numbers of a rendezvous, the same on every node of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from hpc_elastic.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousSettings:
+    """Seconds, unless it says otherwise."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    expected_nodes: int = 1
+    """How many agents were launched: nobody waits for a node that does not exist."""
+    timeout: float = 600.0
+    """From the start of waiting to a final round."""
+    last_call_timeout: float = 30.0
+    """With MIN nodes here: how long nodes that were launched, and never seen, are still waited for."""
+    heartbeat_interval: float = 4.0
+    heartbeat_ttl: float = 20.0
+    """Without a change for so long, a node counts as lost. Above three times what the filesystem takes to show one."""
+    poll_interval: float = 1.0
+    """The fallback's, where no ring comes through."""
+    doorbell: bool = True
+    """Off: the files alone, slower."""
+
+
+def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> RendezvousSettings:
+    """Apply ``--rdzv-conf key=value,…``.
+
+    Raises:
+        UsageError: an unknown key, or a value that is no number; it is named.
+    """
+    allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
+    known = {f.name for f in fields(RendezvousSettings)} & allowed
+    changes: dict[str, float | bool] = {}
+    for key, text in conf.items():
+        if key not in known:
+            raise UsageError(f"--rdzv-conf: unknown key {key!r}; it knows {', '.join(sorted(known))}")
+        if key == "doorbell":
+            if text.lower() not in ("on", "off", "true", "false", "1", "0"):
+                raise UsageError(f"--rdzv-conf doorbell={text}: give on or off")
+            changes[key] = text.lower() in ("on", "true", "1")
+            continue
+        try:
+            number = float(text)
+        except ValueError:
+            raise UsageError(f"--rdzv-conf {key}={text}: not a number of seconds") from None
+        if not 0 < number < 1e7:
+            raise UsageError(f"--rdzv-conf {key}={text}: give a positive number of seconds")
+        changes[key] = number
+    changed = replace(base, **changes)  # type: ignore[arg-type]
+    if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:
+        changed = replace(changed, heartbeat_interval=changed.heartbeat_ttl / 5)
+    if changed.heartbeat_ttl < 2 * changed.heartbeat_interval:
+        raise UsageError(
+            f"--rdzv-conf heartbeat_ttl={changed.heartbeat_ttl:g} must be at least twice "
+            f"heartbeat_interval={changed.heartbeat_interval:g}"
+        )
+    return changed

@@ -1,0 +1,1 @@
+"""What the nodes of a run agree through: files on the shared filesystem, a bell that says "look now", nothing else."""

@@ -1,0 +1,65 @@
+"""The store's Protocol: the few operations that hold on every shared filesystem.
+
+Keys are ``folder/name`` or ``folder/sub/name``; no key is ever used again for another value, so nobody can mistake an
+old value for a new one. Values are text of at least one character.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hpc_elastic.errors import HpcElasticError
+
+
+class StoreError(HpcElasticError):
+    """The store can't do what was asked, and trying again won't help."""
+
+    template = "store {root}: {why}"
+
+
+class StoreWipedError(StoreError):
+    """The store that this participant joined is gone or was replaced: going on could contradict what others read."""
+
+
+class Store(Protocol):
+    """Values that are written once, cells that one owner rewrites, and listings.
+
+    Any method may raise OSError for a passing fault of the filesystem; the caller tries again at its next step.
+    """
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        """Give `key` its value, once and for ever.
+
+        Returns:
+            Whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
+            looked like a failure (a lost reply). False: somebody else's value is there.
+
+        Raises:
+            StoreError: no space, no permission: nothing was written.
+        """
+        ...
+
+    def get(self, key: str) -> str | None:
+        """The value of `key`, or None where there is none yet (or it can't be read whole yet)."""
+        ...
+
+    def list(self, folder: str) -> list[str]:
+        """The names in `folder`, in no order, fresh from the server; empty where the folder is not there."""
+        ...
+
+    def overwrite(self, key: str, value: str) -> None:
+        """Rewrite a cell of one's own. One writer per cell; readers may see the old value for a while."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Remove a key of one's own that nobody will look for again."""
+        ...
+
+    def stir(self, folder: str) -> None:
+        """Make caches of `folder` expire on all clients, before a decision that rests on something's absence."""
+        ...
+
+
+def fits_key(name: str) -> bool:
+    """Whether `name` can be one component of a key: short, printable, no dot first (readers skip dot-names)."""
+    return 0 < len(name) <= 200 and name[0] != "." and all(c.isalnum() or c in "-_.+" for c in name) and name.isascii()

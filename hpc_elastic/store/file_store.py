@@ -1,0 +1,248 @@
+"""The store as files: exclusive creation of names that are never used twice, listings, and cells rewritten in place.
+
+Those are the only operations that held on ext4, GlusterFS, MooseFS, CephFS, NFSv3 and sshfs alike; what did not (locks,
+O_APPEND, replacing a file by rename, comparing times) is not used.
+
+- A value is a symbolic link whose target text is the value: one operation on the server, whole or not there, no data
+  block, no fsync. A longer value, or a filesystem without symlinks, takes a hard link to a temporary file in the same
+  folder; where there are no hard links either, an exclusively created file.
+- Values carry a checksum, so that a reader of a half-written file sees "not yet".
+- The return code of a create is not trusted: a reply can be lost after the server did the work. Whoever loses reads
+  what is there.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import threading
+import zlib
+from pathlib import Path
+
+from hpc_elastic.atomic_file import check_private_dir, make_private_dir
+from hpc_elastic.clock import Clock
+from hpc_elastic.store.base import StoreError
+
+LONGEST_SYMLINK = 900
+"""Characters of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
+SETTLE_SECONDS = 5.0
+"""How long a name that a failed create may have left behind is looked for before the create is tried again."""
+
+_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EROFS, errno.EMLINK}
+_NO_SUCH_KIND = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV}
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+
+
+class FileStore:
+    """Files under `root`, which belongs to this user alone (0700)."""
+
+    def __init__(self, root: Path, *, clock: Clock, stop: threading.Event | None = None) -> None:
+        """Open, or create, the store.
+
+        Args:
+            root: The folder; its parent exists.
+            clock: For waits.
+            stop: Ends every wait at once.
+
+        Raises:
+            UnsafePathError: the folder is a link, another user's, or open to others.
+            OSError: it can't be created.
+        """
+        make_private_dir(root)
+        self._root = os.fspath(root)
+        self._clock = clock
+        self._stop = stop or threading.Event()
+        self._folders: set[str] = set()
+        self._symlinks = True
+        self._hard_links = True
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        path = self._path(key)
+        text = f"{zlib.crc32(value.encode('utf-8', 'surrogateescape')):08x} {value}"
+        self._make_folder(key)
+        failure: OSError | None = None
+        for _ in range(20):
+            try:
+                self._create(path, text)
+                return True
+            except OSError as error:
+                if error.errno in _HOPELESS:
+                    raise StoreError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
+                failure = error
+                if error.errno == errno.ENOENT:
+                    self._folders.discard(os.path.dirname(key))
+                    self._make_folder(key)
+                    continue
+            found = self._settle(key)
+            if found is not None:
+                return found == value
+            if self._stop.is_set():
+                break
+        raise failure or OSError(errno.EIO, "the create was never tried")
+
+    def _create(self, path: str, text: str) -> None:
+        if self._symlinks and len(text.encode("utf-8", "surrogateescape")) <= LONGEST_SYMLINK:
+            try:
+                os.symlink(text, path)
+                return
+            except OSError as error:
+                # EPERM is "no symlinks here" on some filesystems and "you lost" on sshfs: only the former has no file.
+                if error.errno == errno.EPERM and os.path.lexists(path):
+                    raise
+                if error.errno not in _NO_SUCH_KIND and error.errno != errno.EPERM:
+                    raise
+                self._symlinks = False
+        folder = os.path.dirname(path)
+        raw = text.encode("utf-8", "surrogateescape")
+        if self._hard_links:
+            temporary = os.path.join(folder, f".{secrets.token_hex(8)}")
+            _write_new(temporary, raw)
+            try:
+                os.link(temporary, path)
+                return
+            except OSError as error:
+                if error.errno not in _NO_SUCH_KIND and error.errno != errno.EPERM:
+                    raise
+                self._hard_links = False
+            finally:
+                os.unlink(temporary)
+        _write_new(path, raw)
+
+    def _settle(self, key: str) -> str | None:
+        """Read what a refused create says is there, until it is visible, or five seconds have passed."""
+        deadline = self._clock.monotonic() + SETTLE_SECONDS
+        folder, _, name = key.rpartition("/")
+        delay = 0.01
+        while True:
+            found = self.get(key)
+            if found is not None or self._clock.monotonic() >= deadline:
+                return found
+            try:
+                if name not in self.list(folder):
+                    return None
+            except OSError:
+                pass  # a passing fault: look again until the deadline
+            if self._clock.wait(self._stop, delay):
+                return None
+            delay = min(0.2, delay * 2)
+
+    def get(self, key: str) -> str | None:
+        path = self._path(key)
+        try:
+            text = os.readlink(path)
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            if error.errno != errno.EINVAL:
+                raise
+            raw = self._read_file(path)
+            if raw is None:
+                return None
+            text = raw.decode("utf-8", "surrogateescape")
+        checksum, _, value = text.partition(" ")
+        if len(checksum) != 8 or f"{zlib.crc32(value.encode('utf-8', 'surrogateescape')):08x}" != checksum:
+            return None
+        return value
+
+    def _read_file(self, path: str) -> bytes | None:
+        # Opened anew for each read: only open() makes an NFS client ask the server (close-to-open).
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            raise
+        try:
+            info = os.fstat(fd)
+            if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+                raise StoreError(root=self._root, why=f"{path} is not a file of ours")
+            chunks = []
+            while chunk := os.read(fd, 1 << 20):
+                chunks.append(chunk)
+            return b"".join(chunks)
+        except OSError as error:
+            if error.errno in _GONE:
+                return None
+            raise
+        finally:
+            os.close(fd)
+
+    def list(self, folder: str) -> list[str]:
+        try:
+            return [name for name in os.listdir(self._path(folder)) if name[0] != "."]
+        except OSError as error:
+            if error.errno in _GONE:
+                return []
+            raise
+
+    def overwrite(self, key: str, value: str) -> None:
+        raw = f"{zlib.crc32(value.encode()):08x} {value}".encode()
+        self._make_folder(key)
+        path = self._path(key)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(fd, raw, 0)
+            if os.fstat(fd).st_size != len(raw):
+                os.ftruncate(fd, len(raw))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            os.utime(path)  # no room to rewrite it: a new time is a change too
+        finally:
+            os.close(fd)
+
+    def delete(self, key: str) -> None:
+        try:
+            os.unlink(self._path(key))
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+
+    def stir(self, folder: str) -> None:
+        # A cached listing stays valid while the folder's time does not change; times tick by up to a second.
+        path = os.path.join(self._path(folder), f".{secrets.token_hex(8)}")
+        try:
+            os.symlink("stir", path)
+            os.unlink(path)
+        except OSError:
+            pass  # it only makes a cache fresher
+
+    def check(self) -> None:
+        """Refuse to go on over a store that somebody else put in this one's place.
+
+        Raises:
+            UnsafePathError, FileNotFoundError: the folder is not ours any more, or gone.
+        """
+        check_private_dir(Path(self._root))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _make_folder(self, key: str) -> None:
+        folder = os.path.dirname(key)
+        if not folder or folder in self._folders:
+            return
+        at = self._root
+        for part in folder.split("/"):
+            at = f"{at}/{part}"
+            try:
+                os.mkdir(at, 0o700)
+            except FileExistsError:
+                pass  # also with a stale negative entry on NFS, where the look-up said that it was not there
+        self._folders.add(folder)
+
+
+def _write_new(path: str, raw: bytes) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(raw)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.fsync(fd)  # others build on it: it must not turn out empty after this node's power is lost
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)

@@ -1,0 +1,88 @@
+"""Who is alive: a counter that its owner changes, and observers that time the changes on their own clocks.
+
+No time of one host is ever compared with another host's: the observer remembers since when, on its own monotonic
+clock, it has seen the same value.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+
+from hpc_elastic.store.base import Store
+
+_FOLDER = "hb"
+
+
+class Heartbeat:
+    """The owner's side: one cell, rewritten every `interval` seconds."""
+
+    def __init__(self, store: Store, uid: str, *, interval: float) -> None:
+        self._store = store
+        self._key = f"{_FOLDER}/{uid}"
+        self._interval = interval
+        self._count = 0
+        self._nonce = secrets.token_hex(4)
+        self._renewed_at: float | None = None
+
+    def beat_if_due(self, now: float) -> float:
+        """Change the cell where its interval has passed.
+
+        Args:
+            now: Seconds, monotonic.
+
+        Returns:
+            Seconds until the next change is due.
+
+        Raises:
+            OSError: the filesystem refused; the lease keeps ageing until a later call succeeds.
+        """
+        due = now if self._renewed_at is None else self._renewed_at + self._interval
+        if now < due:
+            return due - now
+        self._store.overwrite(self._key, f"{self._count} {self._nonce}")
+        self._count += 1
+        self._renewed_at = now  # taken before the write: a slow write ages the lease
+        return self._interval
+
+    def age(self, now: float) -> float:
+        """Seconds since the last renewal began; infinite before the first."""
+        return float("inf") if self._renewed_at is None else now - self._renewed_at
+
+
+@dataclass(slots=True)
+class _Seen:
+    value: str | None
+    since: float
+
+
+class Liveness:
+    """The observer's side: how long each participant's cell has looked the same to this process."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[str, _Seen] = {}
+
+    def age(self, uid: str, now: float) -> float:
+        """Look at `uid`'s cell and say for how many seconds it has not changed, 0 at the first look.
+
+        A passing fault of the filesystem starts the age anew: not having been able to look is no evidence.
+        """
+        try:
+            value = self._store.get(f"{_FOLDER}/{uid}")
+        except OSError:
+            self._seen.pop(uid, None)
+            return 0.0
+        seen = self._seen.get(uid)
+        if seen is None or seen.value != value:
+            self._seen[uid] = _Seen(value, now)
+            return 0.0
+        return now - seen.since
+
+    def forgive(self, seconds: float) -> None:
+        """This process itself was held up for so long (a frozen filesystem, SIGSTOP): nobody aged meanwhile."""
+        for seen in self._seen.values():
+            seen.since += seconds
+
+    def forget(self, uid: str) -> None:
+        self._seen.pop(uid, None)

@@ -1,0 +1,38 @@
+"""A store in this process's memory: for model tests and for participants that share one process."""
+
+from __future__ import annotations
+
+import threading
+
+
+class MemoryStore:
+    """The same contract as `FileStore`, without a disk. Safe to share between threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        with self._lock:
+            return self._values.setdefault(key, value) == value
+
+    def get(self, key: str) -> str | None:
+        with self._lock:
+            return self._values.get(key)
+
+    def list(self, folder: str) -> list[str]:
+        prefix = folder + "/"
+        with self._lock:
+            names = {key[len(prefix) :].split("/", 1)[0] for key in self._values if key.startswith(prefix)}
+        return list(names)
+
+    def overwrite(self, key: str, value: str) -> None:
+        with self._lock:
+            self._values[key] = value
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._values.pop(key, None)
+
+    def stir(self, folder: str) -> None:
+        pass

@@ -1,0 +1,83 @@
+"""Numbered immutable records: creating number n + 1 is the compare-and-set, and the number is the fencing token.
+
+A deposed coordinator that still believes itself in office tries to create a number that is already there, loses, reads
+what the others did, and steps down. Nothing else is needed to keep two of them apart.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_elastic.store.base import Store
+
+KEPT_RECORDS = 32
+_FOLDER = "log"
+_DIGITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """One record: its number, from 1, and its JSON object."""
+
+    number: int
+    value: Mapping[str, Any]
+
+
+class RecordLog:
+    """The log of one store, as one participant sees it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._newest: LogRecord | None = None
+
+    def latest(self) -> LogRecord | None:
+        """The newest record that is visible. Costs one listing, and one read when there is something new.
+
+        Raises:
+            OSError: a passing fault.
+        """
+        known = self._newest.number if self._newest else 0
+        numbers = sorted((int(name) for name in self._store.list(_FOLDER) if name.isdecimal()), reverse=True)
+        for number in numbers:
+            if number <= known:
+                break
+            raw = self._store.get(_key(number))
+            if raw is None:
+                continue  # listed and not readable yet: the one before it still holds for this look
+            self._newest = LogRecord(number, _decode(raw))
+            break
+        return self._newest
+
+    def append(self, number: int, value: Mapping[str, Any]) -> bool:
+        """Create record `number`, the successor of the newest one that the caller knows.
+
+        Returns:
+            Whether it was this call that did. False: another record has that number; read `latest`.
+        """
+        raw = json.dumps({**value, "nonce": secrets.token_hex(8)}, separators=(",", ":"))
+        if not self._store.put_if_absent(_key(number), raw):
+            return False
+        self._newest = LogRecord(number, _decode(raw))
+        return True
+
+    def compact(self) -> None:
+        """Remove all but the newest records. For the coordinator alone."""
+        numbers = sorted(int(name) for name in self._store.list(_FOLDER) if name.isdecimal())
+        for number in numbers[:-KEPT_RECORDS]:
+            self._store.delete(_key(number))
+
+
+def _key(number: int) -> str:
+    return f"{_FOLDER}/{number:0{_DIGITS}d}"
+
+
+def _decode(raw: str) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
