@@ -93,7 +93,20 @@ def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> No
 
 def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -> None:
     """`write_private` of `value` as JSON, keys in the mapping's order, one line break at the end."""
-    write_private(path, json.dumps(value, ensure_ascii=False, indent=1, default=str) + "\n", durable=durable)
+    write_private(path, json_text(value, indent=1) + "\n", durable=durable)
+
+
+def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """JSON that any reader decodes: readable text, but ASCII escapes where a value holds bytes that are no UTF-8.
+
+    Python keeps such bytes (of an argument, a path, a worker's message) as lone surrogates, which UTF-8 cannot hold.
+    """
+    text = json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent, default=str)
+    return text
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.atomic_file import json_text, make_private_dir
 from hpc_elastic.clock import Clock
 
 SCHEMA_VERSION = 1
@@ -47,7 +47,7 @@ class EventLog:
             **fields,
         }
         self._count += 1
-        raw = (json.dumps(line, ensure_ascii=False, default=str) + "\n").encode("utf-8", "surrogateescape")
+        raw = (json_text(line) + "\n").encode()
         if len(self._waiting) == self._waiting.maxlen:
             self._dropped += 1
         self._waiting.append(raw)
@@ -68,6 +68,7 @@ class EventLog:
 
     def close(self) -> None:
         if self._fd >= 0:
+            self._flush()  # first, so that what follows pushes out nothing
             if self._dropped:
                 self.write("events_dropped", count=self._dropped)
             os.close(self._fd)
@@ -88,7 +89,7 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
                 for raw in file:
                     try:
                         value = json.loads(raw)
-                    except ValueError:
+                    except (ValueError, RecursionError):
                         continue
                     if isinstance(value, dict) and "event" in value:
                         yield value

@@ -1,0 +1,160 @@
+"""The event log: one writer, readers that meet anything, a full disk that loses nothing it can keep."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic import events
+from hpc_elastic.events import EventLog, read_events
+
+
+class CountingClock:
+    """Each look is a nanosecond later."""
+
+    def __init__(self) -> None:
+        self.now = 1000
+
+    def monotonic(self) -> float:
+        return float(self.now)
+
+    def time_ns(self) -> int:
+        self.now += 1
+        return self.now
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        return stop.is_set()
+
+
+def open_log(folder: Path, *, uid: str = "u1", role: str = "agent", node: int = 3) -> EventLog:
+    return EventLog(folder, role=role, host="nid003", node=node, uid=uid, clock=CountingClock())
+
+
+def test_events_come_back_with_their_head_and_in_order(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("started", pid=42)
+    log.write("worker_failed", message='two\nlines, "quoted", ünïcode')
+    log.close()
+    assert list(read_events(tmp_path / "events")) == [
+        {"v": 1, "t": 1001, "n": 0, "host": "nid003", "node": 3, "role": "agent", "event": "started", "pid": 42},
+        {
+            "v": 1,
+            "t": 1002,
+            "n": 1,
+            "host": "nid003",
+            "node": 3,
+            "role": "agent",
+            "event": "worker_failed",
+            "message": 'two\nlines, "quoted", ünïcode',
+        },
+    ]
+
+
+def test_each_writer_has_a_file_of_its_own_and_none_takes_another_s(tmp_path: Path) -> None:
+    open_log(tmp_path / "events", uid="a").close()
+    open_log(tmp_path / "events", uid="b").close()
+    open_log(tmp_path / "events", uid="a", role="supervisor", node=-1).close()
+    with pytest.raises(FileExistsError):
+        open_log(tmp_path / "events", uid="a")
+    assert len(os.listdir(tmp_path / "events")) == 3
+    assert {os.stat(tmp_path / "events" / name).st_mode & 0o777 for name in os.listdir(tmp_path / "events")} == {0o600}
+
+
+def test_values_that_are_no_json_become_text(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("odd", path=tmp_path, raw="\udcff")
+    log.close()
+    (event,) = read_events(tmp_path / "events")
+    assert (event["path"], event["raw"]) == (str(tmp_path), "\udcff")
+
+
+def test_a_full_disk_never_raises_and_the_lines_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("before")
+    real_pwrite = os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(events.os, "pwrite", full)
+    log.write("during", k=1)
+    log.write("during", k=2)
+    assert [e["event"] for e in read_events(tmp_path / "events")] == ["before"]
+    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    log.write("after")
+    log.close()
+    assert [(e["n"], e["event"]) for e in read_events(tmp_path / "events")] == [
+        (0, "before"),
+        (1, "during"),
+        (2, "during"),
+        (3, "after"),
+    ]
+
+
+def test_a_line_that_was_cut_by_a_full_disk_is_written_again_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(tmp_path / "events")
+    real_pwrite = os.pwrite
+    monkeypatch.setattr(events.os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[:7], offset))
+    log.write("cut")
+    assert list(read_events(tmp_path / "events")) == []
+    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    log.write("whole")
+    log.close()
+    assert [e["event"] for e in read_events(tmp_path / "events")] == ["cut", "whole"]
+
+
+def test_what_a_long_full_disk_costs_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(tmp_path / "events")
+    real_pwrite = os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(events.os, "pwrite", full)
+    for k in range(1005):
+        log.write("during", k=k)
+    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    log.close()
+    found = list(read_events(tmp_path / "events"))
+    assert found[-1]["event"] == "events_dropped"
+    kept = [e["k"] for e in found if e["event"] == "during"]
+    assert found[-1]["count"] == 1005 - len(kept)
+    assert kept == list(range(1005 - len(kept), 1005))
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "events")
+    log.close()
+    log.close()
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    log = open_log(folder)
+    log.write("first")
+    log.close()
+    (name,) = os.listdir(folder)
+    with open(folder / name, "ab") as file:
+        file.write(b"[1, 2]\n")
+        file.write(b'{"v": 1, "no event": true}\n')
+        file.write(b"\x00\x00\x00\x00\n")
+        file.write(b"\xff\xfe not UTF-8\n")
+        file.write(b"[" * 200_000 + b"\n")
+        file.write(b'{"v": 99, "event": "from the future", "new": {}}\n')
+        file.write(b'{"v": 1, "event": "torn')
+    (folder / ".hidden.jsonl").write_text('{"event": "hidden"}\n')
+    (folder / "notes.txt").write_text('{"event": "not a log"}\n')
+    (folder / "folder.jsonl").mkdir()
+    assert [e["event"] for e in read_events(folder)] == ["first", "from the future"]
+
+
+def test_a_missing_folder_has_no_events(tmp_path: Path) -> None:
+    assert list(read_events(tmp_path / "gone")) == []
