@@ -1,0 +1,340 @@
+"""What Slurm's environment variables say about this job and this process: pure, from a mapping.
+
+Checked on the environments of Slurm 20.11, 22.05, 24.11 and 26.05. The traps that they hold:
+
+- 26.05 sets SLURM_STEP_ID=-5 in the batch script, which is in no step.
+- In a het job's step SLURM_STEP_NODELIST is sorted (``n[1-3]``) while SLURM_NODEID follows the components (n3 is 0
+  where component 0 is on n3): a node's name is SLURMD_NODENAME's and its place is looked up, never ``list[id]``.
+- SLURM_JOB_NODELIST is, in a het job, the leader's nodes in the batch script and the step's in a step: the job's nodes
+  are those of all SLURM_JOB_NODELIST_HET_GROUP_n, in order.
+- 20.11 has no SLURM_GPUS_ON_NODE; 20.11 and 22.05 have no SLURM_JOB_START_TIME.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.slurm.hostlist import HostlistError, expand
+from hpc_elastic.slurm.resources import device_count, expand_counts, gpu_count
+
+_MAX_NUMBER = 1 << 62
+_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+class JobEnvironmentError(UsageError):
+    """An environment variable of Slurm's holds what it never should."""
+
+    template = "{variable}={value!r} in the environment {why}"
+
+    def __init__(self, **facts: str) -> None:
+        HpcElasticError.__init__(self, **facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What the environment says about the node that this process is on."""
+
+    name: str | None
+    """As Slurm calls it; None in salloc's shell on a login node."""
+    cpus: int | None
+    """CPUs of the job on this node."""
+    gpus: int
+    """GPUs that processes here can use; 0 where Slurm gave none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """Of a batch script, or of a shell in an allocation: a process of the job that is in no step."""
+
+    node: NodeFacts
+    tasks_per_node: tuple[int, ...]
+    """One number per node of (the leading component of) the job; empty where Slurm said nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskFacts:
+    """Of a task that srun started."""
+
+    node: NodeFacts
+    step_id: int
+    step_nodes: tuple[str, ...]
+    """As SLURM_STEP_NODELIST gives them; not always in the order of `node_id`."""
+    node_id: int
+    """This node's place among the step's nodes, from 0."""
+    num_nodes: int
+    procid: int
+    localid: int
+    num_tasks: int
+    tasks_per_node: tuple[int, ...]
+    """One number per node of the step, by `node_id`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnvironment:
+    """The job that this process belongs to, and, in `batch` or `task`, its place in it."""
+
+    job_id: str
+    array_job_id: str | None
+    array_task_id: str | None
+    het_leader_id: str | None
+    restart_count: int
+    """How often the job was requeued; Slurm leaves it unset at first."""
+    cluster: str | None
+    name: str
+    nodes: tuple[str, ...]
+    """All nodes of the job as it started, all components, in Slurm's order: this is the order of ranks."""
+    partition: str | None
+    account: str | None
+    submit_dir: str | None
+    start_time: int | None
+    """Seconds since the epoch by the controller's clock; None before Slurm 23."""
+    end_time: int | None
+    """When the time limit ends the job; as `start_time`."""
+    batch: BatchFacts | None
+    task: TaskFacts | None
+
+    @property
+    def requeue_id(self) -> str:
+        """What ``scontrol requeue`` wants: ``ARRAYJOB_TASK`` for an array task, the leader's id for a het job."""
+        if self.array_job_id is not None and self.array_task_id is not None:
+            return f"{self.array_job_id}_{self.array_task_id}"
+        return self.het_leader_id or self.job_id
+
+    @property
+    def node(self) -> NodeFacts:
+        """This process' node, in a step or not."""
+        facts = self.task or self.batch
+        assert facts is not None  # from_env sets one of them
+        return facts.node
+
+    @property
+    def node_index(self) -> int | None:
+        """This node's place in `nodes`; None where this process is not on one of them."""
+        name = self.node.name
+        return self.nodes.index(name) if name in self.nodes else None
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> JobEnvironment:
+        """Read the facts.
+
+        Raises:
+            JobEnvironmentError: this is no Slurm job, or a variable holds nonsense; it names variable and value.
+        """
+        reader = _Reader(env)
+        in_task = _in_task(reader)
+        return JobEnvironment(
+            job_id=reader.job_id("SLURM_JOB_ID", "SLURM_JOBID"),
+            array_job_id=reader.optional_id("SLURM_ARRAY_JOB_ID"),
+            array_task_id=reader.optional_id("SLURM_ARRAY_TASK_ID"),
+            het_leader_id=reader.optional_id("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0"),
+            restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
+            cluster=reader.text("SLURM_CLUSTER_NAME"),
+            name=reader.text("SLURM_JOB_NAME") or "job",
+            nodes=_job_nodes(reader, in_task=in_task),
+            partition=reader.text("SLURM_JOB_PARTITION"),
+            account=reader.text("SLURM_JOB_ACCOUNT"),
+            submit_dir=reader.text("SLURM_SUBMIT_DIR"),
+            start_time=reader.number("SLURM_JOB_START_TIME"),
+            end_time=reader.number("SLURM_JOB_END_TIME"),
+            batch=None if in_task else _batch_facts(reader),
+            task=_task_facts(reader) if in_task else None,
+        )
+
+
+def in_job(env: Mapping[str, str]) -> bool:
+    """Whether this process is in a Slurm allocation, by its environment."""
+    return bool(env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID"))
+
+
+class _Reader:
+    """Reads variables; every error names the variable that was really there."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._env = env
+
+    def find(self, *names: str) -> tuple[str, str] | None:
+        for name in names:
+            value = self._env.get(name)
+            if value:
+                return name, value
+        return None
+
+    def text(self, *names: str) -> str | None:
+        found = self.find(*names)
+        return None if found is None or found[1] == "(null)" else found[1]
+
+    def number(self, *names: str, default: int | None = None) -> int | None:
+        found = self.find(*names)
+        if found is None:
+            return default
+        name, value = found
+        if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) < _MAX_NUMBER):
+            raise JobEnvironmentError(variable=name, value=value, why="is not a number")
+        return int(value)
+
+    def need_number(self, *names: str, below: tuple[str, int] | None = None) -> int:
+        value = self.number(*names)
+        if value is None:
+            raise JobEnvironmentError(
+                variable=names[0], value="", why="is missing, though this is a task of a Slurm step"
+            )
+        if below is not None and value >= below[1]:
+            raise JobEnvironmentError(variable=names[0], value=str(value), why=f"is not below {below[0]}={below[1]}")
+        return value
+
+    def optional_id(self, *names: str) -> str | None:
+        value = self.number(*names)
+        return None if value is None else str(value)
+
+    def job_id(self, *names: str) -> str:
+        value = self.number(*names)
+        if value is None:
+            raise JobEnvironmentError(
+                variable=names[0], value="", why="is missing: this process is not in a Slurm job; try --cluster local"
+            )
+        if value == 0:
+            raise JobEnvironmentError(variable=names[0], value="0", why="is not a job's id")
+        return str(value)
+
+    def nodes(self, *names: str) -> tuple[str, ...] | None:
+        found = self.find(*names)
+        if found is None:
+            return None
+        name, value = found
+        try:
+            nodes = expand(value)
+        except HostlistError as error:
+            raise JobEnvironmentError(variable=name, value=value, why=f"is not a list of hosts: {error.why}") from None
+        if len(set(nodes)) != len(nodes):
+            raise JobEnvironmentError(variable=name, value=value, why="names a host twice")
+        return nodes
+
+    def counts(self, *names: str) -> tuple[int, ...]:
+        found = self.find(*names)
+        if found is None:
+            return ()
+        name, value = found
+        try:
+            return expand_counts(value)
+        except ValueError as error:
+            raise JobEnvironmentError(variable=name, value=value, why=str(error)) from None
+
+    def gpus(self, *names: str) -> int | None:
+        found = self.find(*names)
+        if found is None:
+            return None
+        name, value = found
+        try:
+            return gpu_count(value)
+        except ValueError as error:
+            raise JobEnvironmentError(variable=name, value=value, why=str(error)) from None
+
+    def devices(self, *names: str) -> int | None:
+        for name in names:
+            if name in self._env:  # set but empty means: none
+                return device_count(self._env[name])
+        return None
+
+
+def _in_task(reader: _Reader) -> bool:
+    """Whether srun started us. Special steps have ids from -6 to -1 (batch is -5), also as unsigned 32-bit numbers."""
+    found = reader.find("SLURM_STEP_ID", "SLURM_STEPID")
+    if found is None or reader.find("SLURM_PROCID") is None:
+        return False
+    name, value = found
+    try:
+        step = int(value)
+    except ValueError:
+        raise JobEnvironmentError(variable=name, value=value, why="is not a number") from None
+    return 0 <= step < 0xFFFFFFF0
+
+
+def _job_nodes(reader: _Reader, *, in_task: bool) -> tuple[str, ...]:
+    het_size = reader.number("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
+    if het_size and het_size < 1 << 16:
+        nodes: list[str] = []
+        for group in range(het_size):
+            variable = f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
+            part = reader.nodes(variable, f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
+            if part is None:
+                raise JobEnvironmentError(
+                    variable=variable, value="", why=f"is missing, though SLURM_HET_SIZE={het_size}"
+                )
+            nodes += [node for node in part if node not in nodes]  # two components may share a node
+        return tuple(nodes)
+    listed = reader.nodes("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    if not listed:
+        raise JobEnvironmentError(
+            variable="SLURM_JOB_NODELIST", value="", why="is missing, though SLURM_JOB_ID is there"
+        )
+    count = reader.number("SLURM_JOB_NUM_NODES")
+    if count is not None and count != len(listed):
+        raise JobEnvironmentError(
+            variable="SLURM_JOB_NUM_NODES", value=str(count), why=f"but SLURM_JOB_NODELIST names {len(listed)} nodes"
+        )
+    return listed
+
+
+def _batch_facts(reader: _Reader) -> BatchFacts:
+    return BatchFacts(
+        node=_node_facts(reader, name=reader.text("SLURMD_NODENAME")),
+        tasks_per_node=reader.counts("SLURM_TASKS_PER_NODE"),
+    )
+
+
+def _task_facts(reader: _Reader) -> TaskFacts:
+    step_nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
+    if not step_nodes:
+        raise JobEnvironmentError(
+            variable="SLURM_STEP_NODELIST", value="", why="is missing, though SLURM_STEP_ID is there"
+        )
+    num_nodes = reader.number("SLURM_STEP_NUM_NODES", default=len(step_nodes))
+    assert num_nodes is not None
+    if num_nodes != len(step_nodes):
+        raise JobEnvironmentError(
+            variable="SLURM_STEP_NUM_NODES",
+            value=str(num_nodes),
+            why=f"but SLURM_STEP_NODELIST names {len(step_nodes)}",
+        )
+    tasks_per_node = reader.counts("SLURM_STEP_TASKS_PER_NODE")
+    if tasks_per_node and len(tasks_per_node) != num_nodes:
+        raise JobEnvironmentError(
+            variable="SLURM_STEP_TASKS_PER_NODE",
+            value=reader.text("SLURM_STEP_TASKS_PER_NODE") or "",
+            why=f"is for {len(tasks_per_node)} nodes, but the step has {num_nodes}",
+        )
+    num_tasks = reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    node_id = reader.need_number("SLURM_NODEID", below=("SLURM_STEP_NUM_NODES", num_nodes))
+    name = reader.text("SLURMD_NODENAME")
+    if name is not None and name not in step_nodes:
+        raise JobEnvironmentError(variable="SLURMD_NODENAME", value=name, why="is not in SLURM_STEP_NODELIST")
+    return TaskFacts(
+        node=_node_facts(reader, name=name or step_nodes[node_id]),
+        step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
+        step_nodes=step_nodes,
+        node_id=node_id,
+        num_nodes=num_nodes,
+        procid=reader.need_number("SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", num_tasks)),
+        localid=reader.need_number("SLURM_LOCALID", below=("SLURM_STEP_NUM_TASKS", num_tasks)),
+        num_tasks=num_tasks,
+        tasks_per_node=tasks_per_node,
+    )
+
+
+def _node_facts(reader: _Reader, *, name: str | None) -> NodeFacts:
+    return NodeFacts(name=name, cpus=reader.number("SLURM_CPUS_ON_NODE"), gpus=_gpus(reader))
+
+
+def _gpus(reader: _Reader) -> int:
+    """What Slurm gave this node, but never more than this process can see (``--gpus-per-task=1`` shows one of 4)."""
+    given = reader.gpus("SLURM_GPUS_ON_NODE")
+    if given is None:
+        given = reader.devices("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+    if given is None:
+        given = reader.gpus("SLURM_GPUS_PER_NODE")
+    visible = reader.devices(*_VISIBLE_DEVICES)
+    if given is None:
+        return visible or 0
+    return given if visible is None else min(given, visible)
