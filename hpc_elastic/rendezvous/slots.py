@@ -1,4 +1,4 @@
-"""Who sits where: one pure function from the last round's members and the nodes that are here to the next member list."""
+"""Who sits where: from the last round's members and the nodes that are here to the next member list."""
 
 from __future__ import annotations
 

@@ -63,21 +63,21 @@ class Liveness:
         self._store = store
         self._seen: dict[str, _Seen] = {}
 
-    def age(self, uid: str, now: float) -> float:
-        """Look at `uid`'s cell and say for how many seconds it has not changed, 0 at the first look.
-
-        A passing fault of the filesystem starts the age anew: not having been able to look is no evidence.
-        """
+    def look(self, uid: str, now: float) -> None:
+        """Read `uid`'s cell. Not having been able to is no evidence: the age starts anew."""
         try:
             value = self._store.get(f"{_FOLDER}/{uid}")
         except OSError:
             self._seen.pop(uid, None)
-            return 0.0
+            return
         seen = self._seen.get(uid)
         if seen is None or seen.value != value:
             self._seen[uid] = _Seen(value, now)
-            return 0.0
-        return now - seen.since
+
+    def age(self, uid: str, now: float) -> float:
+        """For how many seconds `uid`'s cell has not changed as far as this process has seen; 0 before a first look."""
+        seen = self._seen.get(uid)
+        return now - seen.since if seen else 0.0
 
     def forgive(self, seconds: float) -> None:
         """This process itself was held up for so long (a frozen filesystem, SIGSTOP): nobody aged meanwhile."""

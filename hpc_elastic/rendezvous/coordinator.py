@@ -1,0 +1,259 @@
+"""The coordinator's decisions: from what it sees to the next record, or none. Pure; `participant` carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.slots import assign_slots
+from hpc_elastic.rendezvous.state import (
+    FailureMemory,
+    Member,
+    NodeFailure,
+    NodeInfo,
+    Outcome,
+    RoundRecord,
+    Status,
+)
+from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
+from hpc_elastic.rendezvous.uid import node_of, supersedes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the coordinator sees at one moment."""
+
+    record: RoundRecord
+    joined: Mapping[str, NodeInfo]
+    """Claims on this round while it is joinable, on the next one while it is frozen or final."""
+    acked: Mapping[str, str]
+    """Confirmations of this round; the value is the TCPStore's ``host:port`` from the first slot, else empty."""
+    failures: Mapping[str, NodeFailure]
+    """Of the round before while this one is joinable, else of this one."""
+    done: frozenset[str]
+    """Members whose workers have all ended with 0."""
+    leaving: Mapping[str, str]
+    """Members that take themselves out, with the reason."""
+    gone: frozenset[int]
+    """Nodes for which the launcher will bring no further agent."""
+    dead: frozenset[str]
+    """Those whose heartbeat has stopped."""
+    since_status: float
+    """Seconds since this coordinator first saw this round in this status."""
+    since_lost: float
+    """Seconds since this coordinator last found a node missing; `since_status` where none was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settlement:
+    """What the restart policy says about the failures of a round."""
+
+    go_on: bool
+    counts: bool
+    """Whether the new round is charged to the restart budget."""
+    reason: str
+    memory: FailureMemory
+
+
+SettleFailures = Callable[[RoundRecord, Sequence[NodeFailure], bool], Settlement]
+"""(the joinable record, the last round's failures, whether a node was lost) → settlement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A record to append, and what it stands for."""
+
+    event: RoundEvent
+    record: RoundRecord
+    reason: str
+
+
+def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
+    """Decide what to commit next, if anything. The log may still refuse it."""
+    status = view.record.status
+    if status is Status.JOINABLE:
+        return _while_joinable(view, settings, settle)
+    if status is Status.FROZEN:
+        return _while_frozen(view, settings)
+    if status is Status.FINAL:
+        return _while_final(view, settings)
+    return None
+
+
+def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
+    record = view.record
+    present = _newest_per_node(view)
+    here = frozenset(member.node for member in present)
+    dead_nodes = {m.node for m in record.members if m.uid in view.dead} - here
+    away = (view.gone | frozenset(record.lost) | dead_nodes) - here
+    awaited = frozenset(range(settings.expected_nodes)) - here - away
+    stopping = awaited & {m.node for m in record.members}  # alive, still ending their workers
+    enough = len(present) >= settings.min_nodes
+    last_call_over = view.since_status >= settings.last_call_timeout
+    if enough and not stopping and (not awaited or len(present) >= settings.max_nodes or last_call_over):
+        return _freeze(view, settings, settle, present, away, awaited)
+    if not enough and not awaited:
+        hopeless = len(away - view.gone) == 0 or view.since_lost >= settings.last_call_timeout
+        if hopeless:
+            return _close(
+                record,
+                Outcome.TOO_FEW_NODES,
+                f"{len(present)} of at least {settings.min_nodes} nodes are left{_named(away)}",
+            )
+    if view.since_status >= settings.timeout:
+        return _close(
+            record,
+            Outcome.TOO_FEW_NODES,
+            f"{len(awaited) + len(away)} of {settings.expected_nodes} nodes had not joined after "
+            f"{settings.timeout:g} s{_named(awaited | away)}",
+        )
+    return None
+
+
+def _freeze(
+    view: View,
+    settings: RendezvousSettings,
+    settle: SettleFailures,
+    present: Sequence[Member],
+    away: frozenset[int],
+    awaited: frozenset[int],
+) -> Proposal:
+    record = view.record
+    settlement = settle(record, tuple(view.failures.values()), bool(away))
+    if not settlement.go_on:
+        return _close(record, Outcome.FAILED, settlement.reason, memory=settlement.memory)
+    members = assign_slots(record.members, present, max_nodes=settings.max_nodes)
+    missing = f"; without nodes {_ranges(awaited | away)}" if awaited | away else ""
+    return Proposal(
+        event=RoundEvent.FREEZE,
+        record=record.successor(
+            status=next_status(record.status, RoundEvent.FREEZE),
+            members=members,
+            restarts_used=record.restarts_used + (1 if settlement.counts else 0),
+            waiting=0,
+            lost=tuple(sorted(away | awaited)),
+            memory=settlement.memory,
+        ),
+        reason=(settlement.reason or record.reason) + missing,
+    )
+
+
+def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
+    record = view.record
+    out = _lost_members(view)
+    if not out and view.since_status > 2 * settings.heartbeat_ttl:
+        out = {m.node: "did not confirm" for m in record.members if m.uid not in view.acked}
+    if out:
+        return _reopen(record, "; ".join(f"node {n} {why}" for n, why in sorted(out.items())), lost=out)
+    if all(m.uid in view.acked for m in record.members):
+        return Proposal(
+            event=RoundEvent.CONFIRM,
+            record=record.successor(
+                status=next_status(record.status, RoundEvent.CONFIRM), master=view.acked[record.members[0].uid]
+            ),
+            reason=f"all {len(record.members)} members confirmed",
+        )
+    return None
+
+
+def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
+    record = view.record
+    if view.failures:
+        strength = {"root": 0, "infrastructure": 1}
+        first = min(view.failures.values(), key=lambda failure: strength.get(failure.failure_class, 2))
+        return _reopen(record, f"worker failure on node {first.node}: {first.message}", lost=_lost_members(view))
+    lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
+    if lost:
+        return _reopen(record, "; ".join(f"node {n} {why}" for n, why in sorted(lost.items())), lost=lost)
+    if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
+        return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
+    if any(m.uid in view.joined for m in record.members):
+        return _reopen(record, "a member asked for a new round", lost={})
+    waiting = [uid for uid in view.joined if uid not in view.dead]
+    if waiting and not view.done and len(record.members) < settings.max_nodes:
+        nodes = sorted({node_of(uid) for uid in waiting})
+        return _reopen(record, f"node {_ranges(nodes)} came", lost={})
+    if len(waiting) != record.waiting:
+        return Proposal(
+            event=RoundEvent.ANNOUNCE,
+            record=record.successor(status=next_status(record.status, RoundEvent.ANNOUNCE), waiting=len(waiting)),
+            reason=f"{len(waiting)} nodes wait",
+        )
+    return None
+
+
+def _newest_per_node(view: View) -> list[Member]:
+    newest: dict[int, NodeInfo] = {}
+    for uid, info in view.joined.items():
+        if uid in view.dead or uid in view.leaving:
+            continue
+        other = newest.get(info.node)
+        if other is None or supersedes(uid, other.uid):
+            newest[info.node] = info
+    return [Member(info.uid, info.node, info.local_world_size) for info in newest.values()]
+
+
+def _lost_members(view: View) -> dict[int, str]:
+    out: dict[int, str] = {}
+    for member in view.record.members:
+        if member.uid in view.leaving:
+            out[member.node] = f"left: {view.leaving[member.uid]}"
+        elif any(supersedes(uid, member.uid) for uid in view.joined):
+            out[member.node] = "has a new agent"
+        elif member.uid in view.dead:
+            out[member.node] = "stopped its heartbeat"
+        elif member.node in view.gone:
+            out[member.node] = "has no agent any more"
+    return out
+
+
+def _node_done(view: View, node: int) -> bool:
+    return any(m.node == node and m.uid in view.done for m in view.record.members)
+
+
+def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str]) -> Proposal:
+    returned = {node for node, why in lost.items() if why == "has a new agent"}
+    return Proposal(
+        event=RoundEvent.REOPEN,
+        record=record.successor(
+            status=next_status(record.status, RoundEvent.REOPEN),
+            round=record.round + 1,
+            lost=tuple(sorted((set(record.lost) | set(lost)) - returned)),
+            waiting=0,
+            reason=reason,
+            master="",
+        ),
+        reason=reason,
+    )
+
+
+def _close(record: RoundRecord, outcome: Outcome, reason: str, *, memory: FailureMemory | None = None) -> Proposal:
+    return Proposal(event=RoundEvent.CLOSE, record=closed_after(record, outcome, reason, memory=memory), reason=reason)
+
+
+def closed_after(
+    record: RoundRecord, outcome: Outcome, reason: str, *, memory: FailureMemory | None = None
+) -> RoundRecord:
+    """The record that closes the run after `record`."""
+    return record.successor(
+        status=next_status(record.status, RoundEvent.CLOSE),
+        outcome=outcome,
+        reason=reason,
+        memory=memory or record.memory,
+    )
+
+
+def _named(nodes: frozenset[int]) -> str:
+    return f" (missing: node {_ranges(nodes)})" if nodes else ""
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """{0, 1, 2, 5} → ``0-2,5``."""
+    parts: list[str] = []
+    for number in sorted(numbers):
+        if parts and int(parts[-1].rpartition("-")[2]) == number - 1:
+            parts[-1] = f"{parts[-1].partition('-')[0]}-{number}"
+        else:
+            parts.append(str(number))
+    return ",".join(parts)

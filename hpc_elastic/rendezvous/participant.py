@@ -1,0 +1,438 @@
+"""One node's part in the rendezvous, as a machine that is stepped: look, decide, act once, say when to step again.
+
+A step reads the log, does what its agent asked for, and, where this node is the coordinator, commits at most what
+`coordinator.next_proposal` says. It never waits: a thread with a doorbell drives it in an agent, a loop with a fake
+clock in a test. It may be cut short after any single effect on the store; a later step, of this or of another
+participant, goes on from what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.coordinator import Proposal, SettleFailures, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import (
+    NodeFailure,
+    NodeInfo,
+    Outcome,
+    RoundRecord,
+    Status,
+    decode_failure,
+    decode_node,
+    decode_record,
+)
+from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.uid import node_of, supersedes
+from hpc_elastic.store.base import Store, StoreWipedError
+from hpc_elastic.store.doorbell import Address
+from hpc_elastic.store.lease import Heartbeat, Liveness
+from hpc_elastic.store.record_log import RecordLog
+
+logger = logging.getLogger(__name__)
+
+OBSERVER_NODE = -1
+"""Node index of a participant that only looks: the supervisor."""
+
+
+class Bell(Protocol):
+    """What a participant needs of `store.doorbell.Doorbell`."""
+
+    def ring(self, addresses: list[Address]) -> None: ...
+
+
+class Listener(Protocol):
+    """Whom a participant tells. Called from within `Participant.step`."""
+
+    def on_record(self, record: RoundRecord) -> None:
+        """A newer record is there; records in between may be skipped."""
+        ...
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """This node, as coordinator, decided something."""
+        ...
+
+
+class Participant:
+    """One node in the rendezvous of one store."""
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        store: Store,
+        info: NodeInfo,
+        settings: RendezvousSettings,
+        settle: SettleFailures,
+        clock: Clock,
+        rng: random.Random,
+        listener: Listener,
+        bell: Bell | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._store = store
+        self._log = RecordLog(store)
+        self._info = info
+        self._settings = settings
+        self._settle = settle
+        self._clock = clock
+        self._listener = listener
+        self._bell = bell
+        self._heartbeat = Heartbeat(store, info.uid, interval=settings.heartbeat_interval)
+        self._liveness = Liveness(store)
+        self._nodes: dict[str, NodeInfo] = {info.uid: info}
+        self._claims: deque[tuple[str, str]] = deque()
+        self._closing: tuple[Outcome, str] | None = None
+        self._wants_in = False
+        self._joined_round = -1
+        self._epoch: str | None = None
+        self._record: RoundRecord | None = None
+        self._started_at = clock.monotonic()
+        self._mark = self._started_at
+        self._status_since = self._started_at
+        self._lost_since = self._started_at
+        self._patience = rng.uniform(0.0, 0.1)
+
+    # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
+
+    def join(self) -> None:
+        """Take part in the round that is open, or wait for the next one."""
+        self._wants_in = True
+
+    def confirm(self, round_index: int, master: str) -> None:
+        """This node is ready for the frozen round; `master` is ``host:port`` from the first slot, else empty."""
+        self._claim(round_index, "ack", {"master": master})
+
+    def report_failure(self, round_index: int, failure: NodeFailure) -> None:
+        """Workers of this node failed; their evidence is written."""
+        self._claim(round_index, "fail", failure.to_json())
+
+    def report_done(self, round_index: int) -> None:
+        """All workers of this node ended with 0."""
+        self._claim(round_index, "done", {})
+
+    def leave(self, round_index: int, reason: str) -> None:
+        """This node takes itself out."""
+        self._wants_in = False
+        self._claim(round_index, "leave", {"reason": reason[:300]})
+
+    def give_up_node(self, node: int) -> None:
+        """The launcher will bring no further agent to `node`."""
+        self._claims.append((f"gone/{node:05d}", "gone"))
+
+    def close(self, outcome: Outcome, reason: str) -> None:
+        """End the run for all, as soon as the log takes it. The first one to close wins."""
+        self._closing = self._closing or (outcome, reason)
+
+    def _claim(self, round_index: int, kind: str, value: Mapping[str, Any]) -> None:
+        key = f"round/{round_index:06d}/{kind}+{self._info.uid}"
+        self._claims.append((key, json.dumps(value, separators=(",", ":"))))
+
+    # -- the machine ---------------------------------------------------------------------------------------------
+
+    @property
+    def record(self) -> RoundRecord | None:
+        """The newest record seen."""
+        return self._record
+
+    def step(self) -> float:
+        """Look, decide, act.
+
+        Returns:
+            Seconds until the next step is due, where no ring comes first.
+
+        Raises:
+            OSError: a passing fault of the filesystem: step again after a while.
+            StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
+            RendezvousStateError: the log holds a record that this program can't read.
+        """
+        now = self._clock.monotonic()
+        if self._epoch is None:
+            self._announce(now)
+        if self._heartbeat.age(now) >= self._settings.heartbeat_interval:
+            self._check_epoch()
+        next_beat = self._heartbeat.beat_if_due(now)
+        self._read_log()
+        self._flush_claims()
+        self._join_if_wanted()
+        progress = self._close_if_asked() or self._coordinate()
+        if progress:
+            return 0.0
+        return max(0.0, min(next_beat, self._poll_delay()))
+
+    def _announce(self, now: float) -> None:
+        """Before anything else is claimed: who this is, and that it lives."""
+        self._heartbeat.beat_if_due(now)
+        self._store.put_if_absent(f"node/{self._info.uid}", json.dumps(self._info.to_json(), separators=(",", ":")))
+        mine = secrets.token_hex(8)
+        self._store.put_if_absent("epoch/id", mine)
+        epoch = self._store.get("epoch/id")
+        if epoch is None:
+            raise OSError(5, "the store's epoch can't be read yet")
+        self._epoch = epoch
+
+    def _check_epoch(self) -> None:
+        epoch = self._store.get("epoch/id")
+        if epoch != self._epoch:
+            why = "was removed" if epoch is None else f"was replaced (epoch {epoch}, was {self._epoch})"
+            raise StoreWipedError(root=self._run_id, why=f"it {why} while the run was going on")
+
+    def _read_log(self) -> None:
+        found = self._log.latest()
+        if found is None or (self._record is not None and found.number <= self._record.number):
+            return
+        self._take_in(decode_record(found.number, found.value, run_id=self._run_id))
+
+    def _take_in(self, record: RoundRecord) -> None:
+        before = self._record
+        if record.epoch != self._epoch:
+            raise StoreWipedError(root=self._run_id, why=f"its log is of epoch {record.epoch}, not {self._epoch}")
+        self._record = record
+        now = self._clock.monotonic()
+        if before is None or (before.round, before.status) != (record.round, record.status):
+            self._status_since = now
+        if before is None or before.lost != record.lost:
+            self._lost_since = now
+        if record.status is Status.FINAL and record.member(self._info.uid) is not None:
+            self._wants_in = False  # the next round needs the agent's word: its workers must have ended
+        self._listener.on_record(record)
+
+    def _flush_claims(self) -> None:
+        rang = False
+        while self._claims:
+            key, value = self._claims[0]
+            self._store.put_if_absent(key, value)
+            self._claims.popleft()
+            rang = True
+        if rang:
+            self._ring_leader()
+
+    def _join_if_wanted(self) -> None:
+        record = self._record
+        if not self._wants_in or record is None or record.status is Status.CLOSED:
+            return
+        if record.status is Status.JOINABLE:
+            target = record.round
+        elif record.member(self._info.uid) is None:
+            target = record.round + 1
+        else:
+            return
+        if target <= self._joined_round:
+            return
+        self._store.put_if_absent(f"round/{target:06d}/join+{self._info.uid}", "in")
+        self._joined_round = target
+        self._ring_leader()
+
+    def _close_if_asked(self) -> bool:
+        if self._closing is None or self._record is None:
+            return False
+        if self._record.status is Status.CLOSED:
+            self._closing = None
+            return False
+        outcome, reason = self._closing
+        proposal = Proposal(event=RoundEvent.CLOSE, record=closed_after(self._record, outcome, reason), reason=reason)
+        self._commit(proposal)
+        return True
+
+    def _poll_delay(self) -> float:
+        record = self._record
+        if record is None:
+            return 0.02 if self._info.node <= 0 else 0.1
+        if record.status in (Status.JOINABLE, Status.FROZEN) and record.leader == self._info.uid:
+            return min(0.25, self._settings.poll_interval)
+        return self._settings.poll_interval
+
+    # -- coordinating --------------------------------------------------------------------------------------------
+
+    def _coordinate(self) -> bool:
+        """Commit what is to be committed. Returns whether something was, or was lost to another."""
+        if self._info.node == OBSERVER_NODE:
+            return False
+        record = self._record
+        if record is None:
+            return self._open_first_round()
+        if record.status is Status.CLOSED:
+            return False
+        if record.leader != self._info.uid:
+            return self._take_over_if_needed(record)
+        if self._heartbeat.age(self._clock.monotonic()) > 0.6 * self._settings.heartbeat_ttl:
+            return False  # too long without a beat of our own: others may be taking over
+        proposal = next_proposal(self._look(record), self._settings, self._settle)
+        if proposal is None:
+            return False
+        self._commit(proposal)
+        return True
+
+    def _open_first_round(self) -> bool:
+        if self._clock.monotonic() - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
+            return False
+        assert self._epoch is not None
+        record = RoundRecord(
+            number=1, epoch=self._epoch, term=1, leader=self._info.uid, round=0, status=Status.JOINABLE, reason="start"
+        )
+        self._append(record, "round_opened", {"round": 0, "reason": "start", "restarts_used": 0})
+        return True
+
+    def _take_over_if_needed(self, record: RoundRecord) -> bool:
+        me = self._info.uid
+        if supersedes(me, record.leader):
+            why = "the coordinator's node has a new agent"
+        else:
+            self._look_at([record.leader])
+            silent = self._liveness.age(record.leader, self._mark)
+            if silent <= self._settings.heartbeat_ttl + self._turn(record) * 0.2 + self._patience:
+                return False
+            why = f"the coordinator {record.leader} has not changed its heartbeat for {silent:.1f} s"
+        successor = record.successor(term=record.term + 1, leader=me)
+        logger.info("taking over as coordinator: %s", why)
+        self._append(successor, "coordinator_changed", {"round": record.round, "reason": why})
+        return True
+
+    def _turn(self, record: RoundRecord) -> int:
+        for index, member in enumerate(record.members):
+            if member.uid == self._info.uid:
+                return min(index, 20)
+        return 20 + min(self._info.node, 20)
+
+    def _look(self, record: RoundRecord) -> View:
+        """Collect what a decision needs: two listings, and one read per node that matters."""
+        here = self._claims_of(record.round)
+        joinable = record.status is Status.JOINABLE
+        other = (
+            self._claims_of(record.round - 1 if joinable else record.round + 1) if record.round or not joinable else {}
+        )
+        joined = (here if joinable else other).get("join", [])
+        failures = (other if joinable else here).get("fail", [])
+        uids = {m.uid for m in record.members} | set(joined)
+        self._learn_nodes(sorted(uids))
+        self._look_at(sorted(uids - {self._info.uid}))
+        dead = frozenset(uid for uid in uids if self._liveness.age(uid, self._mark) > self._settings.heartbeat_ttl)
+        return View(
+            record=record,
+            joined={uid: self._nodes[uid] for uid in joined if uid in self._nodes},
+            acked={uid: self._master_of(record.round, uid) for uid in here.get("ack", [])},
+            failures=self._failures_of(record.round - 1 if joinable else record.round, failures),
+            done=frozenset(here.get("done", ())),
+            leaving=dict.fromkeys(here.get("leave", ()), "left"),
+            gone=frozenset(int(n) for n in self._store.list("gone") if n.isdecimal()),
+            dead=dead,
+            since_status=self._mark - self._status_since,
+            since_lost=self._mark - self._lost_since,
+        )
+
+    def _look_at(self, uids: list[str]) -> None:
+        """Read heartbeats; where this process itself was held up meanwhile, nobody has aged."""
+        for uid in uids:
+            self._liveness.look(uid, self._clock.monotonic())
+        now = self._clock.monotonic()
+        gap = now - self._mark
+        if gap > max(4 * self._settings.poll_interval, self._settings.heartbeat_ttl / 2):
+            logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
+            self._liveness.forgive(gap)
+            self._status_since += gap
+        self._mark = now
+
+    def _claims_of(self, round_index: int) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in sorted(self._store.list(f"round/{round_index:06d}")):
+            kind, _, uid = name.partition("+")
+            found.setdefault(kind, []).append(uid)
+        return found
+
+    def _learn_nodes(self, uids: list[str]) -> None:
+        if all(uid in self._nodes for uid in uids) and len(self._nodes) > 1:
+            return
+        for uid in self._store.list("node"):  # observers too: they want to be rung
+            if uid not in self._nodes:
+                info = _decode(self._store.get(f"node/{uid}"))
+                node = decode_node(uid, info) if info is not None else None
+                if node is not None:
+                    self._nodes[uid] = node
+
+    def _master_of(self, round_index: int, uid: str) -> str:
+        value = _decode(self._store.get(f"round/{round_index:06d}/ack+{uid}"))
+        return str(value.get("master", "")) if value else ""
+
+    def _failures_of(self, round_index: int, uids: list[str]) -> dict[str, NodeFailure]:
+        found: dict[str, NodeFailure] = {}
+        for uid in uids:
+            value = _decode(self._store.get(f"round/{round_index:06d}/fail+{uid}"))
+            failure = decode_failure(value) if value is not None else None
+            found[uid] = failure or NodeFailure(
+                node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)"
+            )
+        return found
+
+    def _commit(self, proposal: Proposal) -> None:
+        record = proposal.record
+        before = self._record
+        fields: dict[str, Any] = {"round": record.round, "reason": proposal.reason}
+        name = {
+            RoundEvent.FREEZE: "round_frozen",
+            RoundEvent.CONFIRM: "round_confirmed",
+            RoundEvent.REOPEN: "round_opened",
+            RoundEvent.ANNOUNCE: "nodes_waiting",
+            RoundEvent.CLOSE: "closed",
+            RoundEvent.TAKE_OVER: "coordinator_changed",
+        }[proposal.event]
+        fields["restarts_used"] = record.restarts_used
+        if proposal.event is RoundEvent.CLOSE and record.outcome is not None:
+            fields["outcome"] = record.outcome.value
+        if proposal.event is RoundEvent.FREEZE:
+            fields["nodes"] = [m.node for m in record.members]
+        if self._append(record, name, fields) and before is not None:
+            for node in sorted(set(record.lost) - set(before.lost)):
+                uid = next((m.uid for m in before.members if m.node == node), None)
+                host = self._nodes[uid].host if uid in self._nodes else ""
+                age = round(self._liveness.age(uid, self._mark), 3) if uid else None
+                self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
+            if record.number % 16 == 0:
+                self._log.compact()
+
+    def _append(self, record: RoundRecord, event: str, fields: Mapping[str, Any]) -> bool:
+        if not self._log.append(record.number, record.to_json()):
+            self._read_log()  # somebody else has that number: what they wrote holds
+            return False
+        self._listener.on_event(event, fields)
+        self._take_in(record)
+        self._learn_nodes([])
+        self._ring_all()
+        return True
+
+    def _ring_leader(self) -> None:
+        if self._bell is None or self._record is None or self._record.leader == self._info.uid:
+            return
+        leader = self._record.leader
+        if leader not in self._nodes:
+            info = _decode(self._store.get(f"node/{leader}"))
+            node = decode_node(leader, info) if info is not None else None
+            if node is None:
+                return
+            self._nodes[leader] = node
+        self._bell.ring(_addresses(self._nodes[leader]))
+
+    def _ring_all(self) -> None:
+        if self._bell is None:
+            return
+        self._bell.ring([a for uid, node in self._nodes.items() if uid != self._info.uid for a in _addresses(node)])
+
+
+def _addresses(node: NodeInfo) -> list[Address]:
+    return [(host, node.port) for host in node.addresses] if node.port else []
+
+
+def _decode(raw: str | None) -> dict[str, Any] | None:
+    if raw is None:
+        return None
+    try:
+        value = json.loads(raw)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None

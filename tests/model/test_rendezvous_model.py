@@ -1,0 +1,246 @@
+"""Participants of one rendezvous, interleaved and crashed after every single write, on a fake clock."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status
+from tests.rigs.rendezvous_world import Node, World
+
+SETTINGS = RendezvousSettings(
+    min_nodes=2,
+    max_nodes=3,
+    expected_nodes=3,
+    timeout=120,
+    last_call_timeout=5,
+    heartbeat_interval=1,
+    heartbeat_ttl=5,
+    poll_interval=1,
+)
+
+
+def started(settings: RendezvousSettings = SETTINGS) -> World:
+    world = World(settings)
+    for index in range(settings.expected_nodes):
+        world.start(index)
+    return world
+
+
+def failure(node: int) -> NodeFailure:
+    return NodeFailure(node=node, fingerprint="E", failure_class="root", retryable=True, message="E: boom")
+
+
+def test_all_nodes_meet_in_node_order() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    record = world.newest()
+    assert record is not None
+    assert [m.node for m in record.members] == [0, 1, 2]
+    assert record.round == 0
+    assert record.master == "n0:1"
+    assert world.clock.now < 1010, "nobody waits for a last call when all are here"
+
+
+def test_min_nodes_start_after_the_last_call() -> None:
+    world = World(SETTINGS)
+    world.start(1)
+    world.start(2)
+    assert world.run(world.all_running_in_one_round)
+    record = world.newest()
+    assert record is not None
+    assert [m.node for m in record.members] == [1, 2]
+    assert 1005 <= world.clock.now <= 1012
+
+
+def test_too_few_nodes_end_with_the_missing_named() -> None:
+    world = World(SETTINGS)
+    world.start(1)
+    assert world.run(lambda: (r := world.newest()) is not None and r.status is Status.CLOSED, seconds=400)
+    record = world.newest()
+    assert record is not None
+    assert record.outcome is Outcome.TOO_FEW_NODES
+    assert "0,2" in record.reason
+
+
+def test_a_failure_leads_to_the_next_round_on_all_nodes_and_costs_one_restart() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    world.nodes[1].participant.report_failure(0, failure(1))
+    world.nodes[2].participant.report_failure(0, failure(2))
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1)  # type: ignore[union-attr]
+    record = world.newest()
+    assert record is not None
+    assert record.restarts_used == 1
+    assert [m.node for m in record.members] == [0, 1, 2]
+
+
+def test_a_dead_node_shrinks_the_round_free_of_charge_and_a_new_agent_gets_its_slot_back() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    world.nodes[0].alive = False  # coordinator and first slot in one
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1)  # type: ignore[union-attr]
+    record = world.newest()
+    assert record is not None
+    assert [m.node for m in record.members] == [1, 2]
+    assert record.restarts_used == 0
+    assert record.lost == (0,)
+    world.start(0)
+    assert world.run(lambda: world.all_running_in_one_round() and len(world.newest().members) == 3)  # type: ignore[union-attr]
+    record = world.newest()
+    assert record is not None
+    assert sorted(m.node for m in record.members) == [0, 1, 2]
+
+
+def test_a_restarted_agent_of_the_coordinators_node_takes_over_at_once() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    at = world.clock.now
+    world.nodes[0].alive = False
+    world.start(0)
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1)  # type: ignore[union-attr]
+    record = world.newest()
+    assert record is not None
+    assert [m.node for m in record.members] == [0, 1, 2]
+    assert world.clock.now - at < 4, "nobody waited for the dead agent's heartbeat to run out"
+
+
+def test_done_on_all_nodes_closes_with_success() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    for node in world.nodes:
+        node.participant.report_done(0)
+    assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
+    assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
+
+
+def test_a_node_that_dies_after_its_work_is_done_holds_nobody_up() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    world.nodes[2].participant.report_done(0)
+    world.run(lambda: False, seconds=2)
+    world.nodes[2].alive = False
+    world.run(lambda: False, seconds=10)
+    assert world.newest().round == 0  # type: ignore[union-attr]
+    for node in world.nodes[:2]:
+        node.participant.report_done(0)
+    assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
+    assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
+
+
+def test_extra_nodes_wait_and_take_a_lost_ones_slot() -> None:
+    world = World(RendezvousSettings(**{**_as_dict(SETTINGS), "expected_nodes": 4, "min_nodes": 3}))
+    for index in range(4):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    assert [m.node for m in world.newest().members] == [0, 1, 2]  # type: ignore[union-attr]
+    assert world.run(lambda: world.newest().waiting == 1)  # type: ignore[union-attr]
+    world.nodes[1].alive = False
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round >= 1)  # type: ignore[union-attr]
+    assert [m.node for m in world.newest().members] == [0, 3, 2]  # type: ignore[union-attr]
+
+
+def test_a_frozen_coordinator_wakes_up_deposed_and_comes_back() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    world.nodes[0].frozen = True
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1)  # type: ignore[union-attr]
+    world.nodes[0].frozen = False
+    assert world.run(lambda: world.all_running_in_one_round() and len(world.newest().members) == 3)  # type: ignore[union-attr]
+
+
+def test_everybody_frozen_at_once_evicts_nobody() -> None:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    number = world.newest().number  # type: ignore[union-attr]
+    world.clock.now += 60
+    world.run(lambda: False, seconds=20)
+    assert world.newest().number == number  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_crash_after_any_single_write_stops_nobody_else(victim: int) -> None:
+    effects = 0
+    while True:
+        world = started()
+        world.nodes[victim].crash_after = effects
+        ended = world.run(lambda world=world: _scenario(world), seconds=200)
+        assert ended, f"node {victim} crashed after effect {effects}: {world.newest()}"
+        if world.nodes[victim].alive:
+            break  # it never came to that effect: all are covered
+        effects += 1
+    assert effects > 8, "the scenario is too short to say anything"
+
+
+def _scenario(world: World) -> bool:
+    """Meet, fail once on node 1 (or the lowest that lives), meet again."""
+    record = world.newest()
+    if record is None or not world.all_running_in_one_round():
+        return False
+    if any(r.round > 0 and r.status is Status.FINAL and r.restarts_used > 0 for r in world.history.values()):
+        return True
+    teller = next(n for n in reversed(world.live()) if record.member(n.info.uid))
+    teller.participant.report_failure(record.round, failure(teller.index))
+    return False
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_crashes_freezes_and_returns(seed: int) -> None:
+    rng = random.Random(seed)
+    size = rng.randint(2, 6)
+    settings = RendezvousSettings(
+        **{
+            **_as_dict(SETTINGS),
+            "min_nodes": rng.randint(1, size),
+            "max_nodes": size,
+            "expected_nodes": size,
+            "timeout": 100000,
+            "last_call_timeout": 1000,
+        }
+    )
+    world = World(settings)
+    for index in range(size):
+        world.start(index)
+
+    def interleave(node: Node, where: str) -> None:
+        # Others run between any two writes of this one.
+        others = [n for n in world.live() if n is not node]
+        if others and rng.random() < 0.2:
+            world.on_effect = lambda node, where: None
+            try:
+                rng.choice(others).step()
+            finally:
+                world.on_effect = interleave
+
+    world.on_effect = interleave
+    for _ in range(12):
+        world.run(lambda: False, seconds=rng.uniform(0.5, 8), tick=rng.choice([0.05, 0.25, 1.0]), rng=rng)
+        event = rng.random()
+        node = rng.choice(world.nodes)
+        if event < 0.35 and node.alive:
+            node.crash_after = node.effects + rng.randint(0, 3)
+        elif event < 0.5 and node.alive:
+            node.frozen = not node.frozen
+        elif event < 0.75 and node.running_round is not None and node.alive and not node.frozen:
+            node.participant.report_failure(node.running_round, failure(node.index))
+        else:
+            gone = [n for n in range(size) if not any(o.alive and o.index == n for o in world.nodes)]
+            if gone:
+                world.start(rng.choice(gone))
+    for node in world.nodes:
+        node.frozen = False
+        node.crash_after = None
+    for index in range(size):
+        if not any(n.alive and n.index == index for n in world.nodes):
+            world.start(index)
+
+    def whole() -> bool:
+        return world.all_running_in_one_round() and len(world.newest().members) == size  # type: ignore[union-attr]
+
+    assert world.run(whole, seconds=300, rng=rng), f"seed {seed}: {world.newest()}"
+
+
+def _as_dict(settings: RendezvousSettings) -> dict[str, float]:
+    return {name: getattr(settings, name) for name in RendezvousSettings.__slots__}

@@ -1,0 +1,215 @@
+"""Many participants over one memory store and one fake clock, stepped, crashed and frozen one by one.
+
+Each effect on the store passes a gate where a test can end the participant ("died between two writes") or let others
+run first. After every step the invariants of the log are checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hpc_elastic.rendezvous.coordinator import Settlement
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import (
+    FailureMemory,
+    NodeFailure,
+    NodeInfo,
+    RoundRecord,
+    Status,
+    decode_record,
+)
+from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.store.memory_store import MemoryStore
+from hpc_elastic.store.record_log import RecordLog
+from tests.rigs.fake_clock import FakeClock
+
+
+class Crash(BaseException):
+    """The participant's process has died here."""
+
+
+class GatedStore:
+    """A participant's own view of the shared store: every write passes `gate`, before and after."""
+
+    def __init__(self, inner: MemoryStore, gate: Callable[[str], None]) -> None:
+        self._inner = inner
+        self._gate = gate
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        self._gate(f"before put {key}")
+        result = self._inner.put_if_absent(key, value)
+        self._gate(f"after put {key}")
+        return result
+
+    def get(self, key: str) -> str | None:
+        return self._inner.get(key)
+
+    def list(self, folder: str) -> list[str]:
+        return self._inner.list(folder)
+
+    def overwrite(self, key: str, value: str) -> None:
+        self._gate(f"before overwrite {key}")
+        self._inner.overwrite(key, value)
+        self._gate(f"after overwrite {key}")
+
+    def delete(self, key: str) -> None:
+        self._inner.delete(key)
+
+    def stir(self, folder: str) -> None:
+        pass
+
+
+def settle_always_restarting(record: RoundRecord, failures: tuple[NodeFailure, ...], lost: bool) -> Settlement:
+    return Settlement(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
+
+
+@dataclass
+class Node:
+    """A stand-in for an agent: joins, confirms, and runs until it is told otherwise."""
+
+    world: World
+    index: int
+    participant: Participant = field(init=False)
+    info: NodeInfo = field(init=False)
+    alive: bool = True
+    frozen: bool = False
+    crash_after: int | None = None
+    effects: int = 0
+    running_round: int | None = None
+    finals: list[RoundRecord] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        clock = self.world.clock
+        clock.now += 0.001  # two agents of one node never start in the same nanosecond
+        self.info = NodeInfo(
+            uid=new_uid(self.index, f"n{self.index}", clock),
+            node=self.index,
+            host=f"n{self.index}",
+            local_world_size=1,
+            addresses=(),
+            port=0,
+        )
+        self.participant = Participant(
+            run_id="model",
+            store=GatedStore(self.world.store, self._gate),
+            info=self.info,
+            settings=self.world.settings,
+            settle=self.world.settle,
+            clock=clock,
+            rng=random.Random(self.index),
+            listener=self,
+        )
+        self.participant.join()
+
+    def _gate(self, where: str) -> None:
+        self.effects += 1
+        if self.crash_after is not None and self.effects > self.crash_after:
+            self.alive = False
+            raise Crash(where)
+        self.world.on_effect(self, where)
+
+    def on_record(self, record: RoundRecord) -> None:
+        member = record.member(self.info.uid)
+        if record.status is Status.FROZEN and member is not None:
+            first = record.members[0].uid == self.info.uid
+            self.participant.confirm(record.round, f"n{self.index}:1" if first else "")
+        elif record.status is Status.FINAL and member is not None:
+            self.running_round = record.round
+            self.finals.append(record)
+        elif record.status is Status.CLOSED:
+            self.running_round = None
+        elif self.running_round is not None and record.round > self.running_round:
+            self.running_round = None
+            self.participant.join()
+
+    def on_event(self, event: str, fields: object) -> None:
+        self.world.events.append((self.index, event, fields))
+
+    def step(self) -> float:
+        try:
+            return self.participant.step()
+        except Crash:
+            return 0.0
+
+
+class World:
+    def __init__(self, settings: RendezvousSettings, *, settle: Callable[..., Settlement] | None = None) -> None:
+        self.settings = settings
+        self.settle = settle or settle_always_restarting
+        self.clock = FakeClock()
+        self.store = MemoryStore()
+        self.nodes: list[Node] = []
+        self.events: list[tuple[int, str, object]] = []
+        self.on_effect: Callable[[Node, str], None] = lambda node, where: None
+        self.history: dict[int, RoundRecord] = {}
+
+    def start(self, index: int) -> Node:
+        node = Node(self, index)
+        self.nodes.append(node)
+        return node
+
+    def live(self) -> list[Node]:
+        return [node for node in self.nodes if node.alive and not node.frozen]
+
+    def run(
+        self, until: Callable[[], bool], *, seconds: float = 300.0, tick: float = 0.25, rng: random.Random | None = None
+    ) -> bool:
+        """Step all live nodes, in order or shuffled, until the condition holds or the simulated time is over."""
+        deadline = self.clock.now + seconds
+        while not until():
+            if self.clock.now > deadline:
+                return False
+            order = self.live()
+            if rng is not None:
+                rng.shuffle(order)
+            for node in order:
+                if node.alive and not node.frozen:
+                    node.step()
+                    self.check()
+            self.clock.now += tick
+        return True
+
+    def newest(self) -> RoundRecord | None:
+        found = RecordLog(self.store).latest()
+        return decode_record(found.number, found.value, run_id="model") if found else None
+
+    def all_running_in_one_round(self) -> bool:
+        record = self.newest()
+        live = self.live()
+        return (
+            record is not None
+            and record.status is Status.FINAL
+            and bool(live)
+            and all(node.running_round == record.round for node in live if record.member(node.info.uid))
+            and {m.uid for m in record.members} <= {node.info.uid for node in live}
+        )
+
+    def check(self) -> None:
+        """The invariants of the log."""
+        numbers = sorted(int(name) for name in self.store.list("log"))
+        for number in numbers:
+            if number not in self.history:
+                raw = RecordLog(self.store)
+                found = raw.latest()
+                assert found is not None
+                self.history[number] = decode_record(
+                    number, __import__("json").loads(self.store.get(f"log/{number:016d}") or ""), run_id="model"
+                )
+        records = [self.history[number] for number in sorted(self.history)]
+        members_of: dict[int, tuple[str, ...]] = {}
+        for before, after in zip(records, records[1:], strict=False):
+            assert after.number == before.number + 1
+            assert after.term >= before.term, "terms never go back"
+            assert after.round >= before.round, "rounds never go back"
+            assert after.leader == before.leader or after.term > before.term, "a deposed coordinator committed"
+            assert before.status is not Status.CLOSED, "something was written after the end"
+        for record in records:
+            if record.status in (Status.FROZEN, Status.FINAL):
+                uids = tuple(m.uid for m in record.members)
+                assert len(set(uids)) == len(uids), "a node has two ranks"
+                assert len({m.node for m in record.members}) == len(uids)
+                assert members_of.setdefault(record.round, uids) == uids, "a round has two member lists"
+                assert self.settings.min_nodes <= len(uids) <= self.settings.max_nodes
