@@ -1,0 +1,18 @@
+"""A real Slurm of several nodes on one machine, for tests and by hand: ``python -m tests.rigs.slurm_cluster up 4``."""
+
+from __future__ import annotations
+
+from .cluster import ENDED_STATES, SlurmCluster
+from .layout import RigError
+from .prerequisites import install_prerequisites, missing_prerequisites
+from .processes import CommandFailed, RigProcess
+
+__all__ = [
+    "ENDED_STATES",
+    "CommandFailed",
+    "RigError",
+    "RigProcess",
+    "SlurmCluster",
+    "install_prerequisites",
+    "missing_prerequisites",
+]

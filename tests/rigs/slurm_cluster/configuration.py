@@ -1,0 +1,170 @@
+"""The rig's configuration files, as text: pure functions of its layout and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, USERS, Layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What may differ from rig to rig.
+
+    Attributes:
+        accounting: Whether slurmdbd and MariaDB run, so that sacct answers.
+        cpus: CPUs that each node claims, however many the machine has (config_overrides).
+        memory_mb: MiB of memory that each node claims.
+        gpus: GPUs that each node claims; the device files are plain ttys, enough for CUDA_VISIBLE_DEVICES.
+        cred_expire: Seconds; a requeued job waits one more than these before it may start again (Slurm's default 120).
+        max_time: The partition's time limit, in Slurm's words.
+        slurm_conf: Lines of slurm.conf that override the rig's own; ``None`` leaves the line out.
+        extra_lines: Further whole lines of slurm.conf, such as partitions.
+    """
+
+    accounting: bool = True
+    cpus: int = 4
+    memory_mb: int = 4000
+    gpus: int = 0
+    cred_expire: int = 5
+    max_time: str = "UNLIMITED"
+    slurm_conf: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
+    extra_lines: Sequence[str] = ()
+
+
+def slurm_conf(layout: Layout, settings: Settings) -> str:
+    """Render slurm.conf."""
+    values: dict[str, str | int | None] = {
+        "ClusterName": layout.name,
+        "SlurmctldHost": f"{CONTROLLER}({layout.address(CONTROLLER)})",
+        "SlurmctldPort": CONTROLLER_PORT,
+        "SlurmdPort": NODE_PORT,
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        "AuthInfo": f"cred_expire={settings.cred_expire}",
+        "StateSaveLocation": str(layout.state),
+        "SlurmdSpoolDir": f"{layout.spool}/%n",
+        # /run is private to each host.
+        "SlurmctldPidFile": "/run/slurmctld.pid",
+        "SlurmdPidFile": "/run/slurmd.pid",
+        "SlurmctldLogFile": f"{layout.logs}/slurmctld.log",
+        "SlurmdLogFile": f"{layout.logs}/slurmd-%n.log",
+        "SlurmctldDebug": "verbose",
+        "SlurmdDebug": "verbose",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "SwitchType": "switch/none",
+        "MpiDefault": "none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "ReturnToService": 2,
+        "SlurmdTimeout": 20,
+        "SlurmctldTimeout": 20,
+        "KillWait": 5,
+        "MinJobAge": 300,
+        "JobRequeue": 1,
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
+        "SchedulerType": "sched/backfill",
+        "SchedulerParameters": "batch_sched_delay=0,sched_interval=1,bf_interval=1",
+        "SlurmdParameters": "config_overrides",
+        "GresTypes": "gpu" if settings.gpus else None,
+        "AccountingStorageType": "accounting_storage/slurmdbd" if settings.accounting else "accounting_storage/none",
+        "AccountingStorageHost": CONTROLLER if settings.accounting else None,
+        "AccountingStoragePort": DATABASE_PORT if settings.accounting else None,
+    }
+    values.update(settings.slurm_conf)
+    gres = f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
+    lines = [f"{key}={value}" for key, value in values.items() if value is not None]
+    lines += [
+        f"NodeName={name} NodeAddr={layout.address(name)} CPUs={settings.cpus} RealMemory={settings.memory_mb}{gres}"
+        for name in layout.node_names
+    ]
+    lines.append(f"PartitionName=main Nodes=ALL Default=YES MaxTime={settings.max_time} State=UP")
+    lines += settings.extra_lines
+    return "\n".join(lines) + "\n"
+
+
+def slurmdbd_conf(layout: Layout) -> str:
+    """Render slurmdbd.conf, which must be readable by root alone."""
+    return "\n".join(
+        [
+            "AuthType=auth/munge",
+            f"DbdHost={CONTROLLER}",
+            f"DbdAddr={layout.address(CONTROLLER)}",
+            f"DbdPort={DATABASE_PORT}",
+            "SlurmUser=root",
+            f"LogFile={layout.logs}/slurmdbd.log",
+            "PidFile=/run/slurmdbd.pid",
+            "StorageType=accounting_storage/mysql",
+            "StorageHost=localhost",
+            "StorageUser=root",
+            f"StorageLoc=slurm_{layout.name}",
+            "",
+        ]
+    )
+
+
+def gres_conf(settings: Settings) -> str:
+    """Render gres.conf: any device file will do, since no cgroup guards it."""
+    if not settings.gpus:
+        return ""
+    return f"Name=gpu File=/dev/tty[0-{settings.gpus - 1}]\n" if settings.gpus > 1 else "Name=gpu File=/dev/tty0\n"
+
+
+def cgroup_conf(version: tuple[int, int]) -> str:
+    """Render cgroup.conf: from Slurm 23.11 on slurmd wants a cgroup plugin unless told that there is none."""
+    return "CgroupPlugin=disabled\n" if version >= (23, 11) else ""
+
+
+def hosts_file(layout: Layout) -> str:
+    """Render /etc/hosts: a host's own name is its address, as on a cluster, and not loopback."""
+    lines = ["127.0.0.1 localhost", *(f"{layout.address(host)} {host}" for host in layout.host_names)]
+    return "\n".join(lines) + "\n"
+
+
+def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path]) -> str:
+    """Render the program that is process 1 of `host`.
+
+    It gives the host its name, private /tmp, /var/tmp, /run and /dev/shm, and a munge daemon of its own; marks the host
+    as ready; then reaps whatever is left to it.
+
+    Args:
+        layout: The rig's.
+        host: Which host.
+        mounts: Folders to bind: where to → what.
+    """
+    binds = {Path("/etc/hosts"): layout.hosts_file, Path("/etc/slurm"): layout.etc}
+    binds.update({Path("/home", user): layout.homes / user for user in USERS})
+    binds.update(mounts)
+    quote = shlex.quote
+    lines = [
+        "#!/bin/bash",
+        f"# Process 1 of host {host} of the rig {layout.name}.",
+        "set -eu",
+        # A mount namespace starts with copies of all mounts; those of /run/netns would keep other hosts' networks alive.
+        "umount --recursive --lazy /run/netns 2>/dev/null || true",
+        f"echo {quote(host)} > /proc/sys/kernel/hostname",
+        *(f"mount --bind {quote(str(source))} {quote(str(target))}" for target, source in binds.items()),
+        *(f"mkdir -p {folder}" for folder in ("/dev/shm",)),
+        *(
+            f"mount -t tmpfs -o mode={mode} {host} {folder}"
+            for folder, mode in (("/tmp", "1777"), ("/var/tmp", "1777"), ("/dev/shm", "1777"), ("/run", "0755"))
+        ),
+        "mkdir -m 0755 /run/munge /run/mysqld /run/lock",
+        "chown mysql /run/mysqld 2>/dev/null || true",
+        f"munged --key-file={quote(str(layout.munge_key))} --seed-file=/run/munge/seed --pid-file=/run/munge/pid "
+        f"--log-file=/run/munge/log",
+        f": > {quote(str(ready_mark(layout, host)))}",
+        "while true; do sleep infinity & wait $!; done",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def ready_mark(layout: Layout, host: str) -> Path:
+    """The file that `host` makes when its daemons may start."""
+    return layout.boot / f"{host}.ready"

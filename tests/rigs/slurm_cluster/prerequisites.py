@@ -1,0 +1,89 @@
+"""What the rig needs of the machine: said in one line each when missing, installed on request."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+
+PACKAGES = {
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
+    "sbatch": "slurm-client",
+    "slurmdbd": "slurmdbd",
+    "munged": "munge",
+    "mariadbd": "mariadb-server",
+    "ip": "iproute2",
+    "/usr/bin/python3": "python3",
+}
+"""Program → the Debian package that has it."""
+
+OTHER_PACKAGES = ("python3-venv",)
+SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@functools.lru_cache(maxsize=1)
+def missing_prerequisites() -> tuple[str, ...]:
+    """Say why the rig can't run here, one line each; nothing when it can."""
+    if sys.platform != "linux":
+        return ("it needs Linux namespaces",)
+    missing = [package for program, package in PACKAGES.items() if shutil.which(program, path=SYSTEM_FOLDERS) is None]
+    reasons = [f"not installed: {' '.join(missing)}"] if missing else []
+    if os.geteuid() != 0:
+        reasons.append("not root, who alone may make namespaces and become other users")
+    elif not missing and (refusal := _namespaces_refused()):
+        reasons.append(f"this machine refuses network namespaces: {refusal}")
+    return tuple(reasons)
+
+
+def _namespaces_refused() -> str:
+    """Try what the rig does to the kernel, in namespaces that vanish at once."""
+    program = "ip link add br0 type bridge && ip link add v0 type veth peer name v1 && mount -t tmpfs x /tmp"
+    done = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    return "" if done.returncode == 0 else done.stderr.strip().replace("\n", "; ") or f"code {done.returncode}"
+
+
+def install_prerequisites() -> None:
+    """Install the Debian packages that are missing.
+
+    Raises:
+        PermissionError: Not root.
+        subprocess.CalledProcessError: apt-get failed; its output is on stderr.
+    """
+    if os.geteuid() != 0:
+        raise PermissionError("only root may install packages")
+    wanted = [*PACKAGES.values(), *OTHER_PACKAGES]
+    if all(_is_installed(package) for package in wanted):
+        return
+    # A refused service start (a container has no init) must not fail the installation, nor must daemons of the
+    # machine's own start: the rig runs its own.
+    policy = "/usr/sbin/policy-rc.d"
+    made_policy = not os.path.exists(policy)
+    if made_policy:
+        with open(policy, "w") as file:
+            file.write("#!/bin/sh\nexit 101\n")
+        os.chmod(policy, 0o755)
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        subprocess.run(["apt-get", "update", "-q"], check=True, env=environment, stdout=sys.stderr)
+        install = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *wanted]
+        subprocess.run(install, check=True, env=environment, stdout=sys.stderr)
+    finally:
+        if made_policy:
+            os.unlink(policy)
+    missing_prerequisites.cache_clear()
+
+
+def _is_installed(package: str) -> bool:
+    done = subprocess.run(
+        ["dpkg-query", "--show", "--showformat=${Status}", package], capture_output=True, text=True, check=False
+    )
+    return done.returncode == 0 and done.stdout.endswith(" installed")
