@@ -54,6 +54,8 @@ class Settlement:
     """Whether the new round is charged to the restart budget."""
     reason: str
     memory: FailureMemory
+    retryable: bool = True
+    """Where it does not go on: whether another attempt could end otherwise."""
 
 
 SettleFailures = Callable[[RoundRecord, Sequence[NodeFailure], bool], Settlement]
@@ -122,7 +124,9 @@ def _freeze(
     record = view.record
     settlement = settle(record, tuple(view.failures.values()), bool(away))
     if not settlement.go_on:
-        return _close(record, Outcome.FAILED, settlement.reason, memory=settlement.memory)
+        return _close(
+            record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
+        )
     members = assign_slots(record.members, present, max_nodes=settings.max_nodes)
     missing = f"; without nodes {_ranges(awaited | away)}" if awaited | away else ""
     return Proposal(
@@ -228,12 +232,25 @@ def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str]) -> Pro
     )
 
 
-def _close(record: RoundRecord, outcome: Outcome, reason: str, *, memory: FailureMemory | None = None) -> Proposal:
-    return Proposal(event=RoundEvent.CLOSE, record=closed_after(record, outcome, reason, memory=memory), reason=reason)
+def _close(
+    record: RoundRecord,
+    outcome: Outcome,
+    reason: str,
+    *,
+    memory: FailureMemory | None = None,
+    retryable: bool = True,
+) -> Proposal:
+    closed = closed_after(record, outcome, reason, memory=memory, retryable=retryable)
+    return Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason)
 
 
 def closed_after(
-    record: RoundRecord, outcome: Outcome, reason: str, *, memory: FailureMemory | None = None
+    record: RoundRecord,
+    outcome: Outcome,
+    reason: str,
+    *,
+    memory: FailureMemory | None = None,
+    retryable: bool = True,
 ) -> RoundRecord:
     """The record that closes the run after `record`."""
     return record.successor(
@@ -241,6 +258,7 @@ def closed_after(
         outcome=outcome,
         reason=reason,
         memory=memory or record.memory,
+        retryable=retryable,
     )
 
 

@@ -111,8 +111,15 @@ class Participant:
         self._claim(round_index, "ack", {"master": master})
 
     def report_failure(self, round_index: int, failure: NodeFailure) -> None:
-        """Workers of this node failed; their evidence is written."""
+        """A worker of this node failed: the round is over for all, as soon as the coordinator reads it."""
         self._claim(round_index, "fail", failure.to_json())
+
+    def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
+        """What the failures on this node were, once its workers have ended and the evidence is written.
+
+        To be said before `join`: the coordinator settles a round's failures when the next one is frozen.
+        """
+        self._claim(round_index, "sum", failure.to_json())
 
     def report_done(self, round_index: int) -> None:
         """All workers of this node ended with 0."""
@@ -309,7 +316,7 @@ class Participant:
             self._claims_of(record.round - 1 if joinable else record.round + 1) if record.round or not joinable else {}
         )
         joined = (here if joinable else other).get("join", [])
-        failures = (other if joinable else here).get("fail", [])
+        failures = other if joinable else here
         uids = {m.uid for m in record.members} | set(joined)
         self._learn_nodes(sorted(uids))
         self._look_at(sorted(uids - {self._info.uid}))
@@ -360,10 +367,11 @@ class Participant:
         value = _decode(self._store.get(f"round/{round_index:06d}/ack+{uid}"))
         return str(value.get("master", "")) if value else ""
 
-    def _failures_of(self, round_index: int, uids: list[str]) -> dict[str, NodeFailure]:
+    def _failures_of(self, round_index: int, claims: Mapping[str, list[str]]) -> dict[str, NodeFailure]:
+        kinds = {**dict.fromkeys(claims.get("fail", ()), "fail"), **dict.fromkeys(claims.get("sum", ()), "sum")}
         found: dict[str, NodeFailure] = {}
-        for uid in uids:
-            value = _decode(self._store.get(f"round/{round_index:06d}/fail+{uid}"))
+        for uid, kind in kinds.items():
+            value = _decode(self._store.get(f"round/{round_index:06d}/{kind}+{uid}"))
             failure = decode_failure(value) if value is not None else None
             found[uid] = failure or NodeFailure(
                 node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)"

@@ -87,6 +87,8 @@ class RoundRecord:
     """``host:port`` of the round's TCPStore; set when FINAL."""
     outcome: Outcome | None = None
     """Set when CLOSED."""
+    retryable: bool = True
+    """When CLOSED: whether another attempt could end otherwise."""
     memory: FailureMemory = FailureMemory()
 
     def to_json(self) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class RoundRecord:
             "reason": self.reason,
             "master": self.master,
             "outcome": self.outcome.value if self.outcome else None,
+            "retryable": self.retryable,
             "memory": [self.memory.fingerprint, self.memory.times, self.memory.step],
         }
 
@@ -140,6 +143,7 @@ def decode_record(number: int, value: Mapping[str, Any], *, run_id: str) -> Roun
             reason=str(value["reason"]),
             master=str(value["master"]),
             outcome=Outcome(value["outcome"]) if value["outcome"] else None,
+            retryable=bool(value["retryable"]),
             memory=FailureMemory(fingerprint=str(fingerprint), times=int(times), step=int(step)),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -1,0 +1,150 @@
+"""The thread that talks to the shared filesystem, so that a hung mount never holds up supervision.
+
+It steps one `Participant`: at once when rung or asked, else when the participant says. What it finds goes into a queue;
+a byte on a socket pair tells the main loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.store.doorbell import Doorbell
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_BACKOFF = 5.0
+
+Notice = RoundRecord | tuple[str, Mapping[str, Any]] | Exception
+"""A newer record; an event of this node's coordinator; or what ended the thread."""
+
+
+class Coordination:
+    """Owns the participant: all calls to it happen in this object's thread."""
+
+    def __init__(
+        self, make_participant: Callable[[Coordination], Participant], *, doorbell: Doorbell | None, clock: Clock
+    ) -> None:
+        """Args:
+        make_participant: Called in the thread with this object, which is the participant's listener.
+        doorbell: Rung from outside; None where only polling is wanted.
+        clock: For the back-off.
+        """
+        self._make_participant = make_participant
+        self._doorbell = doorbell
+        self._clock = clock
+        self._commands: deque[Callable[[Participant], None]] = deque()
+        self._notices: deque[Notice] = deque()
+        self._stop = threading.Event()
+        self._wake_read, self._wake_write = _wake_pair()
+        self._told_read, self._told_write = _wake_pair()
+        self._thread = threading.Thread(target=self._run, name="coordination", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def fileno(self) -> int:
+        """Readable when `take` has something."""
+        return self._told_read.fileno()
+
+    def take(self) -> list[Notice]:
+        """What has come since the last call, in order."""
+        _drain(self._told_read)
+        taken: list[Notice] = []
+        while self._notices:
+            taken.append(self._notices.popleft())
+        return taken
+
+    def ask(self, command: Callable[[Participant], None]) -> None:
+        """Have `command` done in the thread, before its next step."""
+        self._commands.append(command)
+        _poke(self._wake_write)
+
+    def stop(self, *, within: float) -> bool:
+        """Do what was asked for, then end. Returns whether it ended in time; a hung mount may keep it for ever."""
+        self._stop.set()
+        _poke(self._wake_write)
+        if self._thread.is_alive():
+            self._thread.join(within)
+        return not self._thread.is_alive()
+
+    def on_record(self, record: RoundRecord) -> None:
+        self._tell(record)
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._tell((event, fields))
+
+    def _tell(self, notice: Notice) -> None:
+        self._notices.append(notice)
+        _poke(self._told_write)
+
+    def _run(self) -> None:
+        participant: Participant | None = None
+        backoff = 0.05
+        while True:
+            last = self._stop.is_set()
+            delay = backoff
+            try:
+                if participant is None:
+                    participant = self._make_participant(self)
+                while self._commands:
+                    self._commands.popleft()(participant)
+                delay = participant.step()
+                backoff = 0.05
+            except OSError as error:
+                if backoff == 0.05:
+                    logger.warning("the shared filesystem refused: %s; trying again", error)
+                backoff = min(_LONGEST_BACKOFF, backoff * 1.5)
+            except HpcElasticError as error:
+                self._tell(error)
+                return
+            except Exception as error:  # whatever it is, the main loop must hear of it and end its workers
+                logger.exception("the coordination thread failed")
+                self._tell(error)
+                return
+            if last:
+                return
+            self._wait(delay)
+
+    def _wait(self, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        watched: list[Any] = [self._wake_read]
+        if self._doorbell is not None:
+            watched.append(self._doorbell)
+        ready, _, _ = select.select(watched, [], [], seconds)
+        if self._wake_read in ready:
+            _drain(self._wake_read)
+        if self._doorbell is not None and self._doorbell in ready:
+            self._doorbell.drain()
+
+
+def _wake_pair() -> tuple[socket.socket, socket.socket]:
+    read, write = socket.socketpair()
+    read.setblocking(False)
+    write.setblocking(False)
+    return read, write
+
+
+def _poke(write: socket.socket) -> None:
+    try:
+        write.send(b"\0")
+    except OSError:
+        pass  # full: the reader has a reason to wake up already
+
+
+def _drain(read: socket.socket) -> None:
+    try:
+        while read.recv(4096):
+            pass
+    except BlockingIOError:
+        pass

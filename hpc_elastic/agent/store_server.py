@@ -1,0 +1,380 @@
+"""The workers' ``TCPStore``, seen from the agent: it binds the port and has another process serve it.
+
+One round, on the node of group rank 0, all calls from the agent's main thread::
+
+    host, port = server.bind(address, None)   # before the port is published: it is listening from here on
+    …                                         # spawn the workers: those that connect early wait in the backlog
+    server.serve()                            # hands the socket over; the first time, starts the process
+    …                                         # server.handle() whenever server.fileno() is readable
+    server.release()                          # this round's store is gone, its port free
+
+The process (`hpc_elastic.pytorch.store_host`) lives across rounds; the agent never imports torch. Where torch is not to
+be had (`torch_available`), rank 0 serves the store itself: ``TORCHELASTIC_USE_AGENT_STORE=False``, and `release` before
+the workers start.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import HpcElasticError
+
+_MESSAGE_LIMIT = 65536
+_BACKLOG = 65535  # the kernel caps it at net.core.somaxconn
+_RELEASE_SECONDS = 1.0
+_LOG_TAIL_BYTES = 2000
+_HOST_PROGRAM = Path(__file__).resolve().parent.parent / "pytorch" / "store_host.py"
+_FIND_TORCH = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; import importlib.util as u; s = u.find_spec('torch'); "
+    "sys.exit(0 if s and s.origin else 3)"
+)
+
+
+class StoreBindError(HpcElasticError):
+    """The store's address or port can't be listened on."""
+
+    template = (
+        "cannot listen on port {port} of {address} for the workers' TCPStore: {reason}; "
+        "look at --master-addr and --master-port, or leave them out to have both found"
+    )
+
+
+class MasterPortTakenError(StoreBindError):
+    """The port that the user gave is in use."""
+
+    template = (
+        "port {port} of {address} is in use by another program, so the workers' TCPStore can't have it; "
+        "give another --master-port, or leave it out for a free one in each round"
+    )
+
+
+class StoreState(str, Enum):
+    """What serves the port of this round."""
+
+    IDLE = "idle"  # no port is bound
+    BOUND = "bound"  # connections wait in the backlog; nothing serves them yet
+    STARTING = "starting"  # handed over, not confirmed yet: connections still wait
+    SERVING = "serving"
+    FAILED = "failed"  # `StoreServer.failure` says why; connections are refused
+
+
+class StoreServer:
+    """The store of one agent. One port and one process at a time.
+
+    Args:
+        python: An interpreter that has torch.
+        log_path: Where the process' own output goes (0600; removed by `close` while empty); its folder exists.
+        environ: The process' environment: the agent's own, with the run's tag.
+    """
+
+    def __init__(self, python: str, *, log_path: Path, environ: Mapping[str, str]) -> None:
+        self._python = python
+        self._log_path = log_path
+        self._environ = {
+            **environ,
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # no accelerator is needed here
+            "OMP_NUM_THREADS": "1",
+        }
+        self._listener: socket.socket | None = None
+        self._target: tuple[str, int] = ("", 0)
+        self._serial = 0
+        self._state = StoreState.IDLE
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._full_import = False
+        self._was_ready = False
+        self.failure = ""
+        """Why the state is FAILED."""
+
+    @property
+    def state(self) -> StoreState:
+        """As of the last `handle`."""
+        return self._state
+
+    @property
+    def pid(self) -> int | None:
+        """The process, which is no worker and no stray; None where there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def fileno(self) -> int:
+        """Readable when there is something to `handle`, the process' death included; -1 while there is no process."""
+        return self._control.fileno() if self._control is not None else -1
+
+    def bind(self, address: str, port: int | None) -> tuple[str, int]:
+        """Bind the port of a new round and listen on it; the former round's is released first.
+
+        Args:
+            address: What the workers will be told. An IP address is what is listened on; with a name, which may mean
+                something else on another node, all addresses of this node are.
+            port: The user's own, in every round the same; None for any free one.
+
+        Returns:
+            `address`, and the port.
+
+        Raises:
+            MasterPortTakenError: somebody listens on `port`.
+            StoreBindError: the address is not this node's, or the port may not be used.
+        """
+        self.release()
+        family, bind_to, connect_to = _listen_address(address)
+        try:
+            listener = _listen(family, bind_to, port)
+        except OSError as error:
+            if port is not None and error.errno == errno.EADDRINUSE:
+                raise MasterPortTakenError(address=address, port=port, reason=str(error)) from None
+            raise StoreBindError(address=address, port=port or "(any)", reason=str(error)) from None
+        self._listener = listener
+        self._serial += 1
+        self._target = (connect_to, listener.getsockname()[1])
+        self._state = StoreState.BOUND
+        self.failure = ""
+        return address, self._target[1]
+
+    def serve(self) -> None:
+        """Hand the bound port to the process, started here where there is none. Returns at once; see `handle`.
+
+        Call it when the workers have been spawned: they need seconds to import torch, the process less.
+        """
+        if self._listener is None:
+            raise RuntimeError("bind() comes before serve()")
+        self.handle()
+        if self._process is None and not self._start():
+            return
+        self._state = StoreState.STARTING
+        self._hand_over()
+
+    def handle(self) -> StoreState:
+        """Take in what the process has said since the last call, its end included. Never blocks."""
+        while self._control is not None:
+            try:
+                raw = self._control.recv(_MESSAGE_LIMIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                raw = b""
+            if not raw:
+                self._lost()
+            else:
+                self._heard(json.loads(raw))
+        return self._state
+
+    def release(self) -> None:
+        """Drop this round's store and free its port. Returns within about a second, whatever the process does.
+
+        Workers that still talk to it see their connection end, so release it when all of the round's are gone.
+        """
+        state = self.handle()
+        dropped = state is StoreState.SERVING and self._dropped()
+        self._shut_port()
+        self._state = StoreState.IDLE
+        # A process that has not confirmed yet might be just about to listen again on a socket that is shut already:
+        # it is ended, and so is one that does not answer.
+        if state is StoreState.STARTING or (state is StoreState.SERVING and not dropped):
+            self._end()
+
+    def close(self) -> None:
+        """`release`, and end the process. Nothing is left of either, unless the process hangs in the kernel."""
+        self.handle()
+        self._shut_port()
+        self._state = StoreState.IDLE
+        self._end()
+        try:
+            if os.lstat(self._log_path).st_size == 0:
+                os.unlink(self._log_path)
+        except OSError:
+            pass  # none was made, or it lies on a disk that has other worries
+
+    def _start(self) -> bool:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        argv = [self._python, str(_HOST_PROGRAM), "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        try:
+            log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError:
+            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)  # a full disk must not stop the training
+        try:
+            # Neither the agent's pipes (srun waits for their end) nor its terminal, session or signals.
+            self._process = subprocess.Popen(
+                argv + ["--full"] * self._full_import,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(),),
+                env=self._environ,
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            self._fail(f"{self._python} can't be started: {error}")
+            return False
+        finally:
+            theirs.close()
+            os.close(log)
+        ours.setblocking(False)
+        self._control = ours
+        self._was_ready = False
+        return True
+
+    def _hand_over(self) -> None:
+        assert self._control is not None
+        assert self._listener is not None
+        host, port = self._target
+        message = {"do": "serve", "serial": self._serial, "host": host, "port": port}
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], [self._listener.fileno()])
+        except OSError:
+            self._lost()
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        what = message.get("is")
+        if what == "ready":
+            self._was_ready = True
+        elif message.get("serial") == self._serial and self._state is StoreState.STARTING:
+            if what == "serving":
+                self._state = StoreState.SERVING
+            elif what == "failed":
+                self._fail(str(message.get("why")))
+
+    def _lost(self) -> None:
+        """The process has ended, or ends now."""
+        was_ready = self._was_ready
+        self._end()
+        if self._state is StoreState.STARTING and not self._full_import and not was_ready:
+            # The lean import crashed, which no exception handler in the process can catch. Nobody was served yet.
+            self._full_import = True
+            if self._start():
+                self._hand_over()
+        elif self._state in (StoreState.STARTING, StoreState.SERVING):
+            self._fail(f"the process that serves it ended{self._log_tail()}")
+
+    def _fail(self, why: str) -> None:
+        self._state = StoreState.FAILED
+        self.failure = why
+        # Kept as FAILED and not IDLE; but workers that connect are to hear at once that nobody will answer.
+        self._shut_port()
+
+    def _log_tail(self) -> str:
+        try:
+            with open(self._log_path, "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
+                text = log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
+        except OSError:
+            return ""
+        return f": {text.splitlines()[-1]}" if text else ""
+
+    def _dropped(self) -> bool:
+        """Ask the process to drop its store. Returns whether it has said so in time."""
+        assert self._control is not None
+        deadline = time.monotonic() + _RELEASE_SECONDS
+        try:
+            self._control.send(json.dumps({"do": "drop", "serial": self._serial}).encode())
+            while (left := deadline - time.monotonic()) > 0:
+                self._control.settimeout(left)
+                raw = self._control.recv(_MESSAGE_LIMIT)
+                if not raw:
+                    return False
+                message = json.loads(raw)
+                if message.get("is") == "dropped" and message.get("serial") == self._serial:
+                    return True
+        except OSError:
+            pass  # gone, or too slow
+        finally:
+            self._control.setblocking(False)
+        return False
+
+    def _shut_port(self) -> None:
+        if self._listener is None:
+            return
+        try:
+            # Ends the process' copy of the socket too, whatever that is busy with, and resets who is in the backlog.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it was shut before
+        self._listener.close()
+        self._listener = None
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is None:
+            return
+        self._process.kill()  # it holds nothing that would want to be saved
+        try:
+            self._process.wait(_RELEASE_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass  # in the kernel's hands; it dies when they open, or with the agent
+        self._process = None
+
+
+def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
+    """The family and address to listen on for workers that are told `address`, and where this node itself connects."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, address.partition("%")[0])
+        except OSError:
+            continue
+        return family, address, address
+    if socket.has_dualstack_ipv6():
+        return socket.AF_INET6, "::", "127.0.0.1"
+    return socket.AF_INET, "0.0.0.0", "127.0.0.1"
+
+
+def _listen(family: socket.AddressFamily, address: str, port: int | None) -> socket.socket:
+    """A socket that listens; its descriptor is closed on exec.
+
+    Raises:
+        OSError: as socket, bind and listen.
+    """
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family is socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1 if address != "::" else 0)
+        if port is not None:
+            # The former round's connections linger on the same port for a minute. Linux still refuses it while
+            # anybody listens there.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        host, _, scope = address.partition("%")
+        if scope and family is socket.AF_INET6:
+            listener.bind((host, port or 0, 0, socket.if_nametoindex(scope)))
+        else:
+            listener.bind((address, port or 0))
+        listener.listen(_BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def torch_available(python: str) -> bool:
+    """Whether `python` could import torch, found out without importing it."""
+    found = shutil.which(python)
+    if found is None:
+        return False
+    if os.path.abspath(found) == os.path.abspath(sys.executable or ""):
+        import importlib.util
+
+        spec = importlib.util.find_spec("torch")
+        return spec is not None and spec.origin is not None
+    try:
+        done = subprocess.run(
+            [found, "-c", _FIND_TORCH],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

@@ -1,0 +1,72 @@
+"""The environment of a worker: what torchrun gives, and a few documented variables of ours. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_elastic.agent.ranks import RankLayout
+
+TAG_VARIABLE = "HPC_ELASTIC_TAG"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundFacts:
+    """What all workers of a node share in a round."""
+
+    layout: RankLayout
+    round: int
+    max_restarts: int
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    """Whether a TCPStore of ours serves at the master address; otherwise rank 0 opens it."""
+    run_id: str
+    run_dir: str
+    attempt: int
+    role: str
+    tag: str
+
+
+def worker_environment(
+    base: Mapping[str, str], facts: RoundFacts, *, local_rank: int, error_file: str
+) -> dict[str, str]:
+    """The whole environment of one worker.
+
+    Args:
+        base: The agent's own; copied.
+        facts: The round's.
+        local_rank: From 0 to `facts.layout.local_world_size` - 1.
+        error_file: Where torch's ``@record``, or ours, writes. Never the one that the agent itself was given.
+    """
+    layout = facts.layout
+    rank = layout.first_rank + local_rank
+    env = dict(base)
+    env.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(layout.world_size),
+            "LOCAL_WORLD_SIZE": str(layout.local_world_size),
+            "GROUP_RANK": str(layout.group_rank),
+            "GROUP_WORLD_SIZE": str(layout.group_world_size),
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(layout.world_size),
+            "ROLE_NAME": facts.role,
+            "MASTER_ADDR": facts.master_addr,
+            "MASTER_PORT": str(facts.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(facts.round),
+            "TORCHELASTIC_MAX_RESTARTS": str(facts.max_restarts),
+            "TORCHELASTIC_RUN_ID": facts.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": str(facts.agent_store),
+            "TORCHELASTIC_ERROR_FILE": error_file,
+            "HPC_ELASTIC_RUN_DIR": facts.run_dir,
+            "HPC_ELASTIC_ATTEMPT": str(facts.attempt),
+            TAG_VARIABLE: facts.tag,
+        }
+    )
+    # A segmentation fault, and a SIGABRT from the agent, leave the Python stacks of all threads on stderr.
+    env.setdefault("PYTHONFAULTHANDLER", "1")
+    if layout.local_world_size > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env

@@ -1,0 +1,67 @@
+"""One execution of the job: attempt.json, written by the supervisor before the agents start, read by them and later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.errors import HpcElasticError
+
+VERSION = 1
+
+
+class UnreadableAttemptError(HpcElasticError):
+    """attempt.json is missing, torn, or of another version."""
+
+    template = "{path}: {why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptInfo:
+    """Facts that hold for the whole attempt."""
+
+    number: int
+    cluster: str
+    """``slurm`` or ``local``."""
+    nodes: tuple[str, ...]
+    """Node names in Slurm's order; the index is the node index everywhere."""
+    batch_host: str
+    started_ns: int
+    """The batch host's wall clock."""
+    job_id: str | None = None
+    """As Slurm's commands take it: ``70_1`` for an array task."""
+    restart_count: int = 0
+    """SLURM_RESTART_COUNT."""
+    requeue_armed: bool = False
+    requeue_reason: str = ""
+    kill_wait: float | None = None
+    """Seconds between Slurm's SIGTERM and SIGKILL."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        write_json(path, {"version": VERSION, **asdict(self)}, durable=True)
+
+
+def load_attempt(path: Path) -> AttemptInfo:
+    """Read attempt.json.
+
+    Raises:
+        UnreadableAttemptError: it can't be.
+    """
+    value = read_json(path)
+    if isinstance(value, str):
+        raise UnreadableAttemptError(path=str(path), why=value)
+    if value.get("version") != VERSION:
+        raise UnreadableAttemptError(
+            path=str(path), why=f"has format version {value.get('version')!r}; this program reads {VERSION}"
+        )
+    known = {f.name for f in fields(AttemptInfo)}
+    chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
+    try:
+        chosen["nodes"] = tuple(chosen["nodes"])
+        return AttemptInfo(**chosen)
+    except (KeyError, TypeError) as error:
+        raise UnreadableAttemptError(path=str(path), why=f"unreadable: {error!r}") from None
