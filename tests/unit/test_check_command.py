@@ -1,0 +1,64 @@
+"""The check command counts right: what it says last is what CI believes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import check
+from tests.check import Outcome
+
+XML = """<?xml version="1.0" encoding="utf-8"?>
+<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4" time="0.1">
+<testcase classname="tests.unit.test_a" name="test_ok" time="0.001" />
+<testcase classname="tests.unit.test_a" name="test_bad" time="0.001"><failure message="m">text</failure></testcase>
+<testcase classname="tests.unit.test_a" name="test_torn[x]" time="0.001"><error message="m">text</error></testcase>
+<testcase classname="tests.unit.test_a" name="test_left_out" time="0.000"><skipped message="why" /></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_a_junit_file_is_counted_and_what_failed_is_named(tmp_path: Path) -> None:
+    (tmp_path / "junit.xml").write_text(XML)
+    outcome = Outcome(name="unit")
+    check.count(tmp_path / "junit.xml", outcome)
+    assert (outcome.passed, outcome.failed, outcome.skipped) == (1, 2, 1)
+    assert outcome.notes == ["tests.unit.test_a::test_bad", "tests.unit.test_a::test_torn[x]"]
+
+
+@pytest.mark.parametrize("text", [None, "", XML[:200]])
+def test_a_missing_or_torn_junit_file_counts_nothing(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "junit.xml").write_text(text)
+    outcome = Outcome(name="unit")
+    check.count(tmp_path / "junit.xml", outcome)
+    assert (outcome.passed, outcome.failed, outcome.skipped) == (0, 0, 0)
+
+
+def test_the_last_line_is_the_sum() -> None:
+    outcomes = [Outcome(name="unit", passed=3, failed=1), Outcome(name="slurm", passed=2, skipped=4)]
+    assert check.summary(outcomes).splitlines()[-1] == "5 passed, 1 failed, 4 skipped"
+    assert check.summary(outcomes[:1]).splitlines()[-1] == "3 passed, 1 failed"
+
+
+def test_a_tier_over_its_budget_fails_and_one_within_does_not() -> None:
+    slow = check.finish(Outcome(name="unit", passed=1, budget=60.0), time.monotonic() - 61)
+    assert slow.failed == 1
+    assert "over its budget: 61 of 60 s" in slow.notes
+    assert check.finish(Outcome(name="unit", passed=1, budget=60.0), time.monotonic() - 59).failed == 0
+    assert check.finish(Outcome(name="unit", passed=1), time.monotonic() - 9999).failed == 0
+
+
+def test_where_slurm_is_required_a_tier_that_ran_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_ELASTIC_REQUIRE_SLURM", "1")
+    assert check.finish(Outcome(name="slurm", skipped=9), time.monotonic()).failed == 1
+    assert check.finish(Outcome(name="slurm", passed=1), time.monotonic()).failed == 0
+    monkeypatch.delenv("HPC_ELASTIC_REQUIRE_SLURM")
+    assert check.finish(Outcome(name="slurm", skipped=9), time.monotonic()).failed == 0
+
+
+def test_shell_scripts_of_the_project_are_found() -> None:
+    names = {str(path.relative_to(check.ROOT)) for path in check.shell_scripts()}
+    assert {".ci/run", "tests/run.sh", "docs/examples/setup-venv.sh"} <= names
