@@ -1,0 +1,249 @@
+"""What kind of failure it is, and what that means for the next step. Pure tables over text and numbers.
+
+A *symptom* is what a healthy rank says when another one is gone; ordering by class before time is what keeps 511 of
+them from hiding the one that matters. The words were produced with torch 2.13 on gloo; those of NCCL, CUDA and the
+driver are from public issue threads (tests/data/failures says which).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+NOT_RETRYABLE_EXIT_CODE = 93
+"""A worker that ends with this says: don't start me again."""
+
+
+class FailureClass(str, Enum):
+    """Whose failure it is."""
+
+    ROOT = "root"
+    SYMPTOM = "symptom"
+    STOPPED_BY_US = "stopped_by_us"
+    INFRASTRUCTURE = "infrastructure"
+
+
+class Category(str, Enum):
+    """Who has to do something about it."""
+
+    INPUT = "input"
+    """The user's call or environment: a script that can't be compiled, a wrong option, a module that isn't there."""
+    WORKER = "worker"
+    """The user's code, while it ran."""
+    PLATFORM = "platform"
+    """This package: its agent or supervisor failed."""
+    INFRASTRUCTURE = "infrastructure"
+    """The node, the network, the filesystem, the memory limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classification:
+    """A failure's place, with the reason in words for the report."""
+
+    failure_class: FailureClass
+    category: Category
+    retryable: bool
+    reason: str
+
+
+_Table = tuple[tuple[re.Pattern[str], str], ...]
+
+
+def _table(*rows: tuple[str, str]) -> _Table:
+    return tuple((re.compile(pattern, re.IGNORECASE), reason) for pattern, reason in rows)
+
+
+# On exceptions: searched in "Type: message" and in what the exception was chained to. Else in the end of stderr.
+INFRASTRUCTURE_WORDS = _table(
+    (r"uncorrectable ECC|ECC_UNCORRECTABLE|\bDouble Bit ECC", "a GPU reported an uncorrectable memory (ECC) error"),
+    (r"\bNVRM: Xid|\bXid \(PCI", "the GPU driver reported an Xid"),
+    (r"uncorrectable NVLink|NVLink error|hardware NVLink|cudaErrorNvlink", "an NVLink error"),
+    (r"fallen off the bus|GPU is lost|GPU has been lost|cudaErrorDeviceUnavail|device\(s\) is/are busy or unavailable"
+     r"|no CUDA-capable device|CUDA driver initialization failed|CUDA unknown error|system not yet initialized",
+     "a GPU is not usable on this node"),
+    (r"unspecified launch failure.*hardware|Machine Check Exception|hardware error", "a hardware error"),
+    (r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b", "a disk or a quota is full"),
+    (r"Stale (?:NFS )?file handle|Transport endpoint is not connected|Input/output error|Remote I/O error"
+     r"|Read-only file system|Host is down|transport endpoint shutdown", "a filesystem failed"),
+    (r"Cannot allocate memory|DefaultCPUAllocator: can't allocate memory|std::bad_alloc", "the node's memory is full"),
+    (r"EADDRINUSE|address already in use", "a port was taken"),
+    (r"Temporary failure in name resolution|No route to host|Network is unreachable", "the network failed"),
+)  # fmt: skip
+
+SYMPTOM_WORDS = _table(
+    (r"Timed? out waiting \d+ ?ms for (?:recv|send) operation|failed to pass monitoredBarrier"
+     r"|Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
+     r"|collective operation timed? ?out|Timed out waiting for .*\bbarrier",
+     "a collective waited for a peer until its timeout"),
+    (r"watchdog thread terminated with exception|NCCL communicator was aborted|aborted communicator"
+     r"|To avoid data inconsistency, we are taking the entire process down|dump signal from (?:another|other) rank"
+     r"|ncclRemoteError|remote process exited or there was a network error|ncclCommAbort|ProcessGroup\w*.*\baborted\b"
+     r"|ncclSystemError|NCCL error.*unhandled system error|NCCL .*heartbeat monitor",
+     "NCCL gave up after a peer was gone"),
+    (r"Connection closed by peer|Connection reset by peer|Socket closed|socketProgress|Connection was likely closed"
+     r"|gloo.*(?:Read error|Write error|Broken pipe)|peer closed connection",
+     "the connection to a peer was closed"),
+    (r"DistStoreError|TCPStore.*(?:timed? ?out|failed|closed)|wait timeout after \d+ ?ms, keys"
+     r"|Failed to (?:recv|send), got \d+ bytes|sendBytes failed|recvValue(?:WithTimeout)? failed"
+     r"|client socket has (?:timed out|failed)|waiting for clients\. \d+/\d+ clients joined|Store.*is closed",
+     "the store of the process group went away or a peer never came to it"),
+    (r"connectFullMesh failed|Gloo connect.*(?:failed|timeout)|SO_ERROR: Connection (?:refused|reset)",
+     "gloo could not connect to a peer"),
+    (r"\ABrokenPipeError\b|\AConnectionResetError\b|\AConnectionAbortedError\b|\Bbroken pipe",
+     "the connection to a peer broke"),
+)  # fmt: skip
+
+_INPUT_TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
+_INPUT_TEXT = re.compile(
+    r"^usage: .*^\S.*: error: |can't open file '|: No module named \S+\s*\Z|^error: unrecognized arguments"
+    r"|can't find '__main__' module",
+    re.MULTILINE | re.DOTALL,
+)
+_OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
+_ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+# What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
+_SENT_BY_AGENT = frozenset({signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGINT})
+_END_REQUESTED_TYPES = frozenset({"", "SystemExit", "KeyboardInterrupt"})
+
+_ANY_CODE: frozenset[int] = frozenset()
+
+# Class and exit code → category and whether another start may help; the first row that fits holds.
+# (class or None, exit codes or any, looks like a wrong call) → (category, retryable)
+CATEGORY_TABLE: tuple[tuple[FailureClass | None, frozenset[int], bool | None, Category, bool], ...] = (
+    (None, frozenset({NOT_RETRYABLE_EXIT_CODE}), None, Category.WORKER, False),
+    (FailureClass.INFRASTRUCTURE, _ANY_CODE, None, Category.INFRASTRUCTURE, True),
+    (FailureClass.STOPPED_BY_US, _ANY_CODE, None, Category.WORKER, True),
+    (FailureClass.SYMPTOM, _ANY_CODE, None, Category.WORKER, True),
+    (FailureClass.ROOT, frozenset({126, 127}), None, Category.INPUT, False),
+    (FailureClass.ROOT, _ANY_CODE, True, Category.INPUT, False),
+    (None, _ANY_CODE, None, Category.WORKER, True),
+)
+
+
+def category_of(failure_class: FailureClass, exitcode: int, *, wrong_call: bool) -> tuple[Category, bool]:
+    """Look up `CATEGORY_TABLE`: the category, and whether another start may help."""
+    for row_class, codes, row_wrong_call, category, retryable in CATEGORY_TABLE:
+        if row_class not in (None, failure_class) or (codes and exitcode not in codes):
+            continue
+        if row_wrong_call in (None, wrong_call):
+            return category, retryable
+    raise AssertionError("the table's last row fits everything")
+
+
+def signal_of(exitcode: int) -> int:
+    """The signal that ended the process, 0 for none. A shell in between reports signal N as 128 + N."""
+    if exitcode < 0:
+        return -exitcode
+    if 128 < exitcode <= 128 + 64 and exitcode - 128 in _SHELL_SIGNALS:
+        return exitcode - 128
+    return 0
+
+
+_SHELL_SIGNALS = frozenset(
+    {signal.SIGINT, signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV,
+     signal.SIGPIPE, signal.SIGTERM}
+)  # fmt: skip
+
+
+def signal_name(number: int) -> str:
+    """``SIGSEGV``; ``signal 40`` for one without a name; empty for 0."""
+    if not number:
+        return ""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def classify(
+    *,
+    exitcode: int,
+    exception_type: str = "",
+    message: str = "",
+    causes: Sequence[str] = (),
+    stderr_tail: str = "",
+    stopped_by_agent: bool = False,
+    oom_kills: int = 0,
+    last_step: int | None = None,
+) -> Classification:
+    """Say what kind of failure a worker's end was.
+
+    Args:
+        exitcode: As subprocess gives it: negative for a signal.
+        exception_type: As the traceback names it; empty where none is known.
+        message: The exception's text.
+        causes: ``Type: message`` of the exceptions that it was raised from.
+        stderr_tail: The last lines of stderr: looked at only where no exception is known.
+        stopped_by_agent: The agent had sent this worker a signal before it ended.
+        oom_kills: By how much the cgroup's counter of OOM kills rose while the worker ran.
+        last_step: The last step that the worker reported; None where it reported none.
+    """
+    number = signal_of(exitcode)
+    name = exception_type.rsplit(".", 1)[-1]
+    wrong_call = False
+    if stopped_by_agent and (number in _SENT_BY_AGENT or name in _END_REQUESTED_TYPES):
+        failure_class, reason = (
+            FailureClass.STOPPED_BY_US,
+            f"ended by this job's agent ({signal_name(number) or 'asked to stop'})",
+        )
+    elif number == signal.SIGKILL and oom_kills > 0:
+        failure_class, reason = FailureClass.INFRASTRUCTURE, "killed by the kernel: the job's memory limit was reached"
+    else:
+        text = "\n".join([f"{exception_type}: {message}", *causes]) if exception_type else ""
+        if not exception_type and number not in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS):
+            text = f"{message}\n{stderr_tail}"
+        infrastructure, symptom = _first_match(INFRASTRUCTURE_WORDS, text), _first_match(SYMPTOM_WORDS, text)
+        if infrastructure:
+            failure_class, reason = FailureClass.INFRASTRUCTURE, infrastructure
+        elif oom_kills > 0 and _OOM_IN_TEXT.search(text):
+            failure_class, reason = (
+                FailureClass.INFRASTRUCTURE,
+                "a child of it was killed: the job's memory limit was reached",
+            )
+        elif symptom:
+            failure_class, reason = FailureClass.SYMPTOM, symptom
+        elif not exception_type and number in _ASKED_TO_END:
+            failure_class = FailureClass.INFRASTRUCTURE
+            came = f"{signal_name(number)} came from outside this job's agent"
+            reason = f"{came}: Slurm (cancel, limit, preemption) or a person"
+        else:
+            failure_class = FailureClass.ROOT
+            wrong_call = last_step is None and _is_wrong_call(name, exitcode, stderr_tail)
+            reason = _root_reason(exitcode, number, exception_type, wrong_call=wrong_call)
+    category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
+    return Classification(failure_class=failure_class, category=category, retryable=retryable, reason=reason)
+
+
+def _first_match(table: _Table, text: str) -> str:
+    if text:
+        for pattern, reason in table:
+            if pattern.search(text):
+                return reason
+    return ""
+
+
+def _is_wrong_call(name: str, exitcode: int, stderr_tail: str) -> bool:
+    if name in _INPUT_TYPES:
+        return True
+    return name in ("", "SystemExit") and exitcode in (1, 2) and bool(_INPUT_TEXT.search(stderr_tail))
+
+
+def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call: bool) -> str:
+    if exitcode == NOT_RETRYABLE_EXIT_CODE:
+        return f"ended with {exitcode}: not to be started again"
+    if exitcode in (126, 127):
+        return "the command could not be run"
+    if wrong_call:
+        return "the script could not start"
+    if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
+        return "an exception that nothing caught"
+    if number == signal.SIGKILL:
+        return "killed from outside: not by this job's agent"
+    if number == signal.SIGBUS:
+        return "a bus error: often a full /dev/shm, or a mapped file that was cut"
+    if number:
+        return f"crashed ({signal_name(number)})"
+    return f"ended itself with exit code {exitcode}"

@@ -1,0 +1,239 @@
+"""A worker's error file, read whatever it holds and written whole or not at all.
+
+The shapes that are understood, with ``E`` = ``TORCHELASTIC_ERROR_FILE``'s contents::
+
+    {"message": {"message": str, "extraInfo": {"py_callstack": str, "timestamp": "1700000000"}, "errorCode": 3}}
+    {"message": str, "timestamp": 1700000000}
+
+and beside ``message`` our own object under ``hpc_elastic`` (docs/reference/error-file.md). A file that is missing,
+empty, torn, foreign, unreadable or huge gives an `ErrorFile` that says so: never an exception.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.atomic_file import write_private
+from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, clean_text, cut_end, cut_middle
+
+OWN_KEY = "hpc_elastic"
+OWN_VERSION = 1
+_WHOLE = 2 << 20
+"""A file up to this size is parsed as JSON; of a larger one the parts that matter are picked out."""
+_HEAD = 256 << 10
+_TAIL = 64 << 10
+_SCAN = 32 << 20
+"""How far into a large file the traceback is looked for."""
+
+_STRING = r'\s*:\s*"((?:[^"\\]|\\.)*)'
+_SALVAGE_STACK = re.compile(r'"py_callstack"' + _STRING, re.DOTALL)
+_SALVAGE_MESSAGE = re.compile(r'"message"' + _STRING, re.DOTALL)
+_SALVAGE_TIME = re.compile(r'"timestamp"\s*:\s*"?(\d+)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFile:
+    """What a file says about a failure."""
+
+    problem: str = "missing"
+    """Empty where the file was understood; else one clause: ``missing``, ``empty``, ``torn: …``, ``unreadable: …``,
+    ``foreign: …``, ``cut: …``. What could be saved is in the other fields all the same."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """The whole JSON object, where one could be parsed."""
+    message: str = ""
+    """At most 16 Ki characters; with the exception's type in front, as the writer put it."""
+    traceback: str = ""
+    """At most 64 Ki characters."""
+    timestamp_ns: int | None = None
+    """The writer's wall clock: to the nanosecond from our own writer, else to the second."""
+    error_code: int | None = None
+    own: dict[str, Any] = field(default_factory=dict)
+    """Our keys; empty for another writer's file."""
+
+    @property
+    def found(self) -> bool:
+        """Whether the file tells anything about the failure."""
+        return bool(self.message or self.traceback)
+
+
+def read_error_file(path: Path | str) -> ErrorFile:
+    """Read an error file of any origin and state. Never raises; reads at most 32 MiB and holds far less."""
+    try:
+        return _read(os.fspath(path))
+    except FileNotFoundError:
+        return ErrorFile()
+    except Exception as error:  # whatever it is, it must not hide the failure that is being looked at
+        return ErrorFile(problem=f"unreadable: {error}")
+
+
+def error_data(
+    *,
+    message: str,
+    traceback: str,
+    timestamp_ns: int,
+    error_code: int | None = None,
+    own: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The JSON object to write: torch's shape, and our keys beside it.
+
+    Args:
+        message: ``ValueError: bad batch``.
+        traceback: Shown by torch's readers in place of the message; where there is none the message stands for it.
+        timestamp_ns: Nanoseconds since the epoch; torch's field gets whole seconds.
+        error_code: The process's exit code, where it is known.
+        own: What goes under ``hpc_elastic``.
+    """
+    inner: dict[str, Any] = {
+        "message": message,
+        "extraInfo": {"py_callstack": traceback or message, "timestamp": str(timestamp_ns // 1_000_000_000)},
+    }
+    if error_code is not None:
+        inner["errorCode"] = error_code
+    return {"message": inner, OWN_KEY: {"version": OWN_VERSION, "timestamp_ns": timestamp_ns, **(own or {})}}
+
+
+def write_error_data(path: Path | str, data: Mapping[str, Any]) -> None:
+    """Write an error file through a temporary one and ``os.replace``.
+
+    Raises:
+        OSError: the disk is full, the folder is gone …
+    """
+    # ASCII only: a message may hold lone surrogates, which no encoding of the file could store.
+    write_private(Path(path), json.dumps(data, default=str))
+
+
+def error_code_set(data: dict[str, Any], error_code: int) -> dict[str, Any]:
+    """`data` with the child's exit code as ``message.errorCode``, where message is an object; torch does the same."""
+    message = data.get("message")
+    if isinstance(message, dict):
+        return {**data, "message": {**message, "errorCode": error_code}}
+    return data
+
+
+def _read(path: str) -> ErrorFile:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            return ErrorFile(problem="unreadable: not a regular file")
+        if info.st_size > _WHOLE:
+            return _read_large(fd, info.st_size)
+        raw = _pread(fd, _WHOLE, 0)
+    finally:
+        os.close(fd)
+    if not raw.strip(b"\0 \t\r\n"):
+        return ErrorFile(problem="empty")
+    text = raw.decode("utf-8", "replace")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return _salvaged(text, text, text, f"torn: {error}")
+    if not isinstance(value, dict):
+        return ErrorFile(
+            problem=f"foreign: holds a JSON {type(value).__name__}, not an object", message=_clip(str(value))
+        )
+    return _understand(value)
+
+
+def _understand(data: dict[str, Any]) -> ErrorFile:
+    own = data.get(OWN_KEY)
+    own = own if isinstance(own, dict) else {}
+    message = data.get("message")
+    problem = ""
+    stack: object = ""
+    when: object = None
+    code: object = None
+    if isinstance(message, dict):
+        extra = message.get("extraInfo")
+        extra = extra if isinstance(extra, dict) else {}
+        text, stack, when, code = message.get("message"), extra.get("py_callstack"), extra.get("timestamp"), None
+        code = message.get("errorCode")
+    else:
+        text, when, code = message, data.get("timestamp"), data.get("errorCode")
+    if "message" not in data:
+        problem = "foreign: has no 'message'"
+        text = json.dumps(data, default=str)
+    elif text is None or not isinstance(text, str):
+        text = "" if text is None else json.dumps(text, default=str)
+    traceback = cut_middle(clean_text(stack), TEXT_LIMIT) if isinstance(stack, str) else ""
+    return ErrorFile(
+        problem=problem,
+        data=data,
+        message="" if text == "<NONE>" else _clip(text),
+        traceback=traceback,
+        timestamp_ns=_nanoseconds(own.get("timestamp_ns"), when),
+        error_code=code if isinstance(code, int) and not isinstance(code, bool) else None,
+        own=own,
+    )
+
+
+def _nanoseconds(fine: object, seconds: object) -> int | None:
+    if isinstance(fine, int) and not isinstance(fine, bool) and fine > 0:
+        return fine
+    try:
+        value = float(seconds)  # type: ignore[arg-type]
+        return int(value) * 1_000_000_000 + int(value % 1 * 1e9)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _clip(text: str) -> str:
+    return cut_end(
+        clean_text(text[: 2 * MESSAGE_LIMIT]) if len(text) > 2 * MESSAGE_LIMIT else clean_text(text), MESSAGE_LIMIT
+    )
+
+
+def _read_large(fd: int, size: int) -> ErrorFile:
+    head = _pread(fd, _HEAD, 0).decode("utf-8", "replace")
+    tail = _pread(fd, _TAIL, size - _TAIL).decode("utf-8", "replace")
+    stack = ""
+    marker, step, offset = b'"py_callstack"', 1 << 20, 0
+    while offset < min(size, _SCAN):
+        at = _pread(fd, step + len(marker), offset).find(marker)
+        if at >= 0:
+            stack = _pread(fd, _HEAD, offset + at).decode("utf-8", "replace")
+            break
+        offset += step
+    return _salvaged(head, stack, tail, f"cut: {size} bytes long, only its parts were read")
+
+
+def _pread(fd: int, count: int, offset: int) -> bytes:
+    chunks: list[bytes] = []
+    while count > 0:
+        chunk = os.pread(fd, count, offset)
+        if not chunk:
+            break
+        chunks.append(chunk)
+        count -= len(chunk)
+        offset += len(chunk)
+    return b"".join(chunks)
+
+
+def _salvaged(head: str, stack: str, tail: str, problem: str) -> ErrorFile:
+    """What can be picked out of text that is no whole JSON."""
+    found_stack = _SALVAGE_STACK.search(stack)
+    found_message = _SALVAGE_MESSAGE.search(head)
+    times = _SALVAGE_TIME.findall(tail)
+    return ErrorFile(
+        problem=problem,
+        message=_clip(_json_string(found_message[1])) if found_message else "",
+        traceback=cut_middle(clean_text(_json_string(found_stack[1])), TEXT_LIMIT) if found_stack else "",
+        timestamp_ns=_nanoseconds(None, times[-1]) if times else None,
+    )
+
+
+def _json_string(body: str) -> str:
+    """The text of a JSON string whose end may be missing."""
+    for cut in range(7):  # an escape that was cut through is at most \uXXXX long
+        try:
+            return str(json.loads(f'"{body[: len(body) - cut]}"', strict=False))
+        except ValueError:
+            continue
+    return body

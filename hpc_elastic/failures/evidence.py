@@ -1,0 +1,297 @@
+"""What the agent writes down when a worker ended badly. It must be quick, and must never fail itself.
+
+Order of trust: the worker's own error file; else what it printed at the end of its stderr.log; else the exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.failures.classify import classify, signal_name, signal_of
+from hpc_elastic.failures.error_file import (
+    OWN_KEY,
+    ErrorFile,
+    error_code_set,
+    error_data,
+    read_error_file,
+    write_error_data,
+)
+from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.traceback_text import (
+    FailureText,
+    TextKind,
+    clean_text,
+    cut_end,
+    find_cpp_terminate,
+    find_fatal_error,
+    find_python_traceback,
+)
+from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+
+__all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "failure_from_file", "write_evidence"]
+
+_TAIL = 128 << 10
+"""How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
+_SCAN_BACK = 16 << 20
+"""How far back a traceback's header is looked for where the tail holds none: a message may be 10 MB long."""
+_TAIL_LINES = 20
+_TAIL_LINE = 300
+_CLOSE = 40
+"""A traceback with more lines than this after it did not end a process that ended otherwise than by an exception."""
+_HEADER = b"Traceback (most recent call last)"
+
+
+def describe_failure(*, facts: ExitFacts, error_file: Path | str, stderr_log: Path | str) -> WorkerFailure:
+    """Gather what is known about a worker's end. Never raises; some milliseconds.
+
+    Args:
+        facts: What the agent saw.
+        error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may not be there, torn, foreign …
+        stderr_log: What it printed; it may not be there.
+    """
+    try:
+        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log))
+    except Exception as error:
+        return _build(
+            facts,
+            None,
+            message=_exit_message(facts, None),
+            source=EvidenceSource.EXIT,
+            error_file=str(error_file),
+            stderr_tail="",
+            problem=f"its evidence could not be read: {error!r}",
+        )
+
+
+def failure_from_file(*, facts: ExitFacts, error_file: Path | str) -> WorkerFailure | None:
+    """The failure that an error file tells of where no agent enriched it (the agent died first), or None."""
+    file = read_error_file(error_file)
+    return _from_error_file(facts, os.fspath(error_file), file, stderr_tail="") if file.found else None
+
+
+def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
+    """Write error.json, or add ours to what the worker wrote there. Never raises.
+
+    The file keeps torch's shape, so that torch's readers and an outer scheduler understand it. A file that was torn,
+    foreign or cut is kept beside it as ``error.original.json``.
+
+    Returns:
+        What went wrong, in words; empty where nothing did.
+    """
+    try:
+        path = Path(error_file)
+        present = read_error_file(path)
+        own = {**present.own, **failure.to_json(), "error_file": str(path)}
+        if present.data and not present.problem:
+            data = error_code_set({**present.data, OWN_KEY: {**own}}, failure.exitcode)
+            if isinstance(data.get("message"), str):
+                data.setdefault("timestamp", failure.ended_ns // 1_000_000_000)
+        else:
+            if present.problem not in ("missing", "empty"):
+                os.replace(path, path.with_name("error.original.json"))
+            data = error_data(
+                message=failure.message,
+                traceback=failure.traceback,
+                timestamp_ns=present.timestamp_ns or failure.ended_ns,
+                error_code=failure.exitcode,
+                own=own,
+            )
+        write_error_data(path, data)
+    except Exception as error:
+        return f"could not write {error_file}: {error}"
+    return ""
+
+
+def _describe(facts: ExitFacts, error_file: str, stderr_log: str) -> WorkerFailure:
+    raw, size, problem = _read_tail(stderr_log)
+    text = raw.decode("utf-8", "replace")
+    tail = _last_lines(text)
+    file = read_error_file(error_file)
+    if file.found:
+        return _from_error_file(facts, error_file, file, stderr_tail=tail)
+    found = _find_in_text(facts, text)
+    if found is None and facts.exitcode > 0 and size > len(raw):
+        found = _find_far_back(stderr_log, size)
+    if file.problem != "missing":
+        problem = file.problem
+    return _build(
+        facts,
+        found,
+        message=_exit_message(facts, found),
+        source=EvidenceSource.STDERR if found else EvidenceSource.EXIT,
+        error_file=error_file,
+        stderr_tail=tail,
+        problem=problem,
+    )
+
+
+def _from_error_file(facts: ExitFacts, error_file: str, file: ErrorFile, *, stderr_tail: str) -> WorkerFailure:
+    found = find_python_traceback(file.traceback) if file.traceback else None
+    declared = file.own.get("exception_type")
+    name, separator, rest = file.message.partition(": ")
+    if found is None or (isinstance(declared, str) and declared):
+        looks_like_type = bool(separator) and re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None
+        exception_type = declared if isinstance(declared, str) and declared else name if looks_like_type else ""
+        body = (
+            rest if looks_like_type and name.rsplit(".", 1)[-1] == exception_type.rsplit(".", 1)[-1] else file.message
+        )
+        found = FailureText(
+            kind=TextKind.PYTHON,
+            text=file.traceback,
+            exception_type=exception_type,
+            message=body,
+            frames=found.frames if found else (),
+            causes=found.causes if found else (),
+        )
+    return _build(
+        facts,
+        found,
+        message=file.message or found.headline,
+        source=EvidenceSource.ERROR_FILE,
+        error_file=error_file,
+        stderr_tail=stderr_tail,
+        problem=file.problem,
+    )
+
+
+def _build(
+    facts: ExitFacts,
+    found: FailureText | None,
+    *,
+    message: str,
+    source: EvidenceSource,
+    error_file: str,
+    stderr_tail: str,
+    problem: str,
+) -> WorkerFailure:
+    number = signal_of(facts.exitcode)
+    exception_type = found.exception_type if found else ""
+    kind = classify(
+        exitcode=facts.exitcode,
+        exception_type=exception_type,
+        message=found.message if found else message,
+        causes=found.causes if found else (),
+        stderr_tail=stderr_tail,
+        stopped_by_agent=facts.stopped_by_agent,
+        oom_kills=facts.oom_kills,
+        last_step=facts.last_step,
+    )
+    return WorkerFailure(
+        **_facts(facts),
+        signal=signal_name(number),
+        message=message,
+        exception_type=exception_type,
+        traceback=found.text if found else "",
+        stderr_tail=stderr_tail,
+        fingerprint=fingerprint(
+            exception_type=exception_type,
+            message=found.message if found else "",
+            frames=found.frames if found else (),
+            exitcode=facts.exitcode,
+            signal=signal_name(number),
+        ),
+        category=kind.category,
+        failure_class=kind.failure_class,
+        reason=kind.reason,
+        retryable=kind.retryable,
+        source=source,
+        error_file=error_file,
+        problem=problem,
+    )
+
+
+def _facts(facts: ExitFacts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in ExitFacts.__dataclass_fields__}
+
+
+def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
+    number = signal_of(facts.exitcode)
+    if found is not None and found.exception_type:
+        return f"{found.exception_type}: {found.message}" if found.message else found.exception_type
+    if facts.exitcode < 0:
+        text = f"Signal {number} ({signal_name(number)}) received by PID {facts.pid}"
+    else:
+        text = f"Process failed with exitcode {facts.exitcode}"
+        if number:
+            text += f" ({signal_name(number)}, as a shell reports it)"
+    details: list[str] = []
+    if found is not None:
+        details.append(found.message)
+    if facts.oom_kills and number == 9:
+        times = "once" if facts.oom_kills == 1 else f"{facts.oom_kills} times"
+        details.append(f"the kernel's OOM killer struck {times} in this cgroup meanwhile")
+    if facts.core_dumped:
+        details.append("core dumped")
+    return "; ".join([text, *details])
+
+
+def _find_in_text(facts: ExitFacts, text: str) -> FailureText | None:
+    """Choose what in the end of stderr tells of *this* end: a caught exception that was logged hours ago does not."""
+    number = signal_of(facts.exitcode)
+    python = find_python_traceback(text)
+    if not number:
+        if python is not None and facts.exitcode != 1 and python.lines_after > _CLOSE:
+            python = None
+        return python or find_cpp_terminate(text)
+    if number in (2, 9, 15):
+        # It was hanging in its shutdown after the exception, and was ended: by its agent, or by whoever lost patience.
+        return python if python is not None and python.lines_after <= _CLOSE and facts.stopped_by_agent else None
+    fatal, cpp = find_fatal_error(text), find_cpp_terminate(text)
+    dumped = len((fatal or cpp).text.split("\n")) if fatal or cpp else 0  # type: ignore[union-attr]
+    if python is not None and python.lines_after <= _CLOSE + dumped:
+        return python  # a crash while an exception unwinds: the exception is what one wants to know
+    if cpp is None:
+        return fatal
+    if fatal is None:
+        return cpp
+    return FailureText(
+        kind=cpp.kind,
+        text=cpp.text,
+        exception_type=cpp.exception_type,
+        message=cpp.message,
+        frames=fatal.frames,
+    )
+
+
+def _read_tail(path: str) -> tuple[bytes, int, str]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return b"", 0, "stderr.log is missing"
+    except OSError as error:
+        return b"", 0, f"stderr.log is unreadable: {error}"
+    try:
+        size = os.fstat(fd).st_size
+        return os.pread(fd, _TAIL, max(0, size - _TAIL)), size, ""
+    except OSError as error:
+        return b"", 0, f"stderr.log is unreadable: {error}"
+    finally:
+        os.close(fd)
+
+
+def _find_far_back(path: str, size: int) -> FailureText | None:
+    """A traceback whose header lies before the tail, because its message is megabytes long."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        step, end = 1 << 20, size
+        while end > 0 and size - end < _SCAN_BACK:
+            start = max(0, end - step)
+            at = os.pread(fd, end - start + len(_HEADER), start).rfind(_HEADER)
+            if at >= 0:
+                # Back to the start of its line and of the one before: "Exception ignored in" would stand there.
+                first = max(0, start + at - 4096)
+                text = os.pread(fd, 256 << 10, first).decode("utf-8", "replace")
+                return find_python_traceback(text)
+            end = start
+    finally:
+        os.close(fd)
+    return None
+
+
+def _last_lines(text: str) -> str:
+    """The last lines that say something, each cut; at most 20."""
+    lines = [line for line in clean_text(text[-(16 << 10) :]).split("\n") if line.strip()]
+    return "\n".join(cut_end(line, _TAIL_LINE) for line in lines[-_TAIL_LINES:])

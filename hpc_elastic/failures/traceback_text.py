@@ -1,0 +1,352 @@
+"""What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
+
+Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
+has to be injected into the worker for this. Formats seen with CPython 3.10-3.14 and torch 2.13, whose excepthook puts
+``[rank3]: `` before every line.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+TEXT_LIMIT = 64 << 10
+"""Characters of a traceback that are kept: its first eighth and its end."""
+MESSAGE_LIMIT = 16 << 10
+_MESSAGE_LINES = 40
+_CAUSE_LIMIT = 400
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
+_HEADER = "Traceback (most recent call last):"
+_GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(.*)", line (\d+)(?:, in (.*))?\Z')
+_FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
+_EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?::(?: (.*))?)?\Z")
+_SYNTAX_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
+_CONNECTORS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+# What stands before a traceback that did not end the process.
+_NOT_THE_END = ("Exception ignored", "--- Logging error ---", "Exception in callback", "Error in ")
+_OTHER_THREAD = ("Exception in thread ", "Task exception was never retrieved", "Future exception was never retrieved")
+# A line that can't belong to an exception's message: c10d's and glog's log lines, the next report of the same death.
+_NOT_MESSAGE = re.compile(
+    r"\[rank\d+\]:\[[A-Z]|\[[WEIF]\d* |\[[WEIF]\d{3,4} |Exception ignored|Exception in thread|Fatal Python error: "
+    r"|terminate called|Extension modules: |--- Logging error ---|Traceback \(most recent call last\):"
+)
+_FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
+_TERMINATE = re.compile(
+    r"^terminate called (?:after throwing an instance of '([^'\n]*)|without an active exception)", re.MULTILINE
+)
+_WHAT = re.compile(r"^\s*what\(\):\s*(.*)$", re.MULTILINE)
+
+
+class TextKind(str, Enum):
+    """Who wrote the text."""
+
+    PYTHON = "python"
+    FATAL = "faulthandler"
+    CPP = "c++"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureText:
+    """One failure, as its process described it."""
+
+    kind: TextKind
+    text: str
+    """As printed, without colours and rank prefixes; at most `TEXT_LIMIT` characters."""
+    exception_type: str
+    """As printed (``torch.distributed.DistNetworkError``); for C++ the type's name; for a fatal error empty."""
+    message: str
+    """Without the type; may have several lines."""
+    frames: tuple[Frame, ...] = ()
+    """Outermost call first, of the exception that ended the process."""
+    causes: tuple[str, ...] = ()
+    """``KeyError: 'x'``: the exceptions that it was raised from or while handling, nearest first."""
+    lines_after: int = 0
+    """Lines that were printed after it."""
+
+    @property
+    def headline(self) -> str:
+        """``Type: message``, one line."""
+        first = self.message.split("\n", 1)[0]
+        return f"{self.exception_type}: {first}" if self.exception_type and first else self.exception_type or first
+
+
+def clean_text(text: str) -> str:
+    """The text without colours, control characters and lone surrogates; line ends become ``\\n``."""
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = _CONTROL.sub("", text)
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """At most `limit` characters and a note: the first eighth and the end, where the cause stands."""
+    if len(text) <= limit:
+        return text
+    head = limit // 8
+    return f"{text[:head]}\n... {len(text) - limit} characters cut ...\n{text[len(text) - (limit - head) :]}"
+
+
+def cut_end(text: str, limit: int) -> str:
+    """At most `limit` characters and a note."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters cut)"
+
+
+def find_python_traceback(text: str) -> FailureText | None:
+    """The last uncaught exception in `text`, with what it was chained to.
+
+    A traceback that Python printed for something that it went on after (a ``__del__``, an atexit callback, another
+    thread) is taken only where there is no better one, an ignored one never.
+    """
+    lines, prefixed = _split(clean_text(text))
+    blocks = _blocks(lines, prefixed)
+    for wanted in (_Rank.MAIN, _Rank.OTHER_THREAD):
+        for index in range(len(blocks) - 1, -1, -1):
+            if blocks[index].rank is wanted:
+                return _from_block(lines, blocks, index)
+    return _syntax_error(lines)
+
+
+def find_fatal_error(text: str) -> FailureText | None:
+    """faulthandler's dump of the stack at a fatal signal: from ``Fatal Python error: Segmentation fault`` on."""
+    text = clean_text(text)
+    last = _last_match(_FATAL, text)
+    if last is None:
+        return None
+    body = text[last.start() :]
+    lines = body.split("\n")
+    frames: list[Frame] = []
+    inside = False
+    for line in lines[1:]:
+        match = _FATAL_FRAME.match(line)
+        if line.startswith("Current thread ") and "C stack" not in line:
+            frames, inside = [], True
+        elif match and inside:
+            frames.append(Frame(file=match[1], line=int(match[2]), function=match[3]))
+        elif frames:
+            break
+    return FailureText(
+        kind=TextKind.FATAL,
+        text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
+        exception_type="",
+        message=f"Fatal Python error: {last[1].strip()}",
+        frames=tuple(reversed(frames)),
+    )
+
+
+def find_cpp_terminate(text: str) -> FailureText | None:
+    """``terminate called after throwing an instance of 'X'`` and its ``what()``."""
+    text = clean_text(text)
+    last = _last_match(_TERMINATE, text)
+    if last is None:
+        return None
+    body = text[last.start() :]
+    what = _WHAT.search(body)
+    return FailureText(
+        kind=TextKind.CPP,
+        text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
+        exception_type=(last[1] or "").strip("'"),
+        message=cut_end(what[1], MESSAGE_LIMIT) if what else body.split("\n", 1)[0],
+    )
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
+
+
+class _Rank(Enum):
+    MAIN = 1
+    OTHER_THREAD = 2
+    IGNORED = 3
+
+
+@dataclass(slots=True)
+class _Block:
+    start: int  # the header's line
+    exception: int  # the line with the type
+    end: int  # one past the message's last line
+    group: bool
+    chained: bool
+    rank: _Rank
+
+
+def _split(text: str) -> tuple[list[str], list[bool]]:
+    lines = text.split("\n")
+    prefixed = [False] * len(lines)
+    if "[rank" in text:
+        for index, line in enumerate(lines):
+            match = _RANK_PREFIX.match(line)
+            if match:
+                lines[index] = line[match.end() :]
+                prefixed[index] = True
+    return lines, prefixed
+
+
+def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
+    blocks: list[_Block] = []
+    total = len(lines)
+    index = 0
+    while index < total:
+        line = lines[index]
+        group = line.lstrip() == _GROUP_HEADER and not line.startswith("    ")
+        if not group and line != _HEADER:
+            index += 1
+            continue
+        at = index + 1
+        if group:
+            while at < total and lines[at].startswith("  |   "):
+                at += 1
+            end = at
+            while end < total and lines[end].startswith("  "):
+                end += 1
+        else:
+            while at < total and lines[at].startswith("  "):
+                at += 1
+            end = _message_end(lines, prefixed, at)
+        if not group and not _is_exception_line(lines, at):  # cut off, or something else was printed in between
+            index = max(at, index + 1)
+            continue
+        previous = _line_before(lines, index)
+        chained = bool(blocks) and previous in _CONNECTORS
+        if chained:
+            rank = blocks[-1].rank
+        elif previous.startswith(_NOT_THE_END):
+            rank = _Rank.IGNORED
+        elif previous.startswith(_OTHER_THREAD):
+            rank = _Rank.OTHER_THREAD
+        else:
+            rank = _Rank.MAIN
+        blocks.append(_Block(start=index, exception=at, end=end, group=group, chained=chained, rank=rank))
+        index = max(end, index + 1)
+    return blocks
+
+
+def _is_exception_line(lines: list[str], at: int) -> bool:
+    if at >= len(lines):
+        return False
+    # A class made at run time may have any name: accept what is followed by a colon and a space.
+    return _EXCEPTION_LINE.match(lines[at]) is not None or ": " in lines[at][:200]
+
+
+def _line_before(lines: list[str], index: int) -> str:
+    for at in range(index - 1, max(-1, index - 4), -1):
+        if lines[at].strip():
+            return lines[at].strip()
+    return ""
+
+
+def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
+    """One past the last line of the message that starts on line `at`."""
+    end = at + 1
+    last = min(len(lines), at + _MESSAGE_LINES)
+    while end < last:
+        line = lines[end]
+        if prefixed[at] and not prefixed[end]:
+            break
+        if line in _CONNECTORS or _NOT_MESSAGE.match(line) or line.lstrip() == _GROUP_HEADER:
+            break
+        end += 1
+    while end > at + 1 and not lines[end - 1].strip():
+        end -= 1
+    return end
+
+
+def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureText:
+    block = blocks[index]
+    if block.group:
+        exception_type, message = _group_message(lines[block.exception : block.end])
+    else:
+        exception_type, message = _split_exception(lines[block.exception : block.end])
+    causes: list[str] = []
+    first = index
+    while blocks[first].chained:
+        first -= 1
+        cause_type, cause = _split_exception([lines[blocks[first].exception].lstrip("| ")])
+        causes.append(cut_end(f"{cause_type}: {cause}" if cause else cause_type, _CAUSE_LIMIT))
+    shift = 4 if block.group else 0
+    frames: list[Frame] = []
+    for line in lines[block.start + 1 : block.exception]:
+        match = _FRAME.match(line[shift:])
+        if match:
+            frames.append(Frame(file=match[1], line=int(match[2]), function=match[3] or "<module>"))
+    return FailureText(
+        kind=TextKind.PYTHON,
+        text=cut_middle("\n".join(lines[blocks[first].start : block.exception]), TEXT_LIMIT - MESSAGE_LIMIT)
+        + "\n"
+        + cut_end("\n".join(lines[block.exception : block.end]), MESSAGE_LIMIT),
+        exception_type=exception_type,
+        message=message,
+        frames=tuple(frames),
+        causes=tuple(causes),
+        lines_after=sum(1 for line in lines[block.end :] if line.strip()),
+    )
+
+
+def _split_exception(lines: list[str]) -> tuple[str, str]:
+    if not lines:
+        return "", ""
+    first = lines[0]
+    match = _EXCEPTION_LINE.match(first)
+    if match:
+        exception_type, message = match[1], match[2] or ""
+    else:
+        exception_type, _, message = first.partition(": ")
+        exception_type = cut_end(exception_type, 200)
+    return exception_type, cut_end("\n".join([message, *lines[1:]]), MESSAGE_LIMIT)
+
+
+def _group_message(lines: list[str]) -> tuple[str, str]:
+    """An exception group's type, and its message with the first of the exceptions in it."""
+    stripped = [line.lstrip("| ") if line.startswith("  ") else line for line in lines]
+    exception_type, message = _split_exception(stripped[:1])
+    inner = [
+        text
+        for line, text in zip(lines[1:], stripped[1:], strict=True)
+        if "|" in line[:40] and _EXCEPTION_LINE.match(text) and not text.startswith(("File ", "Traceback "))
+    ]
+    if inner:
+        message += "; in it: " + "; ".join(cut_end(text, _CAUSE_LIMIT) for text in inner[:4])
+    return exception_type, cut_end(message, MESSAGE_LIMIT)
+
+
+def _syntax_error(lines: list[str]) -> FailureText | None:
+    """A script that can't be compiled: Python prints no header for it."""
+    for at in range(len(lines) - 1, -1, -1):
+        if not _SYNTAX_ERROR.match(lines[at]):
+            continue
+        start = at
+        while start > 0 and lines[start - 1].startswith("  ") and at - start < 5:
+            start -= 1
+        match = _FRAME.match(lines[start])
+        if not match:
+            continue
+        exception_type, message = _split_exception(lines[at : at + 1])
+        return FailureText(
+            kind=TextKind.PYTHON,
+            text=cut_middle("\n".join(lines[start : at + 1]), TEXT_LIMIT),
+            exception_type=exception_type,
+            message=message,
+            frames=(Frame(file=match[1], line=int(match[2]), function="<module>"),),
+            lines_after=sum(1 for line in lines[at + 1 :] if line.strip()),
+        )
+    return None
