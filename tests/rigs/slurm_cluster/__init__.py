@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .cluster import ENDED_STATES, SlurmCluster
 from .layout import RigError
-from .prerequisites import install_prerequisites, missing_prerequisites
+from .prerequisites import install_prerequisites, missing_prerequisites, must_run
 from .processes import CommandFailed, RigProcess
 
 __all__ = [
@@ -15,4 +15,5 @@ __all__ = [
     "SlurmCluster",
     "install_prerequisites",
     "missing_prerequisites",
+    "must_run",
 ]

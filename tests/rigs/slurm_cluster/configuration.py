@@ -145,11 +145,11 @@ def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path]) -> st
         "#!/bin/bash",
         f"# Process 1 of host {host} of the rig {layout.name}.",
         "set -eu",
-        # A mount namespace starts with copies of all mounts; those of /run/netns would keep other hosts' networks alive.
+        # A mount namespace starts with copies of all mounts; those of /run/netns would keep other hosts' networks.
         "umount --recursive --lazy /run/netns 2>/dev/null || true",
         f"echo {quote(host)} > /proc/sys/kernel/hostname",
         *(f"mount --bind {quote(str(source))} {quote(str(target))}" for target, source in binds.items()),
-        *(f"mkdir -p {folder}" for folder in ("/dev/shm",)),
+        "mkdir -p /dev/shm",
         *(
             f"mount -t tmpfs -o mode={mode} {host} {folder}"
             for folder, mode in (("/tmp", "1777"), ("/var/tmp", "1777"), ("/dev/shm", "1777"), ("/run", "0755"))

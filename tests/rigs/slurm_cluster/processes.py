@@ -152,8 +152,7 @@ def call(argv: Sequence[str], *, input: str | None = None, timeout: float = 60, 
     Raises:
         CommandFailed: It ended with another code than 0 and `check` is true.
     """
-    stdin = {"stdin": subprocess.DEVNULL} if input is None else {"input": input}
-    done = subprocess.run(argv, text=True, capture_output=True, timeout=timeout, check=False, **stdin)  # type: ignore[call-overload]
+    done = subprocess.run(argv, text=True, capture_output=True, timeout=timeout, check=False, input=input or "")
     if check and done.returncode != 0:
         raise CommandFailed(done.returncode, list(argv), done.stdout, done.stderr)
-    return str(done.stdout)
+    return done.stdout

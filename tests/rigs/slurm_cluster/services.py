@@ -8,8 +8,8 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from .hosts import Hosts
-from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, Layout
+from .hosts import NETNS_FOLDER, Hosts
+from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, SWITCH
 from .processes import call, command_line, listens, wait_until
 
 _DATABASE_TIMEOUT = 60.0
@@ -22,8 +22,9 @@ def slurm_version() -> tuple[int, int]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
-def install_database(layout: Layout) -> None:
-    """Make an empty MariaDB; needs no host."""
+def install_database(hosts: Hosts) -> None:
+    """Make an empty MariaDB; needs no host but the switch (in whose namespace a clean-up finds a left-over one)."""
+    layout = hosts.layout
     layout.database.mkdir(mode=0o700)
     shutil.chown(layout.database, "mysql")
     options = [
@@ -32,7 +33,8 @@ def install_database(layout: Layout) -> None:
         f"--datadir={layout.database}",
         "--auth-root-authentication-method=normal",
     ]
-    call(["mariadb-install-db", *options, "--skip-test-db", "--skip-name-resolve", "--innodb-log-file-size=8M"])
+    enter = ["nsenter", f"--net={NETNS_FOLDER / layout.netns(SWITCH)}", "--"]
+    call([*enter, "mariadb-install-db", *options, "--skip-test-db", "--skip-name-resolve", "--innodb-log-file-size=8M"])
 
 
 def start_database(hosts: Hosts) -> None:
@@ -89,6 +91,8 @@ def start_slurmd(hosts: Hosts, nodes: Sequence[str], *, booted: bool) -> None:
     argv = ["slurmd", "-b"] if booted else ["slurmd"]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda node: hosts.start_daemon(node, argv), nodes))
+    for node in nodes:
+        _wait_listening(hosts, node, NODE_PORT, "slurmd")
 
 
 def slurmd_runs(hosts: Hosts, node: str) -> bool:

@@ -1,0 +1,68 @@
+"""A rig's folders, users and configuration files on the disk."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from . import configuration, services
+from .configuration import Settings
+from .layout import RIGS_FOLDER, USERS, Layout
+from .processes import call
+
+
+def make_folders(layout: Layout) -> None:
+    """Make the rig's folders and, where they don't exist, its users."""
+    RIGS_FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for folder in (layout.folder, layout.homes, layout.etc, layout.logs, layout.boot, layout.spool, layout.shared):
+        folder.mkdir()
+        folder.chmod(0o755)
+    for folder in (layout.munge_key.parent, layout.state):
+        folder.mkdir(mode=0o700)
+    layout.shared.chmod(0o1777)
+    for user in USERS:
+        entry = _ensure_user(user)
+        home = layout.homes / user
+        shutil.copytree("/etc/skel", home)
+        home.chmod(0o700)
+        for path in (home, *home.rglob("*")):
+            os.chown(path, entry.pw_uid, entry.pw_gid)
+        # On every host the rig's homes are bound over /home; that needs something to be bound over.
+        Path("/home", user).mkdir(mode=0o700, parents=True, exist_ok=True)
+    Path("/etc/slurm").mkdir(exist_ok=True)
+
+
+def _ensure_user(name: str) -> pwd.struct_passwd:
+    """The user's entry; the user is made where there is none."""
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        # Another rig that starts now may be quicker: then this fails, and the user is there.
+        call(["useradd", "--create-home", "--shell", "/bin/bash", name], check=False)
+    return pwd.getpwnam(name)
+
+
+def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[Path, Path]) -> None:
+    """Write all that the hosts and their daemons read.
+
+    Args:
+        layout: The rig's.
+        settings: Its settings.
+        mounts: What each host binds besides: where to → what.
+    """
+    key = layout.munge_key
+    key.touch(mode=0o400)
+    key.write_bytes(secrets.token_bytes(1024))
+    layout.hosts_file.write_text(configuration.hosts_file(layout))
+    (layout.etc / "slurm.conf").write_text(configuration.slurm_conf(layout, settings))
+    (layout.etc / "gres.conf").write_text(configuration.gres_conf(settings))
+    (layout.etc / "cgroup.conf").write_text(configuration.cgroup_conf(services.slurm_version()))
+    database = layout.etc / "slurmdbd.conf"
+    database.touch(mode=0o600)
+    database.write_text(configuration.slurmdbd_conf(layout))
+    for host in layout.host_names:
+        (layout.boot / f"{host}.sh").write_text(configuration.boot_script(layout, host, mounts=mounts))

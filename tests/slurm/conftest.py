@@ -1,0 +1,63 @@
+"""The real-Slurm tier: one cluster of four nodes that the session's tests share, healed after each.
+
+Where no rig can run, the tests are skipped with one line that says why; in CI (``CI=true``), or with
+``HPC_ELASTIC_REQUIRE_SLURM=1``, they fail instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.slurm_cluster import SlurmCluster, missing_prerequisites, must_run
+
+_HERE = Path(__file__).parent
+_LOG_CHARACTERS = 2500
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker("slurm")
+
+
+@pytest.fixture(scope="session")
+def slurm_can_run() -> None:
+    """Skip, or fail where the tier must run, with the reason in one line."""
+    reasons = missing_prerequisites()
+    if not reasons:
+        return
+    why = f"real-Slurm tests: {'; '.join(reasons)} (as root: python -m tests.rigs.slurm_cluster install)"
+    if must_run(os.environ):
+        pytest.fail(why, pytrace=False)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
+    """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 6 s; one for the session."""
+    with SlurmCluster(4) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def _healed_cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Bring the shared cluster back to its first state after each test that used it."""
+    yield
+    shared = request.node.funcargs.get("cluster")
+    if isinstance(shared, SlurmCluster):
+        shared.heal()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the daemons' logs to the report of a failed test, for each cluster that it used."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(value, SlurmCluster):
+                report.sections.append((f"Slurm's logs ({name})", value.logs(limit=_LOG_CHARACTERS)))
+    return report
