@@ -71,9 +71,9 @@ TRANSITIONS = MappingProxyType(
         ),
         Phase.DONE: MappingProxyType(
             {
-                Event.NEWER_ROUND: Phase.JOINING,
-                Event.CLOSED: Phase.ENDED,
-                Event.LEAVE: Phase.ENDED,
+                Event.NEWER_ROUND: Phase.STOPPING,  # what the workers left running is ended first
+                Event.CLOSED: Phase.LEAVING,
+                Event.LEAVE: Phase.LEAVING,
             }
         ),
         Phase.STOPPING: MappingProxyType(

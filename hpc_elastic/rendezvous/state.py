@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 
 VERSION = 1
+
+__all__ = ["FailureMemory", "Member", "NodeFailure", "NodeInfo", "Outcome", "RoundRecord", "Status"]
 
 
 class Status(str, Enum):
@@ -23,17 +26,6 @@ class Status(str, Enum):
     """All members confirmed: ranks hold, workers run."""
     CLOSED = "closed"
     """The run's attempt is over, for good."""
-
-
-class Outcome(str, Enum):
-    """How an attempt ended."""
-
-    SUCCEEDED = "succeeded"
-    FAILED = "failed"
-    TOO_FEW_NODES = "too_few_nodes"
-    CANCELLED = "cancelled"
-    PREEMPTED = "preempted"
-    TIMED_OUT = "timed_out"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,240 @@
+"""The workers of one node in one round: started, watched, ended, and described where they failed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpc_elastic.agent.ranks import RankLayout
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.clock import Clock
+from hpc_elastic.failures.cgroup import oom_kill_count
+from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_failure, write_evidence
+from hpc_elastic.processes.spawn import ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
+from hpc_elastic.processes.stop import GroupStopper, Stopped
+from hpc_elastic.rendezvous.state import NodeFailure
+from hpc_elastic.run_paths import AttemptPaths, RankPaths
+
+DRAIN_SECONDS = 0.5
+"""How long the last words of an ended worker are waited for; a descendant may hold its pipes open."""
+_OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
+_FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
+
+
+class Pump(Protocol):
+    """What is needed of `processes.logs.LogPump`."""
+
+    def add(self, *, host: str, local_rank: int, global_rank: int, worker: WorkerProcess, paths: RankPaths) -> None: ...
+
+    def drained(self, pid: int, timeout: float) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Slot:
+    local_rank: int
+    global_rank: int
+    process: WorkerProcess
+    paths: RankPaths
+    exit: ExitStatus | None = None
+    stopped_by_agent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the workers are, for their evidence."""
+
+    attempt: AttemptPaths
+    host: str
+    node: int
+
+
+class LocalWorkers:
+    """One group of worker processes. All methods are for the main thread; none but `describe_failures` blocks."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        round_index: int,
+        layout: RankLayout,
+        inherited: Inherited,
+        pump: Pump,
+        clock: Clock,
+        excluding: Callable[[], AbstractSet[int]],
+    ) -> None:
+        self.round = round_index
+        self.layout = layout
+        self._place = place
+        self._inherited = inherited
+        self._pump = pump
+        self._clock = clock
+        self._excluding = excluding
+        self._slots: list[_Slot] = []
+        self._stopper: GroupStopper | None = None
+        self._started_at = clock.monotonic()
+        self._oom_kills = oom_kill_count() or 0
+
+    def start(
+        self,
+        argv: Sequence[str],
+        environment: Callable[[int, str], Mapping[str, str]],
+        *,
+        cwd: str,
+    ) -> None:
+        """Start all workers of the node.
+
+        Args:
+            argv: The same for all.
+            environment: (local rank, path of its error file) → the whole environment.
+            cwd: Where they run.
+
+        Raises:
+            WorkerStartError: one could not be; the others, if any, run and are to be stopped.
+            OSError: their folders could not be made.
+        """
+        make_private_dir(self._place.attempt.round_dir(self.round))
+        for local_rank, global_rank in enumerate(self.layout.global_ranks):
+            paths = self.paths_of(local_rank)
+            make_private_dir(paths.root)
+            process = start_worker(
+                argv=argv,
+                env=environment(local_rank, str(paths.error_file)),
+                cwd=cwd,
+                inherited=self._inherited,
+                clock=self._clock,
+                pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
+            )
+            self._slots.append(_Slot(local_rank, global_rank, process, paths))
+            self._pump.add(
+                host=self._place.host, local_rank=local_rank, global_rank=global_rank, worker=process, paths=paths
+            )
+
+    def paths_of(self, local_rank: int) -> RankPaths:
+        return self._place.attempt.rank(self.round, self.layout.first_rank + local_rank)
+
+    @property
+    def pids(self) -> list[int]:
+        return [slot.process.pid for slot in self._slots]
+
+    def watched(self) -> list[int]:
+        """Descriptors of the workers that run: readable when one has ended."""
+        return [s.process.pidfd for s in self._slots if s.exit is None and s.process.pidfd is not None]
+
+    def poll(self) -> bool:
+        """Note who has ended. Returns whether somebody has since the last call."""
+        changed = False
+        for slot in self._slots:
+            if slot.exit is None and (status := slot.process.poll()) is not None:
+                slot.exit = status
+                changed = True
+        return changed
+
+    @property
+    def failed(self) -> bool:
+        """Whether a worker has ended badly, and not by us."""
+        return any(self._is_failure(slot) for slot in self._slots)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether all have ended with 0."""
+        return all(slot.exit is not None and slot.exit.exitcode == 0 for slot in self._slots)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopper is not None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start, monotonic."""
+        return self._clock.monotonic() - self._started_at
+
+    def begin_stop(self, *, grace: float) -> None:
+        """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten the grace to nothing."""
+        self.poll()
+        if self._stopper is not None:
+            if grace <= 0:
+                self._stopper.kill_now()
+            return
+        for slot in self._slots:
+            slot.stopped_by_agent = slot.exit is None
+        self._stopper = GroupStopper(
+            [slot.process for slot in self._slots], grace=grace, clock=self._clock, excluding=self._excluding()
+        )
+        self._stopper.begin()
+
+    def step_stop(self) -> Stopped | float:
+        """Go on ending them: what became of them, or seconds until the next call."""
+        assert self._stopper is not None
+        result = self._stopper.step()
+        if isinstance(result, Stopped):
+            self._stopper = None
+            for slot in self._slots:
+                slot.exit = slot.exit or result.exits.get(slot.process.pid)
+        else:
+            self.poll()
+        return result
+
+    def describe_failures(self) -> list[WorkerFailure]:
+        """Gather and write the evidence of all who ended badly. When they have ended; waits for their last words."""
+        kills = (oom_kill_count() or 0) - self._oom_kills
+        found = []
+        for slot in self._slots:
+            if not self._is_failure(slot) and not self._fell_while_stopping(slot):
+                continue
+            assert slot.exit is not None
+            self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+            facts = self._facts(slot, slot.exit, kills)
+            failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
+            write_evidence(failure, slot.paths.error_file)
+            found.append(failure)
+        return found
+
+    def quick_word(self) -> str:
+        """The first failure in a few words, before any evidence is read."""
+        slot = next(s for s in self._slots if self._is_failure(s))
+        assert slot.exit is not None
+        code = slot.exit.exitcode
+        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+        return f"rank {slot.global_rank} ended with {how}"
+
+    def _facts(self, slot: _Slot, status: ExitStatus, oom_kills: int) -> ExitFacts:
+        return ExitFacts(
+            attempt=self._place.attempt.number,
+            round=self.round,
+            host=self._place.host,
+            node=self._place.node,
+            local_rank=slot.local_rank,
+            global_rank=slot.global_rank,
+            pid=slot.process.pid,
+            exitcode=status.exitcode,
+            ended_ns=status.noticed_ns,
+            oom_kills=max(0, oom_kills),
+            core_dumped=status.core_dumped,
+            stopped_by_agent=slot.stopped_by_agent,
+        )
+
+    def _is_failure(self, slot: _Slot) -> bool:
+        return slot.exit is not None and slot.exit.exitcode != 0 and not slot.stopped_by_agent
+
+    def _fell_while_stopping(self, slot: _Slot) -> bool:
+        # It was failing already when our signal came: its own words are worth keeping.
+        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in _OURS
+
+
+def sum_up(failures: Sequence[WorkerFailure], *, node: int, seconds: float) -> NodeFailure:
+    """One node's failures in a round, as the coordinator needs them."""
+    order = {"root": 0, "infrastructure": 1, "symptom": 2}
+    first = min(failures, key=lambda f: (order.get(f.failure_class.value, 3), f.ended_ns))
+    return NodeFailure(
+        node=node,
+        # Who kills from outside is no bug in the script: it never counts as "the same failure again".
+        fingerprint="" if first.failure_class.value != "root" or first.signal in _FROM_OUTSIDE else first.fingerprint,
+        failure_class=first.failure_class.value,
+        retryable=all(f.retryable for f in failures),
+        message=f"rank {first.global_rank}: {first.headline}",
+        step=max((f.last_step for f in failures if f.last_step is not None), default=-1),
+        seconds=seconds,
+    )

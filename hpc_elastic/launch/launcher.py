@@ -1,0 +1,55 @@
+"""How agents get onto nodes: the seam between the supervisor and Slurm, or this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEnded:
+    """An agent is not there any more, or never came to be."""
+
+    node: int
+    """Node index."""
+    code: int | None
+    """As `subprocess` has it; None where nobody knows."""
+    detail: str
+    started: bool = True
+    """False: it could not be started; the node may be dead."""
+
+
+class Launcher(Protocol):
+    """Starts and ends agents. No method blocks for longer than it says."""
+
+    def launch(self) -> None:
+        """Start an agent on every node.
+
+        Raises:
+            HpcElasticError: nothing could be started at all.
+        """
+        ...
+
+    def relaunch(self, node: int) -> None:
+        """Start an agent on one node again, without disturbing the others."""
+        ...
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when `take` may have something."""
+        ...
+
+    def take(self) -> list[AgentEnded]:
+        """What has ended since the last call."""
+        ...
+
+    def running(self) -> bool:
+        """Whether some agent may still run."""
+        ...
+
+    def terminate(self) -> None:
+        """SIGTERM to all agents; a repeated call does it again."""
+        ...
+
+    def end(self, *, within: float) -> None:
+        """Leave nothing of ours behind: SIGTERM, and SIGKILL after `within` seconds."""
+        ...

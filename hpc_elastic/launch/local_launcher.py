@@ -1,0 +1,106 @@
+"""Agents as processes on this machine: the same agents, store and supervisor, without Slurm."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from hpc_elastic.launch.launcher import AgentEnded
+
+AgentCommand = Callable[[int], Sequence[str]]
+"""Node index → the agent's argument list."""
+
+
+class LocalLauncher:
+    """One process per node, each in a session of its own: a terminal's Ctrl-C reaches the supervisor alone."""
+
+    def __init__(
+        self, nodes: int, command: AgentCommand, *, environment: Callable[[int], Mapping[str, str]], umask: int
+    ) -> None:
+        """Args:
+        nodes: How many agents.
+        command: What to run for a node.
+        environment: The agent's whole environment.
+        umask: The user's, which the agent hands on to the workers.
+        """
+        self._nodes = nodes
+        self._command = command
+        self._environment = environment
+        self._umask = umask
+        self._agents: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        """pidfd → node, process."""
+        self._failed: list[AgentEnded] = []
+
+    def launch(self) -> None:
+        for node in range(self._nodes):
+            self.relaunch(node)
+
+    def relaunch(self, node: int) -> None:
+        try:
+            process = subprocess.Popen(
+                list(self._command(node)),
+                env=dict(self._environment(node)),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                umask=self._umask,
+            )
+        except OSError as error:
+            self._failed.append(AgentEnded(node=node, code=None, detail=str(error), started=False))
+            return
+        self._agents[os.pidfd_open(process.pid)] = (node, process)
+
+    def filenos(self) -> list[int]:
+        return list(self._agents)
+
+    def take(self) -> list[AgentEnded]:
+        ended, self._failed = self._failed, []
+        for fd in list(self._agents):
+            node, process = self._agents[fd]
+            code = process.poll()
+            if code is None:
+                continue
+            os.close(fd)
+            del self._agents[fd]
+            ended.append(AgentEnded(node=node, code=code, detail=describe_code(code)))
+        return ended
+
+    def running(self) -> bool:
+        return bool(self._agents)
+
+    def terminate(self) -> None:
+        for _, process in self._agents.values():
+            process.send_signal(signal.SIGTERM)
+
+    def end(self, *, within: float) -> None:
+        if not self._agents:
+            return
+        self.terminate()
+        self._wait_all(within)
+        for _, process in self._agents.values():
+            process.kill()  # its guardian ends what it leaves
+        self._wait_all(5.0)
+
+    def _wait_all(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._agents and (left := deadline - time.monotonic()) > 0:
+            select.select(list(self._agents), [], [], left)
+            for fd in list(self._agents):
+                if self._agents[fd][1].poll() is not None:
+                    os.close(fd)
+                    del self._agents[fd]
+
+
+def describe_code(code: int | None) -> str:
+    """``exit code 3``, ``SIGKILL``, or ``unknown``."""
+    if code is None:
+        return "unknown"
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"

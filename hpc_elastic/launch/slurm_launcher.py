@@ -1,0 +1,194 @@
+"""Agents as tasks of an srun step, one per node of the allocation.
+
+srun's end and exit code are no verdict, and it may never return (slurm 20.11 to 26.05: a node whose slurmstepd died, or
+that came back within SlurmdTimeout, keeps it waiting). What is used of it: its messages, as early news of an agent that
+ended; and its own end, as "no agent of this step runs any more".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.launch.local_launcher import describe_code
+from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
+from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun_line
+
+logger = logging.getLogger(__name__)
+
+_LAUNCH_TRIES = 3
+
+
+class _Step:
+    """One running srun and the nodes that it was started for."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int]) -> None:
+        self.nodes = nodes
+        self.ended: set[int] = set()
+        self.bad: dict[int, str] = {}
+        """Nodes that made the launch fail, with the reason."""
+        self.refused = ""
+        self.process = subprocess.Popen(
+            list(argv), env=dict(env), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert self.process.stderr is not None
+        self.stderr = self.process.stderr.fileno()
+        os.set_blocking(self.stderr, False)
+        self._partial = b""
+
+    def lines(self) -> list[str]:
+        """Whole lines of srun's standard error since the last call."""
+        try:
+            raw = os.read(self.stderr, 1 << 20)
+        except BlockingIOError:
+            return []
+        *whole, self._partial = (self._partial + raw).split(b"\n")
+        if not raw and self._partial:
+            whole, self._partial = [self._partial], b""
+        return [line.decode("utf-8", "replace") for line in whole]
+
+
+class SlurmLauncher:
+    """The step of all agents, and a step of its own for each that is started again."""
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        min_nodes: int,
+        extra: Sequence[str] = (),
+    ) -> None:
+        """Args:
+        nodes: Node names of the allocation, in Slurm's order.
+        command: What each task runs.
+        environment: The batch script's; scrubbed here of what would overrule srun's flags.
+        min_nodes: A launch is made again without a dead node while so many are left.
+        extra: The user's ``--srun-arg``s.
+        """
+        self._nodes = list(nodes)
+        self._index = {name: index for index, name in enumerate(self._nodes)}
+        self._command = list(command)
+        self._environment = scrubbed_environment(environment)
+        self._min_nodes = min_nodes
+        self._extra = list(extra)
+        self._steps: list[_Step] = []
+        self._left_out: set[int] = set()
+        self._tries = 0
+
+    def launch(self) -> None:
+        wanted = set(range(len(self._nodes))) - self._left_out
+        self._tries += 1
+        argv = srun_agents(
+            len(wanted),
+            self._command,
+            exclude=[self._nodes[node] for node in sorted(self._left_out)],
+            extra=self._extra,
+        )
+        self._start(argv, wanted)
+
+    def relaunch(self, node: int) -> None:
+        self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
+
+    def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
+        self._steps.append(_Step(argv, self._environment, nodes))
+
+    def filenos(self) -> list[int]:
+        return [step.stderr for step in self._steps]
+
+    def take(self) -> list[AgentEnded]:
+        found: list[AgentEnded] = []
+        for step in list(self._steps):
+            for line in step.lines():
+                found += self._read_line(step, line)
+            code = step.process.poll()
+            if code is not None:
+                for line in step.lines():
+                    found += self._read_line(step, line)
+                self._close(step)
+                found += self._step_ended(step, code)
+        return found
+
+    def _read_line(self, step: _Step, line: str) -> list[AgentEnded]:
+        event = parse_srun_line(line)
+        # Everything goes on into the job log: it is what a person who knows Slurm looks for.
+        print(line, file=sys.stderr, flush=True)
+        if event is None:
+            return []
+        if event.kind is SrunEventKind.LAUNCH_FAILED:
+            step.bad.update({self._index[name]: event.detail for name in event.nodes if name in self._index})
+            return []
+        if event.kind is SrunEventKind.STEP_REFUSED:
+            step.refused = event.line
+            return []
+        if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED):
+            return [
+                self._ended(step, self._index[name], _code(event), event.detail or f"exit code {event.exit_code}")
+                for name in event.nodes
+                if name in self._index and self._index[name] not in step.ended
+            ]
+        return []
+
+    def _ended(self, step: _Step, node: int, code: int | None, detail: str, *, started: bool = True) -> AgentEnded:
+        step.ended.add(node)
+        return AgentEnded(node=node, code=code, detail=detail, started=started)
+
+    def _step_ended(self, step: _Step, code: int) -> list[AgentEnded]:
+        if step.bad and self._worth_another_launch(step):
+            # The whole step was aborted for one dead node (slurm 22.05: rc 233 after 11 s, whatever --no-kill says).
+            self._left_out |= set(step.bad)
+            names = ", ".join(self._nodes[node] for node in sorted(step.bad))
+            logger.warning("the launch failed on %s; launching again without", names)
+            gone = [self._ended(step, node, None, why, started=False) for node, why in sorted(step.bad.items())]
+            self.launch()
+            return gone
+        started = not step.refused and not step.bad
+        detail = step.refused or f"its step ended, srun: {describe_code(code)}"
+        return [
+            self._ended(step, node, 0 if code == 0 else None, step.bad.get(node, detail), started=started)
+            for node in sorted(step.nodes - step.ended)
+        ]
+
+    def _worth_another_launch(self, step: _Step) -> bool:
+        left = len(step.nodes - set(step.bad))
+        return len(step.nodes) > 1 and left >= max(1, self._min_nodes) and self._tries < _LAUNCH_TRIES
+
+    def _close(self, step: _Step) -> None:
+        self._steps.remove(step)
+        assert step.process.stderr is not None
+        step.process.stderr.close()
+
+    def running(self) -> bool:
+        return bool(self._steps)
+
+    def terminate(self) -> None:
+        # srun hands SIGTERM on to its tasks.
+        for step in self._steps:
+            step.process.send_signal(signal.SIGTERM)
+
+    def end(self, *, within: float) -> None:
+        if not self._steps:
+            return
+        self.terminate()
+        deadline = time.monotonic() + within
+        while self._steps and (left := deadline - time.monotonic()) > 0:
+            select.select(self.filenos(), [], [], min(left, 0.2))
+            self.take()
+        for step in list(self._steps):
+            step.process.kill()  # its tasks end when the batch script does
+            step.process.wait()
+            self._close(step)
+
+
+def _code(event: SrunEvent) -> int | None:
+    if event.kind is SrunEventKind.TASK_EXITED:
+        return event.exit_code
+    return -int(signal.SIGKILL) if event.detail.startswith("Killed") else None
