@@ -31,7 +31,7 @@ from hpc_elastic.failures.traceback_text import (
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
 
-__all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "failure_from_file", "write_evidence"]
+__all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
 
 _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
@@ -66,10 +66,23 @@ def describe_failure(*, facts: ExitFacts, error_file: Path | str, stderr_log: Pa
         )
 
 
-def failure_from_file(*, facts: ExitFacts, error_file: Path | str) -> WorkerFailure | None:
-    """The failure that an error file tells of where no agent enriched it (the agent died first), or None."""
+def read_failure(error_file: Path | str, *, facts: ExitFacts) -> WorkerFailure | None:
+    """Read error.json back, whoever wrote it.
+
+    Args:
+        error_file: Where.
+        facts: Used where no agent completed the file (it died first): what can be guessed from elsewhere.
+
+    Returns:
+        The failure with its evidence; None where the file tells of none.
+    """
     file = read_error_file(error_file)
-    return _from_error_file(facts, os.fspath(error_file), file, stderr_tail="") if file.found else None
+    if "failure_class" not in file.own:
+        return _from_error_file(facts, os.fspath(error_file), file, stderr_tail="") if file.found else None
+    # The texts stand once in the file, where torch's readers look for them.
+    texts = {"message": file.message, "traceback": file.traceback}
+    shared = {key: text for key, text in texts.items() if key not in file.own}
+    return WorkerFailure.from_json(file.own, **shared, error_file=os.fspath(error_file))
 
 
 def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
@@ -86,12 +99,17 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
         present = read_error_file(path)
         own = {**present.own, **failure.to_json(), "error_file": str(path)}
         if present.data and not present.problem:
-            data = error_code_set({**present.data, OWN_KEY: {**own}}, failure.exitcode)
+            if (present.message, present.traceback) == (failure.message, failure.traceback):
+                del own["message"], own["traceback"]
+            data = error_code_set({**present.data, OWN_KEY: own}, failure.exitcode)
             if isinstance(data.get("message"), str):
                 data.setdefault("timestamp", failure.ended_ns // 1_000_000_000)
         else:
             if present.problem not in ("missing", "empty"):
                 os.replace(path, path.with_name("error.original.json"))
+            del own["message"]
+            if failure.traceback:
+                del own["traceback"]
             data = error_data(
                 message=failure.message,
                 traceback=failure.traceback,

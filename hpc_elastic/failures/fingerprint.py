@@ -25,8 +25,10 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"#(?:[\s.,:x-]*#)+"), "#"),
     (re.compile(r"\s+"), " "),
 )
+# `record` itself is in the stack of a recorded failure only: without this, the same failure would get two names.
 _LIBRARY = re.compile(
-    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|/\.pyenv/versions/[^/]+/lib/|\A<frozen |\A<string>\Z"
+    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|\A<frozen |\A<string>\Z"
+    r"|/hpc_elastic/failures/record\.py\Z|/torch/distributed/elastic/"
 )
 
 
@@ -61,7 +63,10 @@ def fingerprint(
     if not exception_type:
         return f"signal:{signal}" if signal else f"exit:{exitcode}"
     name = exception_type.rsplit(".", 1)[-1].rsplit("::", 1)[-1]
-    chosen = (user_frames(frames) or tuple(frames))[-_FRAMES:]
+    mine = user_frames(frames)
+    # A recorded traceback starts below the module's own frame.
+    inner = tuple(frame for frame in mine if frame.function != "<module>")
+    chosen = (inner or mine or tuple(frames))[-_FRAMES:]
     where = "|".join(f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}" for frame in chosen)
     digest = hashlib.sha1(
         f"{name}\n{normalise_message(message)}\n{where}".encode("utf-8", "replace"), usedforsecurity=False

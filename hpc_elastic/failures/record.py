@@ -191,9 +191,9 @@ def _format(exc: BaseException) -> str:
         text = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__))
     except Exception:  # MemoryError, a __str__ or __cause__ that misbehaves
         text = f"{type(exc).__name__}: {_message_of(exc)}\n"
-    if len(text) > 4 * TEXT_LIMIT:
+    if len(text) > 4 * TEXT_LIMIT:  # cut before it is cleaned: it may be megabytes
         text = text[:TEXT_LIMIT] + f"\n... {len(text) - 2 * TEXT_LIMIT} characters cut ...\n" + text[-TEXT_LIMIT:]
-    return cut_middle(clean_text(text), 2 * TEXT_LIMIT)
+    return cut_middle(clean_text(text), TEXT_LIMIT)
 
 
 def _ranks() -> dict[str, int]:

@@ -96,6 +96,30 @@ class WorkerFailure:
             value[item.name] = content.value if isinstance(content, Enum) else content
         return value
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
+        """Read a failure of any version: a key that is missing, unknown or of the wrong type leaves the default.
+
+        Args:
+            value: The object under ``hpc_elastic`` in error.json.
+            overrides: Fields that the caller knows better (where the file lies tells its round).
+        """
+        chosen: dict[str, Any] = {}
+        for name, default in _DEFAULTS.items():
+            if name not in value:
+                continue
+            content = value[name]
+            if name in _ENUMS:
+                try:
+                    chosen[name] = _ENUMS[name](content)
+                except ValueError:
+                    pass  # a newer version's word
+            elif name == "last_step":
+                chosen[name] = content if isinstance(content, int) and not isinstance(content, bool) else None
+            elif type(content) is type(default):
+                chosen[name] = cut_end(clean_text(content), _TEXT_LIMIT) if isinstance(content, str) else content
+        return cls(**{**chosen, **overrides})
+
     @property
     def headline(self) -> str:
         """The first line of the message."""
@@ -104,30 +128,6 @@ class WorkerFailure:
 
 _ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureClass, "source": EvidenceSource}
 _TEXT_LIMIT = 128 << 10
-
-
-def failure_from_json(value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
-    """Read a failure of any version: a key that is missing, unknown or of the wrong type leaves the default.
-
-    Args:
-        value: The object under ``hpc_elastic`` in error.json.
-        overrides: Fields that the caller knows better (where the file lies tells its round).
-    """
-    chosen: dict[str, Any] = {}
-    for name, default in _DEFAULTS.items():
-        if name not in value:
-            continue
-        content = value[name]
-        if name in _ENUMS:
-            try:
-                chosen[name] = _ENUMS[name](content)
-            except ValueError:
-                pass  # a newer version's word
-        elif name == "last_step":
-            chosen[name] = content if isinstance(content, int) and not isinstance(content, bool) else None
-        elif type(content) is type(default):
-            chosen[name] = cut_end(clean_text(content), _TEXT_LIMIT) if isinstance(content, str) else content
-    return WorkerFailure(**{**chosen, **overrides})
 
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(WorkerFailure)}
