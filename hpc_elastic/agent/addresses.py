@@ -16,8 +16,8 @@ def candidate_addresses(node_name: str) -> list[str]:
     found: dict[str, None] = {}
     for name in (node_name, socket.gethostname()):
         try:
-            for *_, address in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM):
-                found.setdefault(str(address[0]))
+            for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM):
+                found.setdefault(str(entry[4][0]))
         except OSError:
             continue  # not every node name is a host name
     for address in _interface_addresses():

@@ -6,14 +6,17 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from hpc_elastic.agent.ranks import RankLayout
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.failures.cgroup import oom_kill_count
+from hpc_elastic.failures.classify import Category
 from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_failure, write_evidence
 from hpc_elastic.processes.spawn import ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
+from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.run_paths import AttemptPaths, RankPaths
@@ -27,7 +30,7 @@ _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2",
 class Pump(Protocol):
     """What is needed of `processes.logs.LogPump`."""
 
-    def add(self, *, host: str, local_rank: int, global_rank: int, worker: WorkerProcess, paths: RankPaths) -> None: ...
+    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> None: ...
 
     def drained(self, pid: int, timeout: float) -> bool: ...
 
@@ -63,14 +66,26 @@ class LocalWorkers:
         inherited: Inherited,
         pump: Pump,
         clock: Clock,
+        shown: Callable[[int], Std],
         excluding: Callable[[], AbstractSet[int]],
     ) -> None:
+        """Args:
+        place: Where this is.
+        round_index: The round.
+        layout: This node's place in it.
+        inherited: What the workers get back of the user's shell.
+        pump: Takes their output.
+        clock: For all times.
+        shown: Local rank → what of its output goes to the job log.
+        excluding: Pids that are no workers, asked for when the group is ended.
+        """
         self.round = round_index
         self.layout = layout
         self._place = place
         self._inherited = inherited
         self._pump = pump
         self._clock = clock
+        self._shown = shown
         self._excluding = excluding
         self._slots: list[_Slot] = []
         self._stopper: GroupStopper | None = None
@@ -109,7 +124,11 @@ class LocalWorkers:
             )
             self._slots.append(_Slot(local_rank, global_rank, process, paths))
             self._pump.add(
-                host=self._place.host, local_rank=local_rank, global_rank=global_rank, worker=process, paths=paths
+                rank=global_rank,
+                worker=process,
+                stdout=paths.stdout,
+                stderr=paths.stderr,
+                shown=self._shown(local_rank),
             )
 
     def paths_of(self, local_rank: int) -> RankPaths:
@@ -191,6 +210,30 @@ class LocalWorkers:
             write_evidence(failure, slot.paths.error_file)
             found.append(failure)
         return found
+
+    def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
+        """The evidence where a worker could not even be started."""
+        local_rank = min(len(self._slots), self.layout.local_world_size - 1)
+        paths = self.paths_of(local_rank)
+        failure = WorkerFailure(
+            attempt=self._place.attempt.number,
+            round=self.round,
+            host=self._place.host,
+            node=self._place.node,
+            local_rank=local_rank,
+            global_rank=self.layout.first_rank + local_rank,
+            exitcode=127,
+            ended_ns=self._clock.time_ns(),
+            message=str(error),
+            exception_type=type(error).__name__,
+            fingerprint=f"start:{type(error).__name__}",
+            category=Category.INFRASTRUCTURE if retryable else Category.INPUT,
+            reason="the worker's process could not be started",
+            retryable=retryable,
+            error_file=str(paths.error_file),
+        )
+        write_evidence(failure, paths.error_file)
+        return failure
 
     def quick_word(self) -> str:
         """The first failure in a few words, before any evidence is read."""

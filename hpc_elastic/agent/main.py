@@ -1,0 +1,217 @@
+"""The agent's entry point: ``hpc-elastic agent --run-dir DIR --attempt N [--node K]``. Puts a `NodeAgent` together."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_elastic import __version__
+from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
+from hpc_elastic.agent.coordination import Coordination
+from hpc_elastic.agent.local_workers import Place
+from hpc_elastic.agent.local_world_size import local_world_size
+from hpc_elastic.agent.node_agent import AgentContext, NodeAgent
+from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.agent.store_server import StoreServer, torch_available
+from hpc_elastic.atomic_file import read_bytes
+from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.events import EventLog
+from hpc_elastic.outcome import ExitCode
+from hpc_elastic.processes.guardian import end_strangers, start_guardian
+from hpc_elastic.processes.job_log import JobLog
+from hpc_elastic.processes.logs import LogPump
+from hpc_elastic.processes.spawn import prepare_agent_process
+from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
+from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.file_store import FileStore
+
+logger = logging.getLogger(__name__)
+
+CLOSE_LOGS_SECONDS = 5.0
+
+
+def agent_main(argv: Sequence[str]) -> int:
+    """Run the agent of this node. Returns its exit code; 2 where the run can't be read from here."""
+    inherited = prepare_agent_process()
+    options = _parse(argv)
+    paths = RunPaths(Path(options.run_dir))
+    attempt_paths = paths.attempt(options.attempt)
+    env = dict(os.environ)
+    spec, attempt = _load(paths, options.attempt)
+    node = _node_index(attempt, options.node, env)
+    host = attempt.nodes[node]
+    clock = SystemClock()
+    uid = new_uid(node, host, clock)
+    tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
+    guardian = start_guardian(tag)
+    left = end_strangers(tag, clock=clock)
+
+    signals = SignalQueue([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
+    job_log = JobLog(1)
+    _log_to(job_log, host)
+    for proc in left:
+        logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
+    pump = LogPump(host=host, clock=clock, job_log=job_log)
+    events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock)
+    events.write("agent_started", pid=os.getpid(), version=__version__)
+
+    local = attempt.cluster == "local"
+    settings = rendezvous_settings(spec, attempt)
+    doorbell = None
+    if settings.doorbell:
+        secret = read_bytes(paths.secret, limit=4096)
+        doorbell = Doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=LOOPBACK if local else "0.0.0.0")
+    info = NodeInfo(
+        uid=uid,
+        node=node,
+        host=host,
+        local_world_size=local_world_size(spec.nproc_per_node, env),
+        addresses=(LOOPBACK,) if local else tuple(candidate_addresses(host)),
+        port=doorbell.port if doorbell else 0,
+    )
+    policy = RestartPolicy(
+        max_restarts=spec.max_restarts, max_same_failures=spec.max_same_failures, restart_window=spec.restart_window
+    )
+
+    def make_participant(coordination: Coordination) -> Participant:
+        return Participant(
+            run_id=spec.run_id,
+            store=FileStore(attempt_paths.store, clock=clock),
+            info=info,
+            settings=settings,
+            settle=policy.settle,
+            clock=clock,
+            rng=random.Random(),
+            listener=coordination,
+            bell=doorbell,
+        )
+
+    worker_env = {key: value for key, value in env.items() if key != "TORCHELASTIC_ERROR_FILE"}
+    store_server = StoreServer(
+        spec.entrypoint.python,
+        log_path=attempt_paths.root / f"store-host-{node:05d}.log",
+        environ={**env, TAG_VARIABLE: str(tag)},
+    )
+    redirects = parse_std_streams(spec.redirects, option="--redirects")
+    tee = parse_std_streams(spec.tee, option="--tee")
+    agent = NodeAgent(
+        AgentContext(
+            spec=spec,
+            attempt=attempt,
+            place=Place(attempt=attempt_paths, host=host, node=node),
+            info=info,
+            tag=str(tag),
+            run_dir=str(paths.root),
+            environ=worker_env,
+            inherited=inherited,
+            clock=clock,
+            coordination=Coordination(make_participant, doorbell=doorbell, clock=clock),
+            doorbell=doorbell,
+            pump=pump,
+            store_server=store_server,
+            torch_available=lambda: torch_available(spec.entrypoint.python),
+            events=events,
+            signals=signals,
+            shown=lambda local_rank: shown_in_job_log(
+                local_rank, redirects=redirects, tee=tee, only_local_ranks=spec.local_ranks_filter
+            ),
+            helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()),
+        )
+    )
+    code = agent.run()
+    pump.close(CLOSE_LOGS_SECONDS)
+    job_log.close(CLOSE_LOGS_SECONDS)
+    events.close()
+    guardian.release()
+    return code
+
+
+def node_key(cluster: str, node: int) -> str:
+    """What tells agents of one run on one host apart: on a cluster there is one, on this machine one per node."""
+    return str(node) if cluster == "local" else "host"
+
+
+def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
+    """The same on every node, and for the supervisor."""
+    launched = len(attempt.nodes)
+    base = RendezvousSettings(
+        min_nodes=min(spec.min_nodes, launched), max_nodes=spec.max_nodes, expected_nodes=launched
+    )
+    return settings_from_conf(spec.rdzv_conf, base)
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hpc-elastic agent", allow_abbrev=False)
+    parser.add_argument("--run-dir", required=True, help="the run directory, on the shared filesystem")
+    parser.add_argument("--attempt", type=int, required=True, help="number of the attempt")
+    parser.add_argument("--node", type=int, help="index of this node; default: by SLURMD_NODENAME")
+    return parser.parse_args(argv)
+
+
+def _load(paths: RunPaths, number: int) -> tuple[RunSpec, AttemptInfo]:
+    try:
+        return load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)
+    except (UnreadableRunError, UnreadableAttemptError) as error:
+        raise UsageError(
+            f"{os.uname().nodename}: the run directory can't be read from this node: {error}; "
+            "it must lie on a filesystem that all nodes share (--runs-dir)"
+        ) from None
+
+
+def _node_index(attempt: AttemptInfo, given: int | None, env: dict[str, str]) -> int:
+    if given is not None:
+        if not 0 <= given < len(attempt.nodes):
+            raise UsageError(f"--node {given}: this attempt has nodes 0 to {len(attempt.nodes) - 1}")
+        return given
+    name = env.get("SLURMD_NODENAME", "")
+    if name not in attempt.nodes:
+        raise UsageError(
+            f"SLURMD_NODENAME={name!r} is none of this attempt's nodes ({', '.join(attempt.nodes)}); "
+            "give --node, or start the agent with srun in the job's allocation"
+        )
+    return attempt.nodes.index(name)
+
+
+class _JobLogHandler(logging.Handler):
+    """Through the job log's queue: the agent's own stdout may be stuck, and its loop must never be."""
+
+    def __init__(self, job_log: JobLog, host: str) -> None:
+        super().__init__()
+        self._job_log = job_log
+        self._host = host
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        self._job_log.say(f"[{self._host}] {level}{self.format(record)}")
+
+
+def _log_to(job_log: JobLog, host: str) -> None:
+    root = logging.getLogger("hpc_elastic")
+    root.setLevel(logging.INFO)
+    root.addHandler(_JobLogHandler(job_log, host))
+    root.propagate = False
+
+
+def main(argv: Sequence[str]) -> int:
+    """`agent_main` with a user's mistakes told on one line."""
+    try:
+        return agent_main(argv)
+    except UsageError as error:
+        print(f"hpc-elastic agent: error: {error}", file=sys.stderr, flush=True)
+        return ExitCode.USAGE

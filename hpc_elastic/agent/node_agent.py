@@ -1,0 +1,462 @@
+"""The agent of one node: one loop over events, one phase at a time, everything that is slow elsewhere.
+
+The loop waits for whatever comes first: a worker's end (pidfd), news from the coordination thread, a signal, a word of
+the TCPStore's host, or the time at which workers that are being ended must be looked at again. What may follow what is
+`supervision.TRANSITIONS`.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import selectors
+import signal
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_elastic.agent.addresses import choose_master_address
+from hpc_elastic.agent.coordination import Coordination
+from hpc_elastic.agent.local_workers import LocalWorkers, Place, Pump, sum_up
+from hpc_elastic.agent.ranks import assign_ranks
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.agent.store_server import StoreBindError, StoreServer
+from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
+from hpc_elastic.agent.worker import WorkerState
+from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import Clock
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.events import EventLog
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.processes.command_path import WorkerStartError
+from hpc_elastic.processes.spawn import Inherited, reap_orphans
+from hpc_elastic.processes.std_streams import Std
+from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.uid import supersedes
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.store.doorbell import Doorbell
+
+logger = logging.getLogger(__name__)
+
+KILL_RESERVE = 2.0
+"""Seconds kept of Slurm's KillWait for writing evidence after the workers have ended."""
+LAST_WORDS_SECONDS = 5.0
+_PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentContext:
+    """What an agent is made of: see `agent.main`, which puts it together."""
+
+    spec: RunSpec
+    attempt: AttemptInfo
+    place: Place
+    info: NodeInfo
+    tag: str
+    run_dir: str
+    environ: Mapping[str, str]
+    inherited: Inherited
+    clock: Clock
+    coordination: Coordination
+    doorbell: Doorbell | None
+    pump: Pump
+    store_server: StoreServer
+    torch_available: Callable[[], bool]
+    events: EventLog
+    signals: SignalQueue
+    shown: Callable[[int], Std]
+    """Local rank → what of its output goes to the job log."""
+    helpers: Callable[[], AbstractSet[int]]
+    """Pids of the agent's own helpers, which are no workers."""
+
+
+class NodeAgent:
+    """Runs one node's part of an attempt, from joining to the end."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._ = context
+        self._phase = Phase.JOINING
+        self._record: RoundRecord | None = None
+        self._workers: LocalWorkers | None = None
+        self._round = -1
+        """The round that this node confirmed last."""
+        self._has_run = False
+        self._failure: Exception | None = None
+        self._ended_by: signal.Signals | None = None
+        self._why_ended = ""
+        self._stop_due: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._watched: set[int] = set()
+
+    @property
+    def state(self) -> WorkerState:
+        """The worker group's."""
+        if self._phase is Phase.ENDED:
+            done = self._record is not None and self._record.outcome is Outcome.SUCCEEDED
+            return WorkerState.SUCCEEDED if done else WorkerState.FAILED
+        return WORKER_STATE[self._phase] if self._has_run else WorkerState.INIT
+
+    def run(self) -> int:
+        """Take part until the run is closed, or this node is out.
+
+        Returns:
+            The agent's exit code: information for a person; the verdict is in the store.
+        """
+        c = self._
+        self._selector.register(c.coordination, selectors.EVENT_READ)
+        self._selector.register(c.signals, selectors.EVENT_READ)
+        c.coordination.ask(lambda participant: participant.join())
+        c.coordination.start()
+        while self._phase is not Phase.ENDED:
+            self._watch_workers()
+            self._selector.select(self._timeout())
+            self._handle_signals()
+            self._handle_workers()
+            self._handle_notices()
+            self._handle_stop()
+            c.store_server.handle()
+        return self._leave()
+
+    # -- what comes in -------------------------------------------------------------------------------------------
+
+    def _timeout(self) -> float:
+        if self._stop_due is not None:
+            return max(0.0, self._stop_due - self._.clock.monotonic())
+        return self._.spec.monitor_interval
+
+    def _watch_workers(self) -> None:
+        wanted = set(self._workers.watched()) if self._workers else set()
+        if (store_fd := self._.store_server.fileno()) >= 0:
+            wanted.add(store_fd)
+        for fd in self._watched - wanted:
+            self._selector.unregister(fd)
+        for fd in wanted - self._watched:
+            self._selector.register(fd, selectors.EVENT_READ)
+        self._watched = wanted
+
+    def _handle_signals(self) -> None:
+        for number in self._.signals.take():
+            if number is signal.SIGCHLD:
+                reap_orphans(set(self._workers.pids if self._workers else ()) | self._.helpers())
+            elif number is signal.SIGUSR2:
+                self._close(Outcome.PREEMPTED, f"notice {number.name} on {self._.place.host}")
+            elif number in _ENDING_SIGNALS and self._ended_by is None:
+                # Slurm sends it twice at a limit, and at both ends of a preemption's grace: repeated, it tells nothing.
+                self._ended_by = number
+                self._close(Outcome.CANCELLED, f"{number.name} on {self._.place.host}")
+                self._happens(Event.LEAVE, f"{number.name} received")
+
+    def _close(self, outcome: Outcome, reason: str) -> None:
+        self._.coordination.ask(lambda participant: participant.close(outcome, reason))
+
+    def _handle_notices(self) -> None:
+        for notice in self._.coordination.take():
+            if isinstance(notice, RoundRecord):
+                self._handle_record(notice)
+            elif isinstance(notice, tuple):
+                self._tell_event(*notice)
+            else:
+                self._failure = notice
+                self._happens(Event.LEAVE, f"the store can't be used any more: {notice}")
+
+    def _tell_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._.events.write(event, **fields)
+        if event == "node_lost":
+            node = int(fields["node"])
+            names = self._.attempt.nodes
+            name = names[node] if 0 <= node < len(names) else str(node)
+            silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
+            logger.warning("node %s is lost%s", name, silent)
+        elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting"):
+            logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
+
+    def _handle_record(self, record: RoundRecord) -> None:
+        if self._phase is Phase.ENDED:
+            return
+        self._record = record
+        c = self._
+        if any(supersedes(member.uid, c.info.uid) for member in record.members):
+            self._happens(Event.LEAVE, "a newer agent runs on this node")
+        elif record.status is Status.CLOSED:
+            self._happens(Event.CLOSED, record.reason)
+        elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
+            self._happens(Event.NEWER_ROUND, record.reason)
+        if record.member(c.info.uid) is None or record.round < self._round:
+            return
+        if record.status is Status.FROZEN and self._phase in (Phase.JOINING, Phase.READY):
+            self._happens(Event.FROZEN, record.reason)
+        elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
+            self._happens(Event.FINAL, record.reason)
+
+    def _handle_workers(self) -> None:
+        workers = self._workers
+        if workers is None or self._phase is not Phase.RUNNING or not workers.poll():
+            return
+        if workers.failed:
+            self._happens(Event.FAILED, workers.quick_word())
+        elif workers.succeeded:
+            self._happens(Event.SUCCEEDED, "all workers here ended with 0")
+
+    def _handle_stop(self) -> None:
+        if self._stop_due is None or self._workers is None:
+            return
+        result = self._workers.step_stop()
+        if not isinstance(result, Stopped):
+            self._stop_due = self._.clock.monotonic() + result
+            return
+        self._stop_due = None
+        self._.events.write(
+            "workers_stopped",
+            round=self._workers.round,
+            seconds=round(result.seconds, 3),
+            killed=result.killed,
+            left=[survivor.pid for survivor in result.left],
+        )
+        for survivor in result.left:
+            logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
+        if self._phase in (Phase.STOPPING, Phase.LEAVING):
+            self._happens(Event.STOPPED, "workers have ended")
+
+    # -- what follows --------------------------------------------------------------------------------------------
+
+    def _happens(self, event: Event, reason: str) -> None:
+        """Take `event` in: the table says which phase follows, the methods below what to do on the way."""
+        before = self._phase
+        if before is Phase.ENDED:
+            return
+        self._phase = next_phase(before, event)
+        if event in (Event.CLOSED, Event.LEAVE):
+            self._why_ended = self._why_ended or reason
+        if event is Event.FROZEN:
+            self._confirm()
+        elif event is Event.FINAL:
+            self._start_workers()
+        elif event is Event.FAILED:
+            self._report_failure(reason)
+            self._stop_workers(reason)
+        elif event is Event.SUCCEEDED:
+            self._report_done()
+        elif event is Event.STOPPED:
+            self._workers_ended()
+        elif self._phase in (Phase.STOPPING, Phase.LEAVING):
+            self._stop_workers(reason)
+        elif event is Event.NEWER_ROUND:
+            self._join()
+
+    def _join(self) -> None:
+        self._.coordination.ask(lambda participant: participant.join())
+
+    def _confirm(self) -> None:
+        record, c = self._record, self._
+        assert record is not None
+        self._round = record.round
+        master = ""
+        if record.members[0].uid == c.info.uid:
+            try:
+                master = self._open_master()
+            except StoreBindError as error:
+                logger.error("%s", error)
+                self._close(Outcome.FAILED, str(error))
+                return
+        index = record.round
+        c.coordination.ask(lambda participant: participant.confirm(index, master))
+
+    def _open_master(self) -> str:
+        """Bind the TCPStore's port on this node: ``address port 1|0``, the last for whether we serve it."""
+        c = self._
+        host = choose_master_address(
+            given=c.spec.master_addr,
+            reached=list(c.doorbell.reached) if c.doorbell else (),
+            candidates=c.info.addresses,
+        )
+        serves = c.torch_available()
+        address, port = c.store_server.bind(host, c.spec.master_port)
+        return f"{address} {port} {int(serves)}"
+
+    def _start_workers(self) -> None:
+        record, c = self._record, self._
+        assert record is not None
+        layout = assign_ranks(record.members, c.info.uid)
+        address, port, serves = record.master.split(" ")
+        facts = RoundFacts(
+            layout=layout,
+            round=record.round,
+            max_restarts=c.spec.max_restarts,
+            master_addr=address,
+            master_port=int(port),
+            agent_store=serves == "1",
+            run_id=c.spec.run_id,
+            run_dir=c.run_dir,
+            attempt=c.attempt.number,
+            role=c.spec.role,
+            tag=c.tag,
+        )
+        first = layout.group_rank == 0
+        if first and not facts.agent_store:
+            c.store_server.release()  # rank 0 opens it itself
+        workers = LocalWorkers(
+            c.place,
+            round_index=record.round,
+            layout=layout,
+            inherited=c.inherited,
+            pump=c.pump,
+            clock=c.clock,
+            shown=c.shown,
+            excluding=c.helpers,
+        )
+        self._workers = workers
+        self._has_run = True
+        ranks = list(layout.global_ranks)
+        c.events.write(
+            "round_final",
+            round=record.round,
+            group_rank=layout.group_rank,
+            group_world_size=layout.group_world_size,
+            world_size=layout.world_size,
+            local_world_size=layout.local_world_size,
+            ranks=ranks,
+            master=f"{address}:{port}",
+            restarts_used=record.restarts_used,
+            max_restarts=c.spec.max_restarts,
+        )
+        logger.info(
+            "round %d: role %s, ranks %s of %d, node %d of %d, master %s:%s, %d of %d restarts used",
+            record.round,
+            c.spec.role,
+            f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0],
+            layout.world_size,
+            layout.group_rank,
+            layout.group_world_size,
+            address,
+            port,
+            record.restarts_used,
+            c.spec.max_restarts,
+        )
+        try:
+            workers.start(
+                c.spec.entrypoint.argv(),
+                lambda local_rank, error_file: worker_environment(
+                    c.environ, facts, local_rank=local_rank, error_file=error_file
+                ),
+                cwd=c.spec.cwd,
+            )
+        except (WorkerStartError, OSError) as error:
+            self._could_not_start(error)
+            return
+        c.events.write("workers_started", round=record.round, pids=workers.pids)
+        if first and facts.agent_store:
+            c.store_server.serve()
+
+    def _could_not_start(self, error: Exception) -> None:
+        assert self._workers is not None
+        logger.error("the workers could not be started: %s", error)
+        retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
+        failure = self._workers.describe_start_failure(error, retryable=retryable)
+        self._write_failure(failure)
+        summary = sum_up([failure], node=self._.info.node, seconds=0.0)
+        index = self._workers.round
+        self._.coordination.ask(lambda participant: participant.report_failure(index, summary))
+        self._.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+        self._phase = next_phase(self._phase, Event.FAILED)
+        self._stop_workers(str(error))
+
+    def _write_failure(self, failure: WorkerFailure) -> None:
+        self._.events.write(
+            "worker_failed",
+            round=failure.round,
+            rank=failure.global_rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exitcode=failure.exitcode,
+            failure_class=failure.failure_class.value,
+            fingerprint=failure.fingerprint,
+            error_file=failure.error_file,
+            message=failure.headline,
+        )
+
+    def _report_failure(self, reason: str) -> None:
+        """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
+        assert self._workers is not None
+        failure = NodeFailure(
+            node=self._.info.node,
+            fingerprint="",
+            failure_class="unknown",
+            retryable=True,
+            message=reason,
+            seconds=self._workers.seconds,
+        )
+        index = self._workers.round
+        self._.coordination.ask(lambda participant: participant.report_failure(index, failure))
+
+    def _report_done(self) -> None:
+        assert self._workers is not None
+        index = self._workers.round
+        self._.events.write("workers_succeeded", round=index)
+        self._.coordination.ask(lambda participant: participant.report_done(index))
+        # Nothing that they left running outlives the round; the others are not kept waiting for it.
+        self._workers.begin_stop(grace=self._grace())
+        self._stop_due = self._.clock.monotonic()
+
+    def _stop_workers(self, reason: str) -> None:
+        workers = self._workers
+        if workers is None:
+            self._stop_due = None
+            self._happens(Event.STOPPED, reason)
+            return
+        if not workers.stopping and self._stop_due is None:
+            self._.events.write("workers_stopping", round=workers.round, reason=reason)
+        workers.begin_stop(grace=self._grace())
+        self._stop_due = self._.clock.monotonic()
+
+    def _grace(self) -> float:
+        """Seconds from SIGTERM to SIGKILL; never more than Slurm leaves when it is Slurm that ends the job."""
+        grace = self._.spec.shutdown_timeout
+        if self._ended_by is not None and self._.attempt.kill_wait is not None:
+            grace = min(grace, max(0.5, self._.attempt.kill_wait - KILL_RESERVE))
+        return grace
+
+    def _workers_ended(self) -> None:
+        """All of the group are gone: write the evidence, free the port, and join again, or end."""
+        workers, c = self._workers, self._
+        self._workers = None
+        if workers is not None:
+            seconds = workers.seconds
+            failures = workers.describe_failures()
+            for failure in failures:
+                self._write_failure(failure)
+            told = [failure for failure in failures if not failure.stopped_by_agent]
+            if told:
+                summary = sum_up(told, node=c.info.node, seconds=seconds)
+                index = workers.round
+                c.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+            c.store_server.release()
+        if self._phase is Phase.JOINING:
+            self._join()
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> int:
+        c = self._
+        self._selector.close()
+        code = self._exit_code()
+        c.store_server.close()
+        c.events.write("agent_ended", reason=self._why_ended, code=code)
+        if not c.coordination.stop(within=LAST_WORDS_SECONDS):
+            logger.warning("the shared filesystem does not answer; leaving without it")
+        return code
+
+    def _exit_code(self) -> int:
+        if self._ended_by is not None:
+            return 128 + self._ended_by
+        if self._failure is not None:
+            if not isinstance(self._failure, HpcElasticError):
+                logger.error("internal error: %r", self._failure)
+            return ExitCode.WORKERS_FAILED
+        if self._record is not None and self._record.outcome is Outcome.SUCCEEDED:
+            return ExitCode.OK
+        return ExitCode.WORKERS_FAILED
