@@ -47,10 +47,13 @@ make_venv() {
         "$python" -m venv --clear .venv
     elif "$python" -c 'import virtualenv' >/dev/null 2>&1; then
         "$python" -m virtualenv -q --clear .venv
+    elif "$python" -c 'import pip, venv' >/dev/null 2>&1; then
+        "$python" -m venv --clear --without-pip .venv &&
+            "$python" -m pip -q --python .venv/bin/python install pip
     else
         die "$python cannot make virtual environments; install python3-venv (Debian: apt-get install python3-venv)" \
             "or set PYTHON to an interpreter that can"
-    fi
+    fi || die "$python could not make .venv (see above)"
 }
 
 # setup_venv EXTRAS: as in pip install '.[EXTRAS]', for example dev,example.
@@ -61,14 +64,14 @@ setup_venv() {
     if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null)" = "$key" ]; then
         return 0
     fi
-    if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 ||
-        ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
         if ! python=$(find_python) && ! { apt_install python3 python3-venv && python=$(find_python); }; then
             die "no Python 3.10 or later found; install one, or set PYTHON to it"
         fi
         say "making .venv with $("$python" --version 2>&1)"
         make_venv "$python"
     fi
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || die "$PWD/.venv has no pip; remove it and start again"
     say "installing hpc_elastic with [$extras] into .venv"
     .venv/bin/python -m pip install -q -e ".[$extras]" || die "pip could not install hpc_elastic[$extras] (see above)"
     if ! .venv/bin/python -c 'import torch' >/dev/null 2>&1; then
