@@ -297,7 +297,7 @@ class StoreServer:
             return
         try:
             # Ends the process' copy of the socket too, whatever that is busy with, and resets who is in the backlog.
-            pass
+            self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it was shut before
         self._listener.close()
