@@ -44,9 +44,16 @@ class SlurmCluster(Rig):
 
     # Nodes -----------------------------------------------------------------------------------------------------------
 
-    def kill_node(self, name: str) -> None:
-        """Cut the node's power: its processes are gone, its peers hear nothing. A node that is off stays off."""
-        self._hosts.power_off(self._node(name))
+    def kill_node(self, name: str, *, silent: bool = True) -> None:
+        """Cut the node's power: all its processes are gone at once. A node that is off stays off.
+
+        Args:
+            name: Which.
+            silent: Whether its peers hear nothing of it, as when power or network fail: their connections hang, and are
+                reset when the node is back (Slurm 22.05: back before SlurmdTimeout, srun then ends the whole step).
+                Else they see each connection closed.
+        """
+        self._hosts.power_off(self._node(name), silent=silent)
 
     def start_node(self, name: str, *, booted: bool = True, wait: bool = True) -> None:
         """Boot the node that is off, or start its slurmd where only that is gone. A node that is up stays so.
@@ -190,7 +197,10 @@ class SlurmCluster(Rig):
     # Services --------------------------------------------------------------------------------------------------------
 
     def stop_slurmctld(self) -> None:
-        """Kill the controller's daemon, as a crash does; one that is not running is fine."""
+        """Stop the controller's daemon; one that is not running is fine.
+
+        It saves its state. For a crash, which loses its last seconds: ``kill_process("ctl", "slurmctld")``.
+        """
         services.stop_slurmctld(self._hosts)
 
     def heal(self) -> None:

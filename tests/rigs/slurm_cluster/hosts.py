@@ -136,17 +136,21 @@ class Hosts:
             said = (self.layout.logs / f"boot-{host}.log").read_text(errors="replace").strip()
             raise RigError(f"{error}; it said: {said[-2000:] or 'nothing'}") from None
 
-    def power_off(self, host: str) -> None:
-        """Cut the host's power: its peers hear nothing of it, not even that its connections end.
+    def power_off(self, host: str, *, silent: bool) -> None:
+        """Cut the host's power; one that is off already is left so.
 
-        A host that is off already is left so.
+        Args:
+            host: Which.
+            silent: Whether its peers hear nothing of it, as of a real one; else the dying processes' connections are
+                closed in their peers' sight.
         """
         netns = self.layout.netns(host)
         inode = _netns_inode(netns)
         if inode is None:
             return
-        # Silence first: otherwise the kernel says goodbye for each of the dying processes' connections.
-        call(["ip", "-n", self.layout.netns(SWITCH), "link", "delete", host], check=False)
+        unplug = ["ip", "-n", self.layout.netns(SWITCH), "link", "delete", host]
+        if silent:
+            call(unplug, check=False)
 
         def all_dead() -> bool:
             pids = pids_in_namespace("net", inode)
@@ -155,6 +159,7 @@ class Hosts:
             return not pids
 
         wait_until(all_dead, timeout=_DEATH_TIMEOUT, what=f"the processes of {host} die", interval=0.01)
+        call(unplug, check=False)
         call(["ip", "netns", "delete", netns])
         self._inits.pop(host, None)
 

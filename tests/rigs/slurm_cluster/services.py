@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -82,8 +83,11 @@ def start_slurmctld(hosts: Hosts) -> None:
 
 
 def stop_slurmctld(hosts: Hosts) -> None:
-    """Kill slurmctld and wait until it is gone."""
-    _stop(hosts, CONTROLLER, "slurmctld")
+    """Tell slurmctld to end, as an administrator does, and wait until it has saved its state and is gone."""
+    hosts.kill(CONTROLLER, _daemon_pids(hosts, CONTROLLER, "slurmctld"), signal.SIGTERM)
+    wait_until(
+        lambda: not _daemon_pids(hosts, CONTROLLER, "slurmctld"), timeout=_DAEMON_TIMEOUT, what="slurmctld is gone"
+    )
 
 
 def start_slurmd(hosts: Hosts, nodes: Sequence[str], *, booted: bool) -> None:
@@ -101,15 +105,6 @@ def slurmd_runs(hosts: Hosts, node: str) -> bool:
 
 def _daemon_pids(hosts: Hosts, host: str, name: str) -> list[int]:
     return [pid for pid in hosts.pids(host) if command_line(pid).partition(" ")[0].rpartition("/")[2] == name]
-
-
-def _stop(hosts: Hosts, host: str, name: str) -> None:
-    def gone() -> bool:
-        pids = _daemon_pids(hosts, host, name)
-        hosts.kill(host, pids)
-        return not pids
-
-    wait_until(gone, timeout=_DAEMON_TIMEOUT, what=f"{name} on {host} is gone")
 
 
 def _wait_listening(hosts: Hosts, host: str, port: int, name: str) -> None:
