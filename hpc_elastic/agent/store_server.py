@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -92,6 +93,9 @@ class StoreServer:
         self._state = StoreState.IDLE
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        # A descriptor that stays the same while processes come and go, for the agent's own selector: a new control
+        # socket may get the number of the last one, which a selector would take for the one that it knows.
+        self._readable = select.epoll()
         self._full_import = False
         self._was_ready = False
         self.failure = ""
@@ -108,8 +112,8 @@ class StoreServer:
         return self._process.pid if self._process is not None else None
 
     def fileno(self) -> int:
-        """Readable when there is something to `handle`, the process' death included; -1 while there is no process."""
-        return self._control.fileno() if self._control is not None else -1
+        """Readable when there is something to `handle`, the process' death included. The same until `close`."""
+        return self._readable.fileno()
 
     def bind(self, address: str, port: int | None) -> tuple[str, int]:
         """Bind the port of a new round and listen on it; the former round's is released first.
@@ -189,6 +193,7 @@ class StoreServer:
         self._shut_port()
         self._state = StoreState.IDLE
         self._end()
+        self._readable.close()
         try:
             if os.lstat(self._log_path).st_size == 0:
                 os.unlink(self._log_path)
@@ -221,6 +226,7 @@ class StoreServer:
             theirs.close()
             os.close(log)
         ours.setblocking(False)
+        self._readable.register(ours, select.EPOLLIN)
         self._control = ours
         self._was_ready = False
         return True

@@ -68,8 +68,7 @@ def wait_for_state(server: StoreServer, *wanted: StoreState) -> StoreState:
     while (state := server.handle()) not in wanted:
         left = deadline - time.monotonic()
         assert left > 0, f"still {state.value} after {DEADLINE:.0f} s: {server.failure}"
-        if server.fileno() >= 0:
-            select.select([server], [], [], left)
+        select.select([server], [], [], left)
     return state
 
 
@@ -289,11 +288,13 @@ def test_where_the_lean_import_fails_torch_is_imported_as_a_whole(
     accident: str, make_server: Callable[..., StoreServer], fake_torch: Callable[..., str]
 ) -> None:
     server = make_server(PYTHONPATH=fake_torch(lean=accident, full=FAKE_STORE))
+    watched = server.fileno()
     for _ in range(2):
         _, port = server.bind("127.0.0.1", None)
         server.serve()
         assert wait_for_state(server, StoreState.SERVING, StoreState.FAILED) is StoreState.SERVING, server.failure
         assert not nobody_listens(port)
+        assert server.fileno() == watched
         server.release()
         assert nobody_listens(port)
 
