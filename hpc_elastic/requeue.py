@@ -54,6 +54,8 @@ def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
         return _end(f"the run was cancelled ({facts.reason})", code)
     if facts.outcome is Outcome.TIMED_OUT:
         return _end("the time limit ended the job", code)
+    if facts.signal_number is not None:
+        return _end("Slurm itself ends this job; whether it comes back is Slurm's decision", code)
     if not facts.retryable:
         return _end(f"another attempt would end the same way: {facts.reason}", code)
     if facts.same_as_before:

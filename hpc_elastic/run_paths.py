@@ -12,6 +12,7 @@
         store/                           rendezvous: its format is the store's own
         events/<role>-<node>-<uid>.jsonl one writer per file
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
+        result.json                      how the attempt ended, and what was decided (launch/result.py)
         report.json report.txt
 """
 
@@ -71,6 +72,10 @@ class AttemptPaths:
     @property
     def events(self) -> Path:
         return self.root / "events"
+
+    @property
+    def result_json(self) -> Path:
+        return self.root / "result.json"
 
     @property
     def report_json(self) -> Path:

@@ -151,7 +151,7 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
     """The same on every node, and for the supervisor."""
     launched = len(attempt.nodes)
     base = RendezvousSettings(
-        min_nodes=min(spec.min_nodes, launched), max_nodes=spec.max_nodes, expected_nodes=launched
+        min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched
     )
     return settings_from_conf(spec.rdzv_conf, base)
 

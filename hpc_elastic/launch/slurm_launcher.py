@@ -29,14 +29,19 @@ _LAUNCH_TRIES = 3
 class _Step:
     """One running srun and the nodes that it was started for."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int]) -> None:
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int], umask: int) -> None:
         self.nodes = nodes
         self.ended: set[int] = set()
         self.bad: dict[int, str] = {}
         """Nodes that made the launch fail, with the reason."""
         self.refused = ""
         self.process = subprocess.Popen(
-            list(argv), env=dict(env), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+            list(argv),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            umask=umask,
         )
         assert self.process.stderr is not None
         self.stderr = self.process.stderr.fileno()
@@ -65,6 +70,7 @@ class SlurmLauncher:
         *,
         environment: Mapping[str, str],
         min_nodes: int,
+        umask: int,
         extra: Sequence[str] = (),
     ) -> None:
         """Args:
@@ -72,8 +78,10 @@ class SlurmLauncher:
         command: What each task runs.
         environment: The batch script's; scrubbed here of what would overrule srun's flags.
         min_nodes: A launch is made again without a dead node while so many are left.
+        umask: The user's: srun hands it to the agents, and these to the workers.
         extra: The user's ``--srun-arg``s.
         """
+        self._umask = umask
         self._nodes = list(nodes)
         self._index = {name: index for index, name in enumerate(self._nodes)}
         self._command = list(command)
@@ -99,7 +107,7 @@ class SlurmLauncher:
         self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
 
     def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
-        self._steps.append(_Step(argv, self._environment, nodes))
+        self._steps.append(_Step(argv, self._environment, nodes, self._umask))
 
     def filenos(self) -> list[int]:
         return [step.stderr for step in self._steps]

@@ -1,0 +1,118 @@
+"""The batch side of a Slurm job: ``exec``'d by the generated script. It owns all calls to Slurm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_elastic.agent.main import node_key
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.self_command import own_command
+from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.launch.slurm_launcher import SlurmLauncher
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.job_environment import JobEnvironment
+
+logger = logging.getLogger(__name__)
+
+_MEANINGS = {"TIMEOUT": Outcome.TIMED_OUT, "DEADLINE": Outcome.TIMED_OUT, "PREEMPTED": Outcome.PREEMPTED}
+
+
+class SlurmSite:
+    """The allocation that this process is in."""
+
+    def __init__(self, env: Mapping[str, str], *, client: SlurmClient, umask: int) -> None:
+        self._env = dict(env)
+        self._client = client
+        self._umask = umask
+        self._job = JobEnvironment.from_env(env)
+        self._id = JobId(self._job.requeue_id)
+
+    def facts(self, spec: RunSpec) -> SiteFacts:
+        armed, reason = self._armed(spec)
+        kill_wait, version = None, ""
+        try:
+            config = self._client.config()
+            kill_wait, version = float(config.kill_wait), ".".join(str(part) for part in config.version)
+        except SlurmError as error:
+            logger.warning("Slurm's settings can't be read: %s", error)
+        return SiteFacts(
+            cluster="slurm",
+            nodes=self._job.nodes,
+            job_id=self._job.requeue_id,
+            restart_count=self._job.restart_count,
+            requeue_armed=armed,
+            requeue_reason=reason,
+            kill_wait=kill_wait,
+            version=version,
+        )
+
+    def _armed(self, spec: RunSpec) -> tuple[bool, str]:
+        if not spec.requeue or spec.max_requeues == 0:
+            return False, "--no-requeue or --max-requeues 0 was given"
+        try:
+            state = self._client.job_state(self._id)
+        except SlurmError as error:
+            return False, f"Slurm can't be asked: {error}"
+        if state is None:
+            return False, f"Slurm does not know job {self._id}"
+        if not state.requeue:
+            return False, "this job was submitted with --no-requeue, or the site has JobRequeue=0"
+        return True, ""
+
+    def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> SlurmLauncher:
+        # The mark goes into the task's environment, not into srun's: a new agent on this host would take srun for a
+        # stranger's leftover.
+        mark = f"{NODE_TAG_VARIABLE}={spec.uid}:{node_key('slurm', 0)}"
+        agent = own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number))
+        return SlurmLauncher(
+            attempt.nodes,
+            ["env", mark, *agent],
+            environment=self._env,
+            min_nodes=spec.min_nodes,
+            extra=spec.srun_args,
+            umask=self._umask,
+        )
+
+    def meaning(self, number: signal.Signals) -> Outcome:
+        try:
+            state = self._client.job_state(self._id)
+        except SlurmError:
+            return Outcome.CANCELLED
+        return _MEANINGS.get(state.state, Outcome.CANCELLED) if state else Outcome.CANCELLED
+
+    def requeue(self) -> str:
+        self._client.requeue(self._id)
+        return f"job {self._id} was requeued"
+
+
+def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clock | None = None) -> int:
+    """Supervise one attempt in this job.
+
+    Returns:
+        The attempt's exit code; 75 where the job was requeued.
+
+    Raises:
+        UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
+    """
+    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    umask = os.umask(0o077)
+    log_to_stdout()
+    env = os.environ if env is None else env
+    clock = clock or SystemClock()
+    paths, spec = load_run(run_dir)
+    client = CommandSlurmClient(SubprocessRunner(env), clock)
+    site = SlurmSite(env, client=client, umask=umask)
+    return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code

@@ -1,0 +1,76 @@
+"""``--cluster local``: the whole run on this machine, requeues included. The same agents, store and supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_elastic.agent.main import node_key
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.self_command import own_command
+from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+from hpc_elastic.requeue import RequeueAction
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec
+
+
+class LocalSite:
+    """This machine as a cluster: nodes are agents side by side, and a requeue is the next attempt at once."""
+
+    def __init__(self, env: Mapping[str, str], *, umask: int) -> None:
+        self._env = dict(env)
+        self._umask = umask
+
+    def facts(self, spec: RunSpec) -> SiteFacts:
+        armed = spec.requeue and spec.max_requeues > 0
+        return SiteFacts(
+            cluster="local",
+            nodes=tuple(f"node{index}" for index in range(spec.max_nodes)),
+            requeue_armed=armed,
+            requeue_reason="" if armed else "--no-requeue or --max-requeues 0 was given",
+        )
+
+    def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> LocalLauncher:
+        def environment(node: int) -> dict[str, str]:
+            return {**self._env, NODE_TAG_VARIABLE: f"{spec.uid}:{node_key('local', node)}"}
+
+        def command(node: int) -> list[str]:
+            return own_command(
+                "agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number), "--node", str(node)
+            )
+
+        return LocalLauncher(len(attempt.nodes), command, environment=environment, umask=self._umask)
+
+    def meaning(self, number: signal.Signals) -> Outcome:
+        return Outcome.CANCELLED
+
+    def requeue(self) -> str:
+        return "the next attempt starts at once"
+
+
+def run_local(run_dir: Path, env: Mapping[str, str] | None = None) -> int:
+    """Run to the end, through requeues.
+
+    Returns:
+        The run's exit code.
+
+    Raises:
+        UsageError: no run is at `run_dir`.
+    """
+    umask = os.umask(0o077)
+    signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
+    log_to_stdout()
+    paths, spec = load_run(run_dir)
+    site = LocalSite(os.environ if env is None else env, umask=umask)
+    while True:
+        decision = run_attempt(paths, spec, site, clock=SystemClock(), signals=signals)
+        if decision.action is not RequeueAction.REQUEUE:
+            return decision.exit_code

@@ -1,0 +1,39 @@
+"""result.json: how an attempt ended and what was decided, for whoever waits and for the next attempt."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_elastic.atomic_file import read_json, write_json
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResult:
+    """The end of one attempt."""
+
+    outcome: str
+    reason: str
+    exit_code: int
+    action: str
+    """``requeue`` or ``end``."""
+    decision: str
+    """Why."""
+    fingerprint: str = ""
+    step: int = -1
+
+    def save(self, path: Path) -> None:
+        write_json(path, {"version": VERSION, **asdict(self)}, durable=True)
+
+
+def load_result(path: Path) -> StoredResult | None:
+    """The stored end, or None where there is none that can be read."""
+    value = read_json(path)
+    if isinstance(value, str) or value.get("version") != VERSION:
+        return None
+    try:
+        return StoredResult(**{key: value[key] for key in StoredResult.__slots__ if key in value})
+    except TypeError:
+        return None

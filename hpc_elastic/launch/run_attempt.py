@@ -1,0 +1,276 @@
+"""One attempt from its directory to its report, on whichever site: the supervisor's frame."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from pathlib import Path
+
+from hpc_elastic import __version__
+from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
+from hpc_elastic.agent.coordination import Coordination
+from hpc_elastic.agent.main import rendezvous_settings
+from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.atomic_file import read_bytes
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import Clock
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.events import EventLog
+from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.site import Site, SiteFacts
+from hpc_elastic.launch.supervisor import AttemptResult, Supervisor
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueFacts, decide_requeue
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.file_store import FileStore
+
+logger = logging.getLogger(__name__)
+
+
+def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> RequeueDecision:
+    """Run one attempt to its end: report written and printed, requeue decided and, where decided, done.
+
+    Raises:
+        HpcElasticError, OSError: it could not even be begun.
+    """
+    facts = site.facts(spec)
+    attempt_paths = claim_attempt(paths)
+    attempt = AttemptInfo(
+        number=attempt_paths.number,
+        cluster=facts.cluster,
+        nodes=facts.nodes,
+        batch_host=os.uname().nodename,
+        started_ns=clock.time_ns(),
+        job_id=facts.job_id,
+        restart_count=facts.restart_count,
+        requeue_armed=facts.requeue_armed,
+        requeue_reason=facts.requeue_reason,
+        kill_wait=facts.kill_wait,
+        versions=_versions(facts),
+    )
+    attempt.save(attempt_paths.attempt_json)
+    _say_head(paths, spec, attempt, attempt_paths)
+    uid = new_uid(99999, f"supervisor-{attempt.batch_host}", clock)
+    events = EventLog(
+        attempt_paths.events, role="supervisor", host=attempt.batch_host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
+    )
+    events.write(
+        "attempt_started",
+        attempt=attempt.number,
+        job_id=attempt.job_id,
+        nodes=list(attempt.nodes),
+        requeue_armed=attempt.requeue_armed,
+        requeue_reason=attempt.requeue_reason,
+    )
+    supervisor = Supervisor(
+        attempt=attempt,
+        launcher=site.launcher(spec, paths, attempt),
+        coordination=_observe(paths, spec, attempt, attempt_paths, uid, clock),
+        signals=signals,
+        events=events,
+        clock=clock,
+        shutdown_timeout=spec.shutdown_timeout,
+        ask_meaning=site.meaning,
+    )
+    result = supervisor.run()
+    events.write("verdict", outcome=result.outcome.value, reason=result.reason)
+    decision = _decide(paths, spec, attempt, result)
+    events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
+    if decision.action is RequeueAction.REQUEUE:
+        decision = _requeue(site, decision, result)
+    events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
+    events.close()
+    _finish(paths, attempt_paths, attempt, result, decision)
+    return decision
+
+
+def _observe(
+    paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths, uid: str, clock: Clock
+) -> Coordination:
+    """The supervisor's seat in the rendezvous: it looks, is rung, and may close the run."""
+    settings = rendezvous_settings(spec, attempt)
+    local = attempt.cluster == "local"
+    doorbell = None
+    if settings.doorbell:
+        secret = read_bytes(paths.secret, limit=4096)
+        doorbell = Doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=LOOPBACK if local else "0.0.0.0")
+    info = NodeInfo(
+        uid=uid,
+        node=OBSERVER_NODE,
+        host=attempt.batch_host,
+        local_world_size=0,
+        addresses=(LOOPBACK,) if local else tuple(candidate_addresses(attempt.batch_host)),
+        port=doorbell.port if doorbell else 0,
+    )
+    policy = RestartPolicy(max_restarts=0, max_same_failures=0, restart_window=0.0)  # never asked: it never coordinates
+    store = FileStore(attempt_paths.store, clock=clock)
+
+    def make(coordination: Coordination) -> Participant:
+        return Participant(
+            run_id=spec.run_id,
+            store=store,
+            info=info,
+            settings=settings,
+            settle=policy.settle,
+            clock=clock,
+            rng=random.Random(),
+            listener=coordination,
+            bell=doorbell,
+        )
+
+    return Coordination(make, doorbell=doorbell, clock=clock)
+
+
+def _decide(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
+    before = load_result(paths.attempt(attempt.number - 1).result_json) if attempt.number else None
+    same = (
+        before is not None
+        and bool(result.fingerprint)
+        and before.fingerprint == result.fingerprint
+        and result.step <= before.step
+    )
+    return decide_requeue(
+        RequeueFacts(
+            outcome=result.outcome,
+            reason=result.reason,
+            retryable=result.retryable,
+            attempt=attempt.number,
+            max_requeues=spec.max_requeues,
+            armed=attempt.requeue_armed,
+            armed_reason=attempt.requeue_reason,
+            same_as_before=same,
+            signal_number=result.signal_number,
+        )
+    )
+
+
+def _requeue(site: Site, decision: RequeueDecision, result: AttemptResult) -> RequeueDecision:
+    try:
+        done = site.requeue()
+    except HpcElasticError as error:
+        logger.error("the requeue failed: %s", error)
+        return RequeueDecision(
+            action=RequeueAction.END, reason=f"{decision.reason}; but the requeue failed: {error}", exit_code=1
+        )
+    return RequeueDecision(action=decision.action, reason=f"{decision.reason}; {done}", exit_code=decision.exit_code)
+
+
+def _finish(
+    paths: RunPaths,
+    attempt_paths: AttemptPaths,
+    attempt: AttemptInfo,
+    result: AttemptResult,
+    decision: RequeueDecision,
+) -> None:
+    """Write how it ended, and the report. A failure of the report never hides the result."""
+    stored = StoredResult(
+        outcome=result.outcome.value,
+        reason=result.reason,
+        exit_code=decision.exit_code,
+        action=decision.action.value,
+        decision=decision.reason,
+        fingerprint=result.fingerprint,
+        step=result.step,
+    )
+    try:
+        stored.save(attempt_paths.result_json)
+    except OSError as error:
+        logger.error("the result could not be written: %s", error)
+    try:
+        from hpc_elastic.report.write import write_report
+
+        report = write_report(
+            paths.root,
+            attempt=attempt.number,
+            outcome=result.outcome.value,
+            exit_code=decision.exit_code,
+            decision=decision.reason,
+        )
+        print(report.text, flush=True)
+    except Exception as error:
+        logger.exception("the report could not be made: %s", error)
+    word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
+    logger.info("attempt %d %s", attempt.number, word)
+    logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
+
+
+def _versions(facts: SiteFacts) -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {"hpc_elastic": __version__, "python": ".".join(str(part) for part in sys.version_info[:3])}
+    if facts.version:
+        found["slurm"] = facts.version
+    try:
+        found["torch"] = version("torch")
+    except PackageNotFoundError:
+        pass  # another interpreter's, or none
+    return found
+
+
+def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
+    """The first lines of the job log: what a person who opens it needs to find everything else."""
+    versions = ", ".join(f"{name} {value}" for name, value in attempt.versions.items())
+    nodes = (
+        str(len(attempt.nodes))
+        if spec.min_nodes == spec.max_nodes
+        else f"{len(attempt.nodes)} ({spec.min_nodes}-{spec.max_nodes})"
+    )
+    where = f"job {attempt.job_id}" if attempt.job_id else "this machine"
+    armed = "yes" if attempt.requeue_armed else f"no, because {attempt.requeue_reason}"
+    lines = [
+        f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes} nodes: {_shortened(attempt.nodes)}",
+        f"command: {spec.entrypoint}",
+        f"versions: {versions}",
+        f"run directory: {paths.root}",
+        f"rank logs: {attempt_paths.root}/round-*/rank-*/{{stdout,stderr}}.log",
+        f"restarts: {spec.max_restarts} per attempt; requeues: {spec.max_requeues}; requeue armed: {armed}",
+        f"stopping workers: SIGTERM, SIGKILL after {spec.shutdown_timeout:g} s"
+        + (f" ({attempt.kill_wait:g} s less a reserve where Slurm ends the job)" if attempt.kill_wait else ""),
+        f"when it has ended: hpc-elastic report {paths.root}",
+    ]
+    for line in lines:
+        print(f"[hpc-elastic] {line}", flush=True)
+
+
+def _shortened(nodes: tuple[str, ...]) -> str:
+    from hpc_elastic.slurm.hostlist import compress
+
+    return compress(nodes)
+
+
+def log_to_stdout() -> None:
+    """The supervisor's messages go where the workers' do: the job log."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
+    root = logging.getLogger("hpc_elastic")
+    root.setLevel(logging.INFO)
+    root.addHandler(handler)
+    root.propagate = False
+
+
+def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:
+    """The run that a directory holds.
+
+    Raises:
+        UsageError: it is not visible from this host, or no run directory.
+    """
+    from hpc_elastic.errors import UsageError
+    from hpc_elastic.run_spec import UnreadableRunError, load_run_spec
+
+    paths = RunPaths(run_dir.absolute())
+    try:
+        return paths, load_run_spec(paths.run_json)
+    except UnreadableRunError as error:
+        raise UsageError(
+            f"{os.uname().nodename}: no run can be read at {run_dir}: {error}; "
+            "it must lie on a filesystem that this host shares with the one where it was submitted (--runs-dir)"
+        ) from None

@@ -1,0 +1,256 @@
+"""One attempt, seen from the batch host: start the agents, keep one on every node, wait for the verdict, leave nothing.
+
+The supervisor decides nothing about rounds. It takes part in the rendezvous as an observer: it reads the log, is rung
+like the agents, and can close the run (Ctrl-C, a notice, or when no agent is left to do so).
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hpc_elastic.agent.coordination import Coordination
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import Clock
+from hpc_elastic.events import EventLog
+from hpc_elastic.launch.launcher import AgentEnded, Launcher
+from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+
+logger = logging.getLogger(__name__)
+
+RELAUNCHES_PER_NODE = 3
+SETTLE_SECONDS = 0.3
+"""Between an agent's end and its restart: the news of the run's end may just be on its way."""
+ORPHANED_SECONDS = 5.0
+"""With no agent left and no verdict: how long one is still waited for."""
+END_RESERVE = 15.0
+"""Beyond the workers' grace: how long agents may take to end after the verdict."""
+LAUNCH_NEWS_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptResult:
+    """How the attempt ended."""
+
+    outcome: Outcome
+    reason: str
+    retryable: bool
+    signal_number: int | None
+    fingerprint: str
+    """Of the failure that it ended by, where that counts as the script's."""
+    step: int
+    """The furthest step reported by then, -1 for none."""
+
+
+class Supervisor:
+    """Watches over one attempt. `run` is its whole life."""
+
+    def __init__(
+        self,
+        *,
+        attempt: AttemptInfo,
+        launcher: Launcher,
+        coordination: Coordination,
+        signals: SignalQueue,
+        events: EventLog,
+        clock: Clock,
+        shutdown_timeout: float,
+        ask_meaning: Callable[[signal.Signals], Outcome],
+    ) -> None:
+        """Args:
+        attempt: The attempt's facts.
+        launcher: Starts the agents.
+        coordination: With an observer's participant; not started yet.
+        signals: This process's.
+        events: The supervisor's log.
+        clock: For deadlines.
+        shutdown_timeout: The workers' grace, in seconds.
+        ask_meaning: What a SIGTERM stands for (cancelled, out of time …): asks Slurm, in bounded time.
+        """
+        self._attempt = attempt
+        self._launcher = launcher
+        self._coordination = coordination
+        self._signals = signals
+        self._events = events
+        self._clock = clock
+        self._shutdown_timeout = shutdown_timeout
+        self._ask_meaning = ask_meaning
+        self._record: RoundRecord | None = None
+        self._relaunches: dict[int, int] = {}
+        self._due: dict[int, tuple[float, AgentEnded]] = {}
+        self._given_up: set[int] = set()
+        self._signal: signal.Signals | None = None
+        self._end_by: float | None = None
+        self._orphaned_since: float | None = None
+        self._failure: Exception | None = None
+        self._started_at = clock.monotonic()
+        self._told_waiting = False
+
+    def run(self) -> AttemptResult:
+        """Launch, watch, and return when no agent is left."""
+        self._coordination.start()
+        self._launcher.launch()
+        self._events.write("agents_launched", nodes=len(self._attempt.nodes))
+        while True:
+            self._wait()
+            self._handle_signals()
+            self._handle_notices()
+            for ended in self._launcher.take():
+                self._handle_ended(ended)
+            self._relaunch_due()
+            self._tell_if_waiting()
+            if self._is_over():
+                break
+        self._launcher.end(within=2.0)
+        self._coordination.stop(within=5.0)
+        self._handle_notices()
+        return self._result()
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for fd in (self._signals.fileno(), self._coordination.fileno(), *self._launcher.filenos()):
+                selector.register(fd, selectors.EVENT_READ)
+            selector.select(0.05 if self._due else 0.5)
+
+    # -- what comes in -------------------------------------------------------------------------------------------
+
+    def _handle_signals(self) -> None:
+        for number in self._signals.take():
+            if number is signal.SIGCHLD:
+                continue
+            self._events.write("notice", signal=number.name)
+            if number is signal.SIGUSR2:
+                logger.info(
+                    "notice (%s): the time limit is near, or the job is to make room; ending the attempt", number.name
+                )
+                self._close(Outcome.PREEMPTED, f"notice {number.name}")
+            elif number is signal.SIGINT and self._signal is signal.SIGINT:
+                logger.warning("second Ctrl-C: killing everything now")
+                self._end_by = self._clock.monotonic()
+            elif self._signal is None:
+                self._signal = number
+                meaning = self._ask_meaning(number)
+                if number is signal.SIGINT:
+                    logger.info("Ctrl-C: ending the workers (again to kill them at once)")
+                self._close(meaning, f"{number.name} on {self._attempt.batch_host}")
+
+    def _close(self, outcome: Outcome, reason: str) -> None:
+        self._coordination.ask(lambda participant: participant.close(outcome, reason))
+        self._set_end()
+
+    def _set_end(self) -> None:
+        if self._end_by is None:
+            self._end_by = self._clock.monotonic() + self._shutdown_timeout + END_RESERVE
+
+    def _handle_notices(self) -> None:
+        for notice in self._coordination.take():
+            if isinstance(notice, RoundRecord):
+                self._record = notice
+                if notice.status is Status.CLOSED:
+                    self._set_end()
+            elif isinstance(notice, Exception):
+                self._failure = notice
+                logger.error("the store can't be read any more: %s", notice)
+                self._set_end()
+
+    def _handle_ended(self, ended: AgentEnded) -> None:
+        name = self._attempt.nodes[ended.node]
+        self._events.write("agent_ended", node=ended.node, name=name, code=ended.code, detail=ended.detail)
+        if self._is_ending():
+            return
+        if not ended.started:
+            logger.warning("no agent on %s: %s", name, ended.detail)
+            self._give_up(ended.node)
+        elif ended.code == ExitCode.USAGE:
+            self._give_up(ended.node)  # it said why; it would say it again
+        else:
+            self._due[ended.node] = (self._clock.monotonic() + SETTLE_SECONDS, ended)
+
+    def _relaunch_due(self) -> None:
+        now = self._clock.monotonic()
+        for node, (due, ended) in list(self._due.items()):
+            if self._is_ending():
+                self._due.clear()
+                return
+            if now < due:
+                continue
+            del self._due[node]
+            used = self._relaunches.get(node, 0)
+            name = self._attempt.nodes[node]
+            if used >= RELAUNCHES_PER_NODE:
+                logger.error("the agent on %s ended %d times (%s); giving the node up", name, used + 1, ended.detail)
+                self._give_up(node)
+                continue
+            self._relaunches[node] = used + 1
+            logger.warning("the agent on %s ended (%s); starting it again", name, ended.detail)
+            self._events.write("agent_relaunched", node=node, name=name)
+            self._launcher.relaunch(node)
+
+    def _give_up(self, node: int) -> None:
+        self._given_up.add(node)
+        self._coordination.ask(lambda participant: participant.give_up_node(node))
+
+    def _tell_if_waiting(self) -> None:
+        """Say who is missing after half a minute, not after ten."""
+        if self._told_waiting or self._clock.monotonic() - self._started_at < LAUNCH_NEWS_SECONDS:
+            return
+        self._told_waiting = True
+        if self._record is None or (self._record.round == 0 and self._record.status is Status.JOINABLE):
+            logger.warning(
+                "%d nodes were launched, and they have not met after %.0f s; see events/ in the attempt's directory",
+                len(self._attempt.nodes),
+                LAUNCH_NEWS_SECONDS,
+            )
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _is_ending(self) -> bool:
+        return self._end_by is not None
+
+    def _is_over(self) -> bool:
+        now = self._clock.monotonic()
+        if self._launcher.running() or self._due:
+            self._orphaned_since = None
+            return self._end_by is not None and now >= self._end_by
+        if self._record is not None and self._record.status is Status.CLOSED:
+            return True
+        if self._failure is not None:
+            return True
+        # No agent is left, and nobody has said how it ended: the record may still be on its way.
+        self._orphaned_since = self._orphaned_since or now
+        if now - self._orphaned_since > ORPHANED_SECONDS:
+            self._coordination.ask(lambda p: p.close(Outcome.FAILED, "all agents ended without a verdict"))
+            return now - self._orphaned_since > ORPHANED_SECONDS + 1.0
+        return False
+
+    def _result(self) -> AttemptResult:
+        record = self._record
+        number = int(self._signal) if self._signal is not None else None
+        if record is not None and record.status is Status.CLOSED and record.outcome is not None:
+            outcome = record.outcome
+            if outcome is not Outcome.CANCELLED:
+                number = None
+            return AttemptResult(
+                outcome=outcome,
+                reason=record.reason,
+                retryable=record.retryable,
+                signal_number=number,
+                fingerprint=record.memory.fingerprint,
+                step=record.memory.step,
+            )
+        if self._signal is not None:
+            outcome, reason = Outcome.CANCELLED, self._signal.name
+        elif self._failure is not None:
+            outcome, reason = Outcome.FAILED, str(self._failure)
+        elif len(self._given_up) == len(self._attempt.nodes):
+            outcome, reason = Outcome.TOO_FEW_NODES, "no agent could be started"
+        else:
+            outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
+        return AttemptResult(
+            outcome=outcome, reason=reason, retryable=True, signal_number=number, fingerprint="", step=-1
+        )
