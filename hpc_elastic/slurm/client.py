@@ -1,0 +1,277 @@
+"""The effects: runs Slurm's commands, and turns what they print into facts and typed errors.
+
+Every call is one process. Without a controller a command takes 9 to 18 s to say so (SlurmUnavailableError); trying
+again is the caller's decision.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.slurm import commands
+from hpc_elastic.slurm.cluster_facts import PartitionNodes, SlurmConfig, parse_show_config, parse_sinfo_nodes
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import (
+    ErrorKind,
+    SlurmAnswerError,
+    SlurmError,
+    SlurmMissingError,
+    SlurmUnavailableError,
+    SubmissionRefusedError,
+    UnknownJobError,
+    classify,
+    one_line,
+)
+from hpc_elastic.slurm.hostlist import compress
+from hpc_elastic.slurm.job_state import JobState, parse_show_job, parse_squeue
+
+DEFAULT_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandResult:
+    """What a command did. Text is UTF-8 with surrogate escapes."""
+
+    rc: int
+    stdout: str = ""
+    stderr: str = ""
+
+
+class CommandTimeoutError(Exception):
+    """A runner's way to say that the command did not end in time and was killed."""
+
+
+class CommandRunner(Protocol):
+    """Runs one command to its end: the seam for fakes and for rigs."""
+
+    def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
+        """Run it.
+
+        Args:
+            argv: The command, found on PATH.
+            timeout: Seconds until it is killed.
+
+        Raises:
+            CommandTimeoutError: it did not end in time.
+            FileNotFoundError, PermissionError: there is no such command, or none that we may run.
+        """
+        ...
+
+
+class SubprocessRunner:
+    """Runs commands on this host, in a session of their own: a Ctrl-C at our terminal must not cut one in half."""
+
+    def __init__(self, env: Mapping[str, str], *, overruled: Sequence[str] = ()) -> None:
+        """Args:
+        env: The environment that each command's own is made from.
+        overruled: SBATCH_* variables to keep from sbatch (`commands.submission_environment`).
+        """
+        self._command_env = commands.command_environment(env)
+        self._submission_env = commands.submission_environment(env, overruled=overruled)
+
+    def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
+        env = self._submission_env if argv[0] == "sbatch" else self._command_env
+        try:
+            done = subprocess.run(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout,
+                env=env,
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise CommandTimeoutError from None
+        return CommandResult(
+            rc=done.returncode,
+            stdout=done.stdout.decode("utf-8", "surrogateescape"),
+            stderr=done.stderr.decode("utf-8", "surrogateescape"),
+        )
+
+
+class SlurmClient(Protocol):
+    """What this package asks of Slurm. Every method may raise SlurmUnavailableError and SlurmMissingError."""
+
+    def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
+        """Submit a batch script.
+
+        Raises:
+            SubmissionRefusedError: Slurm did not take it; `why` is its message.
+        """
+        ...
+
+    def job_state(self, job: JobId) -> JobState | None:
+        """The job (of an array: its first record), or None where Slurm does not know it (any more)."""
+        ...
+
+    def job_states(self, job: JobId) -> tuple[JobState, ...]:
+        """All records of a job: tasks of an array, components of a het job. Empty where Slurm does not know it."""
+        ...
+
+    def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        """Those of the jobs that Slurm still knows, ended ones included, in one cheap call."""
+        ...
+
+    def config(self) -> SlurmConfig:
+        """The site's settings."""
+        ...
+
+    def requeue(self, job: JobId) -> None:
+        """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it).
+
+        Raises:
+            RequeueDisabledError: it was submitted with --no-requeue: `allow_requeue` first.
+            UnknownJobError, SlurmPermissionError, SlurmError: as the names say.
+        """
+        ...
+
+    def allow_requeue(self, job: JobId) -> None:
+        """Set Requeue=1: what the owner may do for a --no-requeue job."""
+        ...
+
+    def start_now(self, job: JobId) -> None:
+        """Waive a pending job's begin time, such as the delay after a requeue: it may start in two seconds.
+
+        Raises:
+            JobNotPendingError: it runs.
+        """
+        ...
+
+    def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
+        """Keep a pending job off these nodes, and these only: an earlier list is replaced.
+
+        Raises:
+            ValueError: no nodes: an empty list would clear what the user excluded.
+            HostlistError: a name that is none.
+            InvalidNodeError: the cluster has no such node.
+            JobNotPendingError: it runs.
+        """
+        ...
+
+    def set_num_nodes(self, job: JobId, least: int, most: int) -> None:
+        """Set a pending job's node range (20.11 and 22.05 ask for the shrunk number after a requeue)."""
+        ...
+
+    def cancel(self, job: JobId) -> None:
+        """Cancel. No error for a job that is unknown or has ended.
+
+        Raises:
+            SlurmPermissionError: another user's.
+        """
+        ...
+
+    def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
+        """Node counts of these partitions (comma-separated), or of all that are shown."""
+        ...
+
+
+class CommandSlurmClient:
+    """The `SlurmClient` that runs Slurm's commands."""
+
+    def __init__(self, runner: CommandRunner, clock: Clock, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self._runner = runner
+        self._clock = clock
+        self._timeout = timeout
+
+    def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
+        argv = commands.sbatch(script, extra=extra)
+        try:
+            result = self._run("sbatch", argv)
+        except (SlurmUnavailableError, SlurmMissingError):
+            raise
+        except SlurmError as error:
+            raise SubmissionRefusedError(**error.facts) from None
+        # Warnings of a site's plugin may come before; the answer is the last line.
+        answer = (result.stdout.strip().splitlines() or [""])[-1]
+        number, _, cluster = answer.partition(";")
+        if not (number.isascii() and number.isdigit()):
+            why = f"printed {answer!r} instead of a job id"
+            raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
+        return JobId(number, cluster or None)
+
+    def job_state(self, job: JobId) -> JobState | None:
+        states = self.job_states(job)
+        return next((state for state in states if state.job_id == job.number), states[0] if states else None)
+
+    def job_states(self, job: JobId) -> tuple[JobState, ...]:
+        argv = commands.show_job(job)
+        try:
+            result = self._run(f"looking up job {job}", argv)
+        except UnknownJobError:
+            return ()
+        states = parse_show_job(result.stdout)
+        if not states:
+            why = "scontrol's answer holds no job"
+            raise _failure(SlurmAnswerError, what=f"looking up job {job}", why=why, argv=argv, result=result)
+        return states
+
+    def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        if not jobs:
+            return ()
+        try:
+            return parse_squeue(self._run("looking up jobs", commands.squeue(jobs)).stdout)
+        except UnknownJobError:
+            return ()
+
+    def config(self) -> SlurmConfig:
+        return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)
+
+    def requeue(self, job: JobId) -> None:
+        self._run(f"requeueing job {job}", commands.requeue(job))
+
+    def allow_requeue(self, job: JobId) -> None:
+        self._run(f"setting Requeue=1 of job {job}", commands.update(job, Requeue="1"))
+
+    def start_now(self, job: JobId) -> None:
+        self._run(f"starting job {job} now", commands.update(job, StartTime=commands.SOON))
+
+    def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
+        listed = compress(nodes)
+        if not listed:
+            raise ValueError("no nodes to exclude")
+        self._run(f"excluding {listed} from job {job}", commands.update(job, ExcNodeList=listed))
+
+    def set_num_nodes(self, job: JobId, least: int, most: int) -> None:
+        wanted = f"{least}-{most}"
+        self._run(f"setting the nodes of job {job} to {wanted}", commands.update(job, NumNodes=wanted))
+
+    def cancel(self, job: JobId) -> None:
+        try:
+            self._run(f"cancelling job {job}", commands.scancel(job))
+        except UnknownJobError:
+            pass  # some versions are silent about it, and it is what was wanted
+
+    def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
+        return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
+
+    def _run(self, what: str, argv: list[str]) -> CommandResult:
+        began = self._clock.monotonic()
+        try:
+            result = self._runner(argv, timeout=self._timeout)
+        except (FileNotFoundError, PermissionError):
+            raise SlurmMissingError(
+                what=what, why=f"{argv[0]} is not on PATH: no Slurm here, or a container without it", argv=tuple(argv)
+            ) from None
+        except CommandTimeoutError:
+            seconds = self._clock.monotonic() - began
+            raise SlurmUnavailableError(
+                what=what, why=f"{argv[0]} did not answer in {seconds:.0f} s", argv=tuple(argv)
+            ) from None
+        if result.rc == 0:
+            return result
+        text = result.stderr if result.stderr.strip() else result.stdout
+        kind = classify(text)
+        error: type[SlurmError] = kind.value
+        why = one_line(text) or f"{argv[0]} exited with {result.rc} and said nothing"
+        if kind is ErrorKind.UNAVAILABLE:
+            why += f" (after {self._clock.monotonic() - began:.0f} s)"
+        raise _failure(error, what=what, why=why, argv=argv, result=result)
+
+
+def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:
+    return error(what=what, why=why, argv=tuple(argv), rc=result.rc, stdout=result.stdout, stderr=result.stderr)

@@ -1,0 +1,98 @@
+"""What the site set up: ``scontrol show config``, and the nodes of a partition by ``sinfo``. Pure parsers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LINE = re.compile(r"(\S+)\s+= (.*)\Z")
+_LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
+# Slurm's own defaults, used where a line is missing or unreadable.
+_KILL_WAIT, _SLURMD_TIMEOUT, _CRED_EXPIRE, _MIN_JOB_AGE = 30, 300, 120, 300
+# sinfo adds a mark to a state: * not responding, ~ powered down, # powering up, $ reserved, @ to reboot, - planned.
+_UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "unknown", "inval", "maint", "future")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmConfig:
+    """The site's settings that decide how this run must behave. Times in seconds."""
+
+    version: tuple[int, ...]
+    """``(22, 5, 8)``; empty where unknown."""
+    cluster: str | None
+    kill_wait: int
+    """From SIGTERM to SIGKILL on cancel, time limit and requeue."""
+    slurmd_timeout: int
+    """After this silence a node is declared down; 0: never."""
+    job_requeue: bool
+    """Whether jobs may be requeued where they don't say."""
+    requeue_delay: int
+    """How long a requeued job waits where nobody sets its StartTime."""
+    min_job_age: int
+    """How long an ended job stays known."""
+
+    @property
+    def version_text(self) -> str:
+        """``22.05.8``, as Slurm writes it."""
+        return ".".join(f"{part:02d}" if index == 1 else str(part) for index, part in enumerate(self.version))
+
+
+def parse_show_config(text: str) -> SlurmConfig:
+    """The output of ``scontrol show config``. What is missing takes Slurm's default."""
+    fields: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match:
+            fields.setdefault(match.group(1), match.group(2).strip())
+    cluster = fields.get("ClusterName", "(null)")
+    return SlurmConfig(
+        version=tuple(int(part) for part in re.findall(r"\d{1,9}", fields.get("SLURM_VERSION", ""))[:3]),
+        cluster=None if cluster == "(null)" else cluster,
+        kill_wait=_seconds(fields.get("KillWait"), _KILL_WAIT),
+        slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), _SLURMD_TIMEOUT),
+        job_requeue=fields.get("JobRequeue", "1").startswith("1"),
+        requeue_delay=_requeue_delay(fields),
+        min_job_age=_seconds(fields.get("MinJobAge"), _MIN_JOB_AGE),
+    )
+
+
+def _requeue_delay(fields: Mapping[str, str]) -> int:
+    """AuthInfo=cred_expire plus a second or two; 26.05 also has SchedulerParameters=requeue_delay."""
+    for key, option in (("SchedulerParameters", "requeue_delay"), ("AuthInfo", "cred_expire")):
+        match = re.search(rf"(?:\A|[,;]){option}=(\d{{1,9}})", fields.get(key, ""), re.ASCII)
+        if match:
+            return int(match.group(1))
+    return _CRED_EXPIRE
+
+
+def _seconds(value: str | None, default: int) -> int:
+    match = _LEADING_NUMBER.match(value or "")
+    return int(match.group()) if match else default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionNodes:
+    """How many nodes a partition has."""
+
+    name: str
+    default: bool
+    total: int
+    usable: int
+    """Not down, drained or failing: busy ones count."""
+
+
+def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
+    """The output of `commands.sinfo_nodes`, by partition, in the order in which they are first named."""
+    nodes: dict[str, dict[str, bool]] = {}
+    for line in text.splitlines():
+        cells = line.split("|", 4)
+        if len(cells) < 3 or not cells[0]:
+            continue
+        host, partition, state = cells[:3]
+        usable = not state.rstrip("*~#!%$@^-+").lower().startswith(_UNUSABLE) and not state.endswith("*")
+        nodes.setdefault(partition, {})[host] = usable
+    return tuple(
+        PartitionNodes(name=name.rstrip("*"), default=name.endswith("*"), total=len(hosts), usable=sum(hosts.values()))
+        for name, hosts in nodes.items()
+    )

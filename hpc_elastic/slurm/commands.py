@@ -1,0 +1,195 @@
+"""Argument lists and environments for Slurm's commands. Nothing is run here, and nothing goes through a shell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hpc_elastic.slurm.hostlist import compress
+from hpc_elastic.slurm.job_environment import in_job
+
+SQUEUE_FORMAT = "%i|%T|%r|%M|%l|%D|%N|%R|%S|%e|%Q|%V"
+SINFO_FORMAT = "%N|%P|%T|%t|%E"
+# Not "now": slurmd refuses a batch launch whose credential is not younger, in whole seconds, than the job's last kill
+# ("Job credential revoked"), and slurmctld then fails the job for good. Seen on 22.05 with a requeue and
+# StartTime=now in the same second. The two seconds also cover a second's difference between two hosts' clocks.
+SOON = "now+2"
+
+# What srun takes from a batch script's environment and what would overrule, void or bind its own flags. An agent gets
+# all of its node, whatever shape the job was given (slurm 23.11 and later honour SLURM_CPUS_PER_TASK, 24.11 gives each
+# task of SLURM_TRES_PER_TASK=gres/gpu=1 one GPU and binds it).
+SHAPE_VARIABLES = (
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_CORE",
+    "SLURM_NTASKS_PER_GPU",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_NTASKS_PER_SOCKET",
+    "SLURM_NTASKS_PER_TRES",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_CPUS_PER_GPU",
+    "SLURM_GPUS_PER_TASK",
+    "SLURM_GPU_BIND",
+    "SLURM_TRES_PER_TASK",
+    "SLURM_TRES_BIND",
+    "SLURM_CPU_BIND",
+    "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_TYPE",
+    "SLURM_CPU_BIND_VERBOSE",
+    "SLURM_MEM_BIND",
+    "SLURM_MEM_BIND_LIST",
+    "SLURM_MEM_BIND_TYPE",
+    "SLURM_DISTRIBUTION",
+    "SLURM_HINT",
+    "SLURM_HOSTFILE",
+    "SLURM_THREADS_PER_CORE",
+    "SLURM_CORE_SPEC",
+    "SLURM_EXCLUSIVE",
+    "SLURM_EXACT",
+    "SLURM_OVERCOMMIT",
+    "SLURM_EXPORT_ENV",
+    "SLURM_KILL_BAD_EXIT",
+    "SLURM_NO_KILL",
+    "SLURM_WAIT",
+    "SLURM_LABELIO",
+    "SLURM_STDINMODE",
+    "SLURM_STDOUTMODE",
+    "SLURM_STDERRMODE",
+    "SLURM_UNBUFFEREDIO",
+    "SLURM_MULTI_PROG",
+    "SLURM_TIMELIMIT",
+    "SLURM_SPREAD_JOB",
+    "SLURM_EXIT_IMMEDIATE",
+    "SLURM_EXIT_ERROR",
+    "SLURM_WHOLE",
+    "SRUN_CPUS_PER_TASK",
+    "SRUN_DEBUG",
+    "SRUN_ERROR",
+    "SRUN_EXPORT_ENV",
+    "SRUN_INPUT",
+    "SRUN_OUTPUT",
+)
+_SRUN_FLAGS = ("--overlap", "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+# A submission from inside a job must not carry that job's facts into the new one.
+_KEPT_ON_SUBMIT = frozenset(
+    ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_UMASK", "SLURM_EXIT_ERROR")
+)
+_SET_BY_GRES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
+# Filters and formats that a user set for their own eyes (SCANCEL_INTERACTIVE would even ask a question).
+_PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
+
+
+@dataclass(frozen=True, slots=True)
+class JobId:
+    """A job as Slurm's commands want it: ``12``, ``12_3``; `cluster` where it was submitted with ``--clusters``."""
+
+    number: str
+    cluster: str | None = None
+
+    def __str__(self) -> str:
+        return self.number
+
+
+def srun_agents(
+    nodes: int, command: Sequence[str], *, exclude: Iterable[str] = (), extra: Sequence[str] = ()
+) -> list[str]:
+    """One task on each of `nodes` nodes of the allocation, with all of the job's CPUs there.
+
+    Run it with `scrubbed_environment`. srun's end and exit code are no verdict: it may never return.
+
+    Args:
+        nodes: How many.
+        command: What each task runs. No element may be a lone ``:``, which separates components for srun.
+        exclude: Nodes of the allocation to leave out: dead ones, which would abort the whole launch.
+        extra: The user's ``--srun-arg``s, after ours, so that they win.
+    """
+    argv = ["srun", f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", *_SRUN_FLAGS]
+    left_out = compress(exclude)
+    if left_out:
+        argv.append(f"--exclude={left_out}")
+    return [*argv, *extra, *command]
+
+
+def srun_one_agent(node: str, command: Sequence[str], *, extra: Sequence[str] = ()) -> list[str]:
+    """One task on one node, in a step of its own: starting it can't harm the other agents."""
+    return ["srun", "-N1", "-n1", "-w", compress([node]), "--ntasks-per-node=1", *_SRUN_FLAGS, *extra, *command]
+
+
+def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without what would overrule srun's flags: for srun."""
+    return {key: value for key, value in env.items() if key not in SHAPE_VARIABLES}
+
+
+def command_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for the commands whose output is parsed: no personal filters or formats, times in the standard form."""
+    kept = {key: value for key, value in env.items() if not key.startswith(_PERSONAL_PREFIXES)}
+    kept["SLURM_TIME_FORMAT"] = "standard"
+    return kept
+
+
+def submission_environment(env: Mapping[str, str], *, overruled: Iterable[str] = ()) -> dict[str, str]:
+    """`env` for sbatch, which hands it on to the job.
+
+    Args:
+        env: The submitter's.
+        overruled: SBATCH_* variables to drop: sbatch lets them win over ``#SBATCH`` lines, so each would silently
+            replace an option that was given to us.
+    """
+    dropped = {*overruled, "SBATCH_WAIT", *(_SET_BY_GRES if in_job(env) else ())}
+    return {
+        key: value
+        for key, value in env.items()
+        if key not in dropped
+        and (key in _KEPT_ON_SUBMIT or not key.startswith(("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SINFO_")))
+    }
+
+
+def sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
+    return ["sbatch", "--parsable", *extra, script]
+
+
+def squeue(jobs: Iterable[JobId]) -> list[str]:
+    """States of jobs of one cluster, ended ones too.
+
+    For one unknown id alone squeue exits 1 ("Invalid job id specified"), for several it leaves the unknown ones out.
+    """
+    wanted = list(jobs)
+    return ["squeue", *_cluster(wanted[0]), "-h", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(map(str, wanted))]
+
+
+def show_job(job: JobId) -> list[str]:
+    """Without ``-o``: there each free text (name, comment, command line) ends its own line, so that one that looks like
+    ``Key=Value`` can't be mistaken for a field."""
+    return ["scontrol", *_cluster(job), "show", "job", str(job)]
+
+
+def show_config() -> list[str]:
+    return ["scontrol", "show", "config"]
+
+
+def requeue(job: JobId) -> list[str]:
+    return ["scontrol", *_cluster(job), "requeue", str(job)]
+
+
+def update(job: JobId, **fields: str) -> list[str]:
+    """``update(job, Requeue="1")``."""
+    return ["scontrol", *_cluster(job), "update", f"JobId={job}", *(f"{key}={value}" for key, value in fields.items())]
+
+
+def scancel(job: JobId, *, signal: str | None = None, full: bool = False) -> list[str]:
+    """Cancel; or with `signal`, send it to the tasks, with `full` to the batch script too.
+
+    Silent, with rc 0, for an unknown job.
+    """
+    flags = [f"--signal={signal}"] if signal else []
+    return ["scancel", *_cluster(job), *flags, *(["--full"] if full else []), str(job)]
+
+
+def sinfo_nodes(partition: str | None) -> list[str]:
+    """One line per node and partition; all partitions where None."""
+    return ["sinfo", "-N", "-h", "-o", SINFO_FORMAT, *(["-p", partition] if partition else [])]
+
+
+def _cluster(job: JobId) -> list[str]:
+    return ["-M", job.cluster] if job.cluster else []

@@ -1,0 +1,128 @@
+"""What can go wrong with a Slurm command, told apart by the text that it prints (exit codes are mostly 1).
+
+Checked on the messages of 20.11, 22.05, 24.11 and 26.05.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Any
+
+from hpc_elastic.errors import HpcElasticError
+
+
+class SlurmError(HpcElasticError):
+    """A Slurm command failed.
+
+    Facts: `what` was being done, `why` it failed (one line), `argv`, `rc` (None where it never ended or never began),
+    `stdout`, `stderr`.
+    """
+
+    template = "{what}: {why}"
+
+    def __init__(
+        self,
+        *,
+        what: str,
+        why: str,
+        argv: tuple[str, ...] = (),
+        rc: int | None = None,
+        stdout: str = "",
+        stderr: str = "",
+        **more: Any,
+    ) -> None:
+        super().__init__(what=what, why=why, argv=argv, rc=rc, stdout=stdout, stderr=stderr, **more)
+
+
+class SlurmMissingError(SlurmError):
+    """The command is not installed, or not on PATH (a container without Slurm)."""
+
+
+class SlurmUnavailableError(SlurmError):
+    """The controller could not be reached, or did not answer in time: nothing is known; try again."""
+
+
+class SlurmAnswerError(SlurmError):
+    """The command succeeded, but what it printed can't be read."""
+
+
+class UnknownJobError(SlurmError):
+    """Slurm does not know the job (any more)."""
+
+
+class SlurmPermissionError(SlurmError):
+    """The job is another user's, or only an operator may do this."""
+
+
+class RequeueDisabledError(SlurmError):
+    """The job was submitted with --no-requeue, or the site turned requeueing off. Its owner may set Requeue=1."""
+
+
+class JobNotPendingError(SlurmError):
+    """This can only be changed while the job is pending."""
+
+
+class JobFinishedError(SlurmError):
+    """The job has ended already."""
+
+
+class InvalidNodeError(SlurmError):
+    """A host name that this cluster does not have."""
+
+
+class SubmissionRefusedError(SlurmError):
+    """sbatch did not take the job."""
+
+
+class ErrorKind(Enum):
+    """Which error a message means; the value is the error's type."""
+
+    UNAVAILABLE = SlurmUnavailableError
+    UNKNOWN_JOB = UnknownJobError
+    PERMISSION = SlurmPermissionError
+    REQUEUE_DISABLED = RequeueDisabledError
+    NOT_PENDING = JobNotPendingError
+    FINISHED = JobFinishedError
+    INVALID_NODE = InvalidNodeError
+    OTHER = SlurmError
+
+
+# In this order: a message may hold more than one. "Unexpected message received" is what `scontrol requeue` says
+# without a controller (all versions tried).
+_PATTERNS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        (
+            ErrorKind.UNAVAILABLE,
+            r"unable to contact slurm controller|unexpected message received|could not establish a configuration source"
+            r"|socket timed out|zero bytes were transmitted|connection refused|connection timed out|no route to host"
+            r"|protocol authentication error|munge encode failed|standby mode|resource temporarily unavailable"
+            r"|communication connection failure",
+        ),
+        (ErrorKind.REQUEUE_DISABLED, r"requested operation is presently disabled"),
+        (ErrorKind.NOT_PENDING, r"job is no longer pending execution"),
+        (ErrorKind.FINISHED, r"job has already finished|already completing or completed"),
+        (ErrorKind.UNKNOWN_JOB, r"invalid job id"),
+        (ErrorKind.PERMISSION, r"access/permission denied|invalid user id"),
+        (ErrorKind.INVALID_NODE, r"invalid node name specified"),
+    )
+)
+_PREFIX = re.compile(
+    r"\A(?:s(?:batch|run|queue|control|cancel|info|alloc)|slurm_\w+)?(?:: | )?(?:error|fatal): ?|\As\w+: "
+)
+
+
+def classify(text: str) -> ErrorKind:
+    """Which error the text of a failed command means."""
+    for kind, pattern in _PATTERNS:
+        if pattern.search(text):
+            return kind
+    return ErrorKind.OTHER
+
+
+def one_line(text: str) -> str:
+    """A command's messages on one line, without ``sbatch: error:`` before each, at most 500 characters."""
+    lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]
+    joined = "; ".join(line.rstrip(".") for line in lines if line and not line.startswith('Try "'))
+    return joined if len(joined) <= 500 else joined[:497] + "..."

@@ -1,0 +1,214 @@
+"""A job as ``scontrol show job`` and ``squeue`` tell it: pure parsers of their output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.slurm.hostlist import HostlistError, expand
+from hpc_elastic.slurm.time_limit import parse_time_limit
+
+
+class JobPhase(Enum):
+    """Slurm's two dozen states, as far as anyone who waits for a job cares."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    COMPLETING = "completing"
+    FINISHED = "finished"
+    UNKNOWN = "unknown"
+    """A state of a newer Slurm. Not known to be finished: wait on."""
+
+
+_PHASES: Mapping[str, JobPhase] = {
+    **dict.fromkeys(
+        ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD", "EXPEDITING"),
+        JobPhase.PENDING,
+    ),
+    **dict.fromkeys(
+        ("RUNNING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "CONFIGURING", "STAGE_OUT"), JobPhase.RUNNING
+    ),
+    "COMPLETING": JobPhase.COMPLETING,
+    **dict.fromkeys(
+        (
+            *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"),
+            *("REVOKED", "TIMEOUT"),
+        ),
+        JobPhase.FINISHED,
+    ),
+}
+# `scontrol show job` begins a line with each of these and lets its text, which is the user's, run to the line's end.
+_FREE_TEXT = "JobName|Comment|AdminComment|SystemComment|Command|SubmitLine|WorkDir|Extra|StdErr|StdIn|StdOut"
+_FREE_FIELD = re.compile(rf"(?:\A|(?<= ))({_FREE_TEXT})=(.*)\Z", re.DOTALL)
+_FIELD = re.compile(r"(?:\A|(?<= ))([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """One job, or one component of a het job, or one array task (or its pending rest)."""
+
+    job_id: str
+    state: str
+    """Slurm's word, ``RUNNING``."""
+    reason: str
+    """Why it pends or ended, with spaces; empty where Slurm has none."""
+    name: str = ""
+    array_job_id: str | None = None
+    array_task_id: str | None = None
+    het_leader_id: str | None = None
+    restarts: int = 0
+    requeue: bool = False
+    """Whether ``scontrol requeue`` would be allowed."""
+    nodes: tuple[str, ...] = ()
+    """Those it has now; after a loss the rest. Empty while it pends."""
+    batch_host: str | None = None
+    """Still the dead one after the batch host's loss."""
+    min_nodes: int = 0
+    max_nodes: int = 0
+    exit_code: int = 0
+    exit_signal: int = 0
+    time_limit: int | None = None
+    """Seconds; None: unlimited."""
+    submit_time: str | None = None
+    start_time: str | None = None
+    """In the controller's time zone, as ``2026-11-21T02:16:42``; None where unknown."""
+    end_time: str | None = None
+    work_dir: str | None = None
+    stdout: str | None = None
+    comment: str = ""
+    partition: str | None = None
+
+    @property
+    def phase(self) -> JobPhase:
+        return _PHASES.get(self.state, JobPhase.UNKNOWN)
+
+    @property
+    def held(self) -> bool:
+        """Pending, and nothing but a ``release`` will start it."""
+        return self.phase is JobPhase.PENDING and (
+            self.reason.startswith("JobHeld") or self.reason.endswith((" held", "held state"))
+        )
+
+
+def parse_show_job(text: str) -> tuple[JobState, ...]:
+    """The jobs in the output of ``scontrol show job``, with or without ``-o``. What can't be read takes its default."""
+    return tuple(_job_state(fields) for fields in parse_records(text))
+
+
+def parse_records(text: str) -> list[dict[str, str]]:
+    """The fields of each record of ``scontrol show job``. ``(null)``, ``N/A`` and the like are kept as they are."""
+    records: list[dict[str, str]] = []
+    lines = text.splitlines()
+    for raw, following in zip(lines, [*lines, ""][1:], strict=True):
+        if raw.startswith("JobId="):
+            records.append({})
+        if not records:
+            continue
+        line = raw.strip()
+        fields = records[-1]
+        one_line_form = raw.startswith("JobId=") and not following.startswith(" ")  # -o
+        free = None if one_line_form else _FREE_FIELD.search(line)
+        if free:
+            fields.setdefault(free.group(1), free.group(2))
+            line = line[: free.start()]
+        for key, value in _FIELD.findall(line):
+            fields.setdefault(key, value)
+    return records
+
+
+def parse_squeue(text: str) -> tuple[JobState, ...]:
+    """The jobs in the output of `commands.squeue`. Lines of another form are left out."""
+    jobs = []
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) < 12:
+            continue  # "CLUSTER: name", before the jobs of a cluster that was asked for
+        job_id, state, reason, nodes = cells[0], cells[1], cells[2], cells[6]
+        base, _, task = job_id.partition("_")
+        leader, plus, _ = job_id.partition("+")
+        least, most = _range(cells[5])
+        jobs.append(
+            JobState(
+                job_id=job_id,
+                state=state,
+                reason=_reason(reason),
+                array_job_id=base if task else None,
+                array_task_id=task or None,
+                het_leader_id=leader if plus else None,
+                nodes=_nodes(nodes),
+                min_nodes=least,
+                max_nodes=most,
+                time_limit=_time_limit(cells[4]),
+                submit_time=_time(cells[11]),
+                start_time=_time(cells[8]),
+                end_time=_time(cells[9]),
+            )
+        )
+    return tuple(jobs)
+
+
+def _job_state(fields: Mapping[str, str]) -> JobState:
+    least, most = _range(fields.get("NumNodes", ""))
+    code, _, signal = fields.get("ExitCode", "").partition(":")
+    return JobState(
+        job_id=fields["JobId"],
+        state=fields.get("JobState", ""),
+        reason=_reason(fields.get("Reason", "")),
+        name=fields.get("JobName", ""),
+        array_job_id=_text(fields.get("ArrayJobId")),
+        array_task_id=_text(fields.get("ArrayTaskId")),
+        het_leader_id=_text(fields.get("HetJobId")) or _text(fields.get("PackJobId")),
+        restarts=_number(fields.get("Restarts", "")),
+        requeue=fields.get("Requeue") == "1",
+        nodes=_nodes(fields.get("NodeList", "")),
+        batch_host=_text(fields.get("BatchHost")),
+        min_nodes=least,
+        max_nodes=most,
+        exit_code=_number(code),
+        exit_signal=_number(signal),
+        time_limit=_time_limit(fields.get("TimeLimit", "")),
+        submit_time=_time(fields.get("SubmitTime", "")),
+        start_time=_time(fields.get("StartTime", "")),
+        end_time=_time(fields.get("EndTime", "")),
+        work_dir=_text(fields.get("WorkDir")),
+        stdout=_text(fields.get("StdOut")),
+        comment=_text(fields.get("Comment")) or "",
+        partition=_text(fields.get("Partition")),
+    )
+
+
+def _text(value: str | None) -> str | None:
+    return value if value and value not in ("(null)", "N/A", "None") else None
+
+
+def _reason(value: str) -> str:
+    return (_text(value) or "").replace("_", " ")
+
+
+def _number(value: str) -> int:
+    return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else 0
+
+
+def _range(value: str) -> tuple[int, int]:
+    least, _, most = value.partition("-")
+    return _number(least), _number(most or least)
+
+
+def _nodes(value: str) -> tuple[str, ...]:
+    try:
+        return expand(_text(value) or "")
+    except HostlistError:
+        return ()  # "None assigned" and what a newer version may say: no known node
+
+
+def _time(value: str) -> str | None:
+    return value if value[:4].isdigit() else None
+
+
+def _time_limit(value: str) -> int | None:
+    try:
+        return parse_time_limit(value)
+    except ValueError:
+        return None

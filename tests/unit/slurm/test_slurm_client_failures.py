@@ -1,0 +1,114 @@
+"""What the contract does not say: silence, missing commands, unreadable answers, other clusters."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient, SlurmClient
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmAnswerError, SlurmError, SlurmMissingError, SlurmUnavailableError
+from tests.rigs.captures import VERSIONS, captured
+from tests.rigs.fake_clock import FakeClock
+from tests.rigs.fake_slurm import FakeSlurm
+
+JOB = JobId("7")
+CALLS: list[Callable[[SlurmClient], object]] = [
+    lambda client: client.submit("/tmp/job.sh"),
+    lambda client: client.job_state(JOB),
+    lambda client: client.queue_states([JOB]),
+    lambda client: client.config(),
+    lambda client: client.requeue(JOB),
+    lambda client: client.allow_requeue(JOB),
+    lambda client: client.start_now(JOB),
+    lambda client: client.exclude_nodes(JOB, ["n1"]),
+    lambda client: client.set_num_nodes(JOB, 1, 2),
+    lambda client: client.cancel(JOB),
+    lambda client: client.partitions(),
+]
+
+
+def client_of(fake: FakeSlurm) -> CommandSlurmClient:
+    return CommandSlurmClient(fake, FakeClock())
+
+
+def answering(stdout: str, rc: int = 0, stderr: str = "") -> CommandSlurmClient:
+    def run(argv: Sequence[str], *, timeout: float) -> CommandResult:
+        return CommandResult(rc=rc, stdout=stdout, stderr=stderr)
+
+    return CommandSlurmClient(run, FakeClock())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("call", CALLS)
+def test_no_controller_is_told_from_every_other_failure(version: str, call: Callable[[SlurmClient], object]) -> None:
+    fake = FakeSlurm(version)
+    fake.reachable = False
+    with pytest.raises(SlurmUnavailableError) as caught:
+        call(client_of(fake))
+    assert caught.value.rc != 0
+    assert "(after " in str(caught.value)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_command_that_never_ends_is_unavailable(call: Callable[[SlurmClient], object]) -> None:
+    fake = FakeSlurm()
+    fake.hangs = True
+    with pytest.raises(SlurmUnavailableError, match="did not answer"):
+        call(client_of(fake))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_missing_command_is_named(call: Callable[[SlurmClient], object]) -> None:
+    fake = FakeSlurm()
+    fake.missing = {"sbatch", "scontrol", "squeue", "scancel", "sinfo"}
+    with pytest.raises(SlurmMissingError) as caught:
+        call(client_of(fake))
+    assert fake.calls[-1][0] in str(caught.value)
+    assert type(pickle.loads(pickle.dumps(caught.value))) is SlurmMissingError
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_cluster_comes_back_with_the_id(version: str) -> None:
+    answer = captured(version, "sbatch-parsable-cluster")[1]
+    job = answering(answer).submit("/tmp/job.sh")
+    assert job == JobId(answer.partition(";")[0], "rig")
+
+
+def test_a_sites_greeting_before_the_id_is_passed_over() -> None:
+    assert answering("Welcome!\n12\n").submit("/tmp/job.sh") == JobId("12")
+
+
+@pytest.mark.parametrize("answer", ["", "Submitted batch job 12\n", "12a", "٣"])
+def test_an_answer_that_is_no_id_is_an_error(answer: str) -> None:
+    with pytest.raises(SlurmAnswerError, match="instead of a job id"):
+        answering(answer).submit("/tmp/job.sh")
+
+
+def test_an_empty_answer_about_a_job_is_not_taken_for_no_job() -> None:
+    with pytest.raises(SlurmAnswerError):
+        answering("").job_state(JOB)
+
+
+def test_a_failure_that_says_nothing() -> None:
+    with pytest.raises(SlurmError, match="scontrol exited with 3 and said nothing"):
+        answering("", rc=3).requeue(JOB)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_of_an_array_the_task_that_was_asked_for(version: str) -> None:
+    text = captured(version, "scontrol-show-job-running-array")[1]
+    client = answering(text)
+    states = client.job_states(JOB)
+    assert len(states) == 3
+    for state in states:
+        assert client.job_state(JobId(state.job_id)) == state
+    assert client.job_state(JobId("nonesuch")) == states[0]
+
+
+def test_another_users_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, stderr = captured("22.05.8", "err-scancel-other-users-job")
+    with pytest.raises(SlurmError, match="denied"):
+        answering("", rc=210, stderr=stderr).cancel(JOB)

@@ -1,0 +1,95 @@
+"""Argument lists and environments."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.slurm import commands
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.hostlist import HostlistError
+from tests.rigs.captures import DATA
+
+FLAGS = ["--ntasks-per-node=1", "--overlap", "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+AGENT = ["/usr/bin/python3", "-m", "hpc_elastic", "agent", "/runs/a b"]
+
+
+def test_one_agent_per_node() -> None:
+    assert commands.srun_agents(4, AGENT) == ["srun", "-N4", "-n4", *FLAGS, *AGENT]
+
+
+def test_a_launch_without_dead_nodes() -> None:
+    argv = commands.srun_agents(2, AGENT, exclude=["n3", "n4"], extra=["--mpi=none"])
+    assert argv == ["srun", "-N2", "-n2", *FLAGS, "--exclude=n[3-4]", "--mpi=none", *AGENT]
+
+
+def test_an_empty_or_unassigned_list_is_never_excluded() -> None:
+    assert not any("exclude" in part for part in commands.srun_agents(2, AGENT, exclude=[]))
+    with pytest.raises(HostlistError):
+        commands.srun_agents(2, AGENT, exclude=["None assigned"])
+
+
+def test_a_single_agent_again() -> None:
+    assert commands.srun_one_agent("n3", AGENT) == ["srun", "-N1", "-n1", "-w", "n3", *FLAGS, *AGENT]
+    with pytest.raises(HostlistError):
+        commands.srun_one_agent("n3;id", AGENT)
+
+
+def test_what_would_overrule_sruns_flags_is_scrubbed_from_every_recorded_batch_environment() -> None:
+    seen = set()
+    for path in DATA.glob("*/env-*batch.txt"):
+        env = dict(line.split("=", 1) for line in path.read_text().splitlines())
+        left = commands.scrubbed_environment(env)
+        seen |= set(env) - set(left)
+        assert "SLURM_JOB_ID" in left
+        assert "SLURM_JOB_NODELIST" in left
+        for word in ("NTASKS", "NPROCS", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES", "GPUS_PER_TASK", "BIND"):
+            assert not [name for name in left if name.startswith("SLURM_") and word in name and "GROUP" not in name]
+    assert seen >= {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_EXPORT_ENV"}
+
+
+def test_personal_formats_and_filters_do_not_reach_what_is_parsed() -> None:
+    env = {
+        "SQUEUE_FORMAT": "%i",
+        "SQUEUE_USERS": "bob",
+        "SINFO_FORMAT": "%n",
+        "SCANCEL_INTERACTIVE": "1",
+        "PATH": "/bin",
+    }
+    left = commands.command_environment({**env, "SLURM_TIME_FORMAT": "%s", "SLURM_CONF": "/c"})
+    assert left == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_TIME_FORMAT": "standard"}
+
+
+def test_a_submission_from_inside_a_job_carries_nothing_of_that_job() -> None:
+    env = {
+        "SLURM_JOB_ID": "5",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_CPUS_PER_TASK": "8",
+        "SLURMD_NODENAME": "n1",
+        "SRUN_DEBUG": "3",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "SLURM_CONF": "/c",
+        "SLURM_CLUSTERS": "a",
+        "SBATCH_WAIT": "1",
+        "SBATCH_ACCOUNT": "project",
+        "SBATCH_PARTITION": "gpu",
+        "HOME": "/home/alice",
+    }
+    assert commands.submission_environment(env, overruled=["SBATCH_PARTITION"]) == {
+        "SLURM_CONF": "/c",
+        "SLURM_CLUSTERS": "a",
+        "SBATCH_ACCOUNT": "project",
+        "HOME": "/home/alice",
+    }
+    outside = {"CUDA_VISIBLE_DEVICES": "1", "HOME": "/home/alice"}
+    assert commands.submission_environment(outside) == outside
+
+
+def test_jobs_of_another_cluster() -> None:
+    job = JobId("12_3", "far")
+    assert commands.requeue(job) == ["scontrol", "-M", "far", "requeue", "12_3"]
+    assert commands.scancel(job, signal="USR2", full=True) == [
+        *("scancel", "-M", "far", "--signal=USR2", "--full", "12_3")
+    ]
+    assert commands.update(JobId("7"), Requeue="1") == ["scontrol", "update", "JobId=7", "Requeue=1"]
+    assert commands.squeue([job, JobId("4", "far")])[:3] == ["squeue", "-M", "far"]
+    assert commands.squeue([job, JobId("4", "far")])[-1] == "12_3,4"
