@@ -100,7 +100,7 @@ def _copy_source(project: Path, target: Path) -> None:
     for name in COPIED:
         source = project / name
         if source.is_dir():
-            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("*.tmp*"), dirs_exist_ok=True)
+            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("*.tmp*", "*.pyc.*"), dirs_exist_ok=True)
         elif source.exists():
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name)
