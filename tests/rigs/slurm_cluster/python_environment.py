@@ -97,10 +97,11 @@ def python_environment(folder: Path, *, project: Path = PROJECT) -> PythonEnviro
 
 
 def _copy_source(project: Path, target: Path) -> None:
+    half_written = shutil.ignore_patterns("*.tmp*", "*.pyc.*")
     for name in COPIED:
         source = project / name
         if source.is_dir():
-            shutil.copytree(source, target / name, ignore=shutil.ignore_patterns("*.tmp*", "*.pyc.*"), dirs_exist_ok=True)
+            shutil.copytree(source, target / name, ignore=half_written, dirs_exist_ok=True)
         elif source.exists():
             target.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target / name)
