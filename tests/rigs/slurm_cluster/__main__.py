@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .cluster import SlurmCluster
 from .hosts import rigs_with_leftovers
@@ -162,15 +162,15 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _node_command(options: argparse.Namespace) -> int:
     cluster = SlurmCluster.attach(options.name)
-    act = {
+    actions: dict[str, Callable[[str], None]] = {
         "kill-node": cluster.kill_node,
         "start-node": cluster.start_node,
         "drain": cluster.drain,
         "undrain": cluster.undrain,
         "cut-link": cluster.cut_link,
         "heal-link": cluster.heal_link,
-    }[options.command]
-    act(options.node)
+    }
+    actions[options.command](options.node)
     return 0
 
 
