@@ -1,0 +1,429 @@
+"""Read a run directory into a `RunHistory`. Any file may be missing, torn, newer or foreign; reads are bounded."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.atomic_file import read_json
+from hpc_elastic.events import read_events
+from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
+from hpc_elastic.failures.evidence import read_failure
+from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.report.history import (
+    AgentEnd,
+    AttemptHistory,
+    NodeLoss,
+    RestartDecision,
+    RoundHistory,
+    RoundNode,
+    RunHistory,
+)
+from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
+
+_JSON_LIMIT = 4 << 20
+_TEXT_LIMIT = 4000
+
+
+def collect_run(run_dir: Path | str) -> RunHistory:
+    """Read what is there. Works while the run goes on, after it ended, and on a copy with half of the files missing.
+
+    Raises:
+        OSError: `run_dir` itself can't be listed.
+    """
+    root = Path(os.path.abspath(run_dir))
+    paths = RunPaths(root)
+    problems: list[str] = []
+    spec = read_json(paths.run_json, limit=_JSON_LIMIT)
+    if isinstance(spec, str):
+        problems.append(f"run.json: {spec}")
+        spec = {}
+    entrypoint = spec.get("entrypoint")
+    target = _text(entrypoint.get("target")) if isinstance(entrypoint, dict) else ""
+    numbers = sorted(n for n in map(attempt_number, os.listdir(root)) if n is not None)
+    return RunHistory(
+        run_id=_text(spec.get("run_id")) or root.name,
+        run_dir=str(root),
+        name=target.rsplit("/", 1)[-1] or _text(spec.get("name")) or root.name,
+        max_requeues=_integer(spec.get("max_requeues")),
+        attempts=tuple(collect_attempt(paths.attempt(number)) for number in numbers),
+        problems=tuple(problems),
+    )
+
+
+def collect_attempt(paths: AttemptPaths) -> AttemptHistory:
+    """Read one attempt's folder."""
+    builder = _AttemptBuilder(number=paths.number)
+    info = read_json(paths.attempt_json, limit=_JSON_LIMIT)
+    if isinstance(info, str):
+        builder.problems.append(f"attempt.json: {info}")
+    else:
+        builder.job_id = _text(info.get("job_id"))
+        builder.nodes = _names(info.get("nodes"))
+        builder.started_ns = _integer(info.get("started_ns"))
+    for event in read_events(paths.events):
+        try:
+            builder.take(event)
+        except (TypeError, ValueError, OverflowError) as error:
+            builder.problems.append(f"event {_text(event.get('event'))!r} could not be read: {error}")
+    _read_failures(paths, builder)
+    return builder.build()
+
+
+def _read_failures(paths: AttemptPaths, builder: _AttemptBuilder) -> None:
+    """error.json of every rank of every round: an event that was never written hides no failure."""
+    texts: dict[str, str] = {}
+    for index in sorted(_indices(paths.root, round_index)):
+        part = builder.round(index)
+        for rank in sorted(_indices(paths.round_dir(index), rank_index)):
+            error_file = paths.rank(index, rank).error_file
+            facts = part.facts(paths.number, rank)
+            failure = read_failure(error_file, facts=facts)
+            if failure is None:
+                continue
+            # Where the file lies is the truth about its place; the same text on 500 ranks is kept once.
+            part.failures[rank] = replace(
+                failure,
+                attempt=paths.number,
+                round=index,
+                global_rank=rank,
+                traceback=texts.setdefault(failure.traceback, failure.traceback),
+                stderr_tail=texts.setdefault(failure.stderr_tail, failure.stderr_tail),
+                message=texts.setdefault(failure.message, failure.message),
+                fingerprint=sys.intern(failure.fingerprint),
+                host=sys.intern(failure.host),
+            )
+
+
+def _indices(folder: Path, parse: Any) -> Iterable[int]:
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    return [number for number in map(parse, names) if number is not None]
+
+
+@dataclass(slots=True)
+class _RoundBuilder:
+    index: int
+    reason: str = ""
+    started_ns: int | None = None
+    seconds: float | None = None
+    world_size: int | None = None
+    nodes: dict[int, RoundNode] = field(default_factory=dict)
+    final_ns: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, WorkerFailure] = field(default_factory=dict)
+    told: dict[int, WorkerFailure] = field(default_factory=dict)
+    lost: dict[int, NodeLoss] = field(default_factory=dict)
+    succeeded: set[int] = field(default_factory=set)
+    stopping: list[str] = field(default_factory=list)
+    frozen_reason: str = ""
+    """Why it could begin: what was decided about the failures of the round before."""
+    restarts_used: int | None = None
+    decision: RestartDecision | None = None
+    decided_ns: int = -1
+
+    def facts(self, attempt: int, rank: int) -> ExitFacts:
+        """What is known of a rank from the events: for an error file that no agent completed."""
+        told = self.told.get(rank)
+        node = next((node for node in self.nodes.values() if rank in node.ranks), None)
+        return ExitFacts(
+            attempt=attempt,
+            round=self.index,
+            host=told.host if told else node.host if node else "",
+            node=told.node if told else node.node if node else -1,
+            local_rank=told.local_rank if told else node.ranks.index(rank) if node else -1,
+            global_rank=rank,
+            pid=told.pid if told else 0,
+            exitcode=told.exitcode if told else 1,
+            ended_ns=told.ended_ns if told else 0,
+        )
+
+    def build(self) -> RoundHistory:
+        failures = {**self.told, **self.failures}
+        return RoundHistory(
+            index=self.index,
+            reason=self.reason,
+            started_ns=self.started_ns,
+            seconds=self.seconds,
+            world_size=self.world_size,
+            nodes=tuple(self.nodes[node] for node in sorted(self.nodes)),
+            failures=tuple(failures[rank] for rank in sorted(failures)),
+            lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
+            succeeded_nodes=frozenset(self.succeeded),
+            stopping_reasons=tuple(dict.fromkeys(self.stopping)),
+            decision=self.decision,
+        )
+
+
+@dataclass(slots=True)
+class _AttemptBuilder:
+    number: int
+    job_id: str = ""
+    nodes: tuple[str, ...] = ()
+    started_ns: int | None = None
+    ended_ns: int | None = None
+    outcome: str = ""
+    reason: str = ""
+    exit_code: int | None = None
+    decision: str = ""
+    rounds: dict[int, _RoundBuilder] = field(default_factory=dict)
+    agent_ends: list[AgentEnd] = field(default_factory=list)
+    relaunched: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    closed_outcome: str = ""
+    closed_reason: str = ""
+
+    def round(self, index: int) -> _RoundBuilder:
+        if index not in self.rounds:
+            self.rounds[index] = _RoundBuilder(index)
+        return self.rounds[index]
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Fill in what one event tells; an event that this version does not know tells nothing."""
+        name, when = event["event"], _integer(event.get("t")) or 0
+        node, host = _integer(event.get("node")), _text(event.get("host"))
+        if name == "closed":
+            self.closed_outcome, self.closed_reason = _text(event.get("outcome")), _text(event.get("reason"))
+            return
+        handler = _HANDLERS.get((_text(event.get("role")), name)) if isinstance(name, str) else None
+        if handler is not None:
+            handler(self, event, when)
+            return
+        index = _integer(event.get("round"))
+        if index is None or index < 0 or not isinstance(name, str):
+            return
+        round_handler = _ROUND_HANDLERS.get(name)
+        if round_handler is not None:
+            round_handler(self.round(index), event, when, -1 if node is None else node, host)
+
+    def build(self) -> AttemptHistory:
+        # A round that was opened but never became final had no workers: it is only what came after the one before.
+        rounds = [part for part in (self.rounds[i].build() for i in sorted(self.rounds)) if part.nodes or part.broken]
+        return AttemptHistory(
+            number=self.number,
+            job_id=self.job_id,
+            nodes=self.nodes,
+            started_ns=self.started_ns,
+            ended_ns=self.ended_ns,
+            outcome=self.outcome or self.closed_outcome,
+            reason=self.reason or self.closed_reason,
+            exit_code=self.exit_code,
+            decision=self.decision,
+            rounds=tuple(self._completed(part) for part in rounds),
+            agent_ends=tuple(self.agent_ends),
+            relaunched=tuple(self.relaunched),
+            notices=tuple(dict.fromkeys(self.notices)),
+            problems=tuple(self.problems),
+        )
+
+    def _completed(self, part: RoundHistory) -> RoundHistory:
+        """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
+        if part.lost_nodes:
+            part = replace(part, lost_nodes=tuple(self._named(loss) for loss in part.lost_nodes))
+        if part.decision is not None or not part.broken:
+            return part
+        after = self.rounds.get(part.index + 1)
+        if after is not None and (after.frozen_reason or after.nodes):
+            decision = RestartDecision(
+                action="restart", reason=after.frozen_reason or after.reason, restarts_used=after.restarts_used
+            )
+        elif self.closed_reason:
+            decision = RestartDecision(action="close", reason=self.closed_reason)
+        else:
+            return part
+        return replace(part, decision=decision)
+
+    def _named(self, loss: NodeLoss) -> NodeLoss:
+        host = loss.host or (self.nodes[loss.node] if 0 <= loss.node < len(self.nodes) else f"node {loss.node}")
+        code = next((end.code for end in self.agent_ends if end.node == loss.node and end.code != 0), None)
+        if code is None:
+            return replace(loss, host=host)
+        name = signal_name(signal_of(code))
+        return replace(loss, host=host, detail=f"its agent ended with code {code}" + (f" ({name})" if name else ""))
+
+
+def _attempt_started(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.started_ns = when
+    builder.job_id = _text(event.get("job_id")) or builder.job_id
+    builder.nodes = _names(event.get("nodes")) or builder.nodes
+
+
+def _agent_ended(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    code = _integer(event.get("code"))
+    if code is None:
+        return
+    name, node = _text(event.get("name")), _integer(event.get("node"))
+    if name in builder.nodes and (node is None or node < 0):
+        node = builder.nodes.index(name)
+    builder.agent_ends.append(AgentEnd(node=-1 if node is None else node, name=name, code=code, seen_ns=when))
+
+
+def _agent_relaunched(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.relaunched.append(_text(event.get("name")))
+
+
+def _notice(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.notices.append(_text(event.get("signal")))
+
+
+def _verdict(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.outcome = builder.outcome or _text(event.get("outcome"))
+    builder.reason = _text(event.get("reason"))
+    if builder.exit_code is None:
+        builder.exit_code = _integer(event.get("exit_code"))
+
+
+def _requeue_decision(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.decision = f"{_text(event.get('action'))}: {_text(event.get('reason'))}"
+
+
+def _attempt_ended(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.ended_ns = when
+    builder.outcome = _text(event.get("outcome")) or builder.outcome
+    builder.exit_code = _integer(event.get("exit_code"))
+
+
+# The supervisor's `node` field is the node that the event is about; an agent's is its own.
+_HANDLERS = {
+    ("supervisor", "attempt_started"): _attempt_started,
+    ("supervisor", "agent_ended"): _agent_ended,
+    ("supervisor", "agent_relaunched"): _agent_relaunched,
+    ("supervisor", "notice"): _notice,
+    ("supervisor", "verdict"): _verdict,
+    ("supervisor", "requeue_decision"): _requeue_decision,
+    ("supervisor", "attempt_ended"): _attempt_ended,
+}
+
+
+def _round_opened(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.reason = _text(event.get("reason"))
+
+
+def _round_frozen(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.frozen_reason = _text(event.get("reason"))
+    part.restarts_used = _integer(event.get("restarts_used"))
+
+
+def _round_final(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    ranks = event.get("ranks")
+    part.nodes[node] = RoundNode(
+        node=node,
+        host=host,
+        ranks=tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
+        group_rank=_or(_integer(event.get("group_rank")), -1),
+    )
+    part.final_ns[node] = when
+    part.started_ns = when if part.started_ns is None else min(part.started_ns, when)
+    part.world_size = _integer(event.get("world_size"))
+
+
+def _worker_failed(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    rank = _integer(event.get("rank"))
+    if rank is None:
+        return
+    exitcode = _or(_integer(event.get("exitcode")), 1)
+    try:
+        failure_class = FailureClass(event.get("failure_class"))
+    except ValueError:
+        failure_class = FailureClass.ROOT
+    infrastructure = failure_class is FailureClass.INFRASTRUCTURE
+    message = _text(event.get("message"))
+    part.told[rank] = WorkerFailure(
+        round=part.index,
+        host=host,
+        node=node,
+        local_rank=_or(_integer(event.get("local_rank")), -1),
+        global_rank=rank,
+        pid=_or(_integer(event.get("pid")), 0),
+        exitcode=exitcode,
+        signal=signal_name(signal_of(exitcode)),
+        ended_ns=when,
+        message=message,
+        fingerprint=_text(event.get("fingerprint")),
+        failure_class=failure_class,
+        category=Category.INFRASTRUCTURE if infrastructure else Category.WORKER,
+        source=EvidenceSource.EVENT,
+        error_file=_text(event.get("error_file")),
+        problem="error.json is missing: this is what its agent's event says",
+    )
+
+
+def _node_lost(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    age = event.get("age")
+    # An agent's own `node` and `host` head every line: the event's fields of that name are the lost node's.
+    part.lost[node] = NodeLoss(
+        round=part.index,
+        node=node,
+        host=host,
+        seen_ns=when,
+        age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
+    )
+
+
+def _workers_succeeded(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.succeeded.add(node)
+    _ended(part, when, node)
+
+
+def _workers_stopping(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.stopping.append(_text(event.get("reason")))
+
+
+def _workers_stopped(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    if node not in part.succeeded:
+        _ended(part, when, node)
+
+
+def _ended(part: _RoundBuilder, when: int, node: int) -> None:
+    begin = part.final_ns.get(node)
+    if begin is not None and when >= begin:
+        part.seconds = max(part.seconds or 0.0, (when - begin) / 1e9)
+
+
+def _restart_decision(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    if when >= part.decided_ns:  # a new coordinator may have decided again: the last word holds
+        part.decided_ns = when
+        part.decision = RestartDecision(
+            action=_text(event.get("action")),
+            reason=_text(event.get("reason")),
+            restarts_used=_integer(event.get("restarts_used")),
+            max_restarts=_integer(event.get("max_restarts")),
+        )
+
+
+_ROUND_HANDLERS = {
+    "round_opened": _round_opened,
+    "round_frozen": _round_frozen,
+    "round_final": _round_final,
+    "worker_failed": _worker_failed,
+    "node_lost": _node_lost,
+    "workers_succeeded": _workers_succeeded,
+    "workers_stopping": _workers_stopping,
+    "workers_stopped": _workers_stopped,
+    "restart_decision": _restart_decision,
+}
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else str(value)
+    return text[:_TEXT_LIMIT]
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()

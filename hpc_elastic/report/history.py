@@ -1,0 +1,131 @@
+"""A run's history as the report needs it: attempts of rounds of failures. Values only; `collect` fills them from disk.
+
+Times are nanoseconds since the epoch by the wall clock of the host that the docstring names, and are shown, not
+subtracted across hosts; durations were measured on one host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLoss:
+    """A node that was taken out of a round because nothing was heard from it any more."""
+
+    round: int
+    node: int
+    host: str
+    seen_ns: int
+    """When the coordinator took it out, by the coordinator's clock."""
+    age: float = 0.0
+    """Seconds for which the coordinator had seen no sign of it by then."""
+    detail: str = ""
+    """What else is known: ``its agent ended with code 137 (SIGKILL)``."""
+
+    @property
+    def gone_ns(self) -> int:
+        """About when it went: the last sign of it."""
+        return self.seen_ns - int(self.age * 1e9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundNode:
+    """One node's part in a round."""
+
+    node: int
+    host: str
+    ranks: tuple[int, ...] = ()
+    group_rank: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartDecision:
+    """What the coordinator decided when a round had broken."""
+
+    action: str
+    """``restart``, ``continue`` (free of charge: the membership changed) or ``close``."""
+    reason: str
+    restarts_used: int | None = None
+    max_restarts: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundHistory:
+    """One round: who took part, what failed, what was decided."""
+
+    index: int
+    reason: str = ""
+    """Why it was opened."""
+    started_ns: int | None = None
+    """First ``round_final`` of its nodes, by that node's clock."""
+    seconds: float | None = None
+    """From ``round_final`` to the workers' end, the longest of its nodes; None where no node told both."""
+    world_size: int | None = None
+    nodes: tuple[RoundNode, ...] = ()
+    failures: tuple[WorkerFailure, ...] = ()
+    lost_nodes: tuple[NodeLoss, ...] = ()
+    succeeded_nodes: frozenset[int] = frozenset()
+    stopping_reasons: tuple[str, ...] = ()
+    decision: RestartDecision | None = None
+
+    @property
+    def broken(self) -> bool:
+        """Whether something failed in it, be it that everything that did was ended by us."""
+        return bool(self.failures or self.lost_nodes)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether every node's workers ended with 0."""
+        return bool(self.nodes) and self.succeeded_nodes >= {node.node for node in self.nodes}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEnd:
+    """An agent that ended otherwise than well, as the supervisor saw it."""
+
+    node: int
+    name: str
+    code: int
+    seen_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptHistory:
+    """One execution of the job."""
+
+    number: int
+    job_id: str = ""
+    nodes: tuple[str, ...] = ()
+    started_ns: int | None = None
+    """The batch host's clock."""
+    ended_ns: int | None = None
+    outcome: str = ""
+    """A value of `hpc_elastic.outcome.Outcome`; empty where no end was recorded."""
+    reason: str = ""
+    exit_code: int | None = None
+    decision: str = ""
+    """What was decided about the job: ``requeue: …``, ``end: …``."""
+    rounds: tuple[RoundHistory, ...] = ()
+    agent_ends: tuple[AgentEnd, ...] = ()
+    relaunched: tuple[str, ...] = ()
+    """Nodes whose agent was started again."""
+    notices: tuple[str, ...] = ()
+    """Signals that gave notice."""
+    problems: tuple[str, ...] = ()
+    """What could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory:
+    """Everything that a run directory tells about failures."""
+
+    run_id: str
+    run_dir: str
+    name: str
+    """What torchrun would call it: the script."""
+    max_requeues: int | None = None
+    attempts: tuple[AttemptHistory, ...] = ()
+    problems: tuple[str, ...] = field(default=())

@@ -1,0 +1,147 @@
+"""report.json: the whole report for programs. The schema is in docs/reference/report-json.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
+from hpc_elastic.report.verdict import Verdict
+
+VERSION = 1
+
+
+def render_json(history: RunHistory, *, attempt: int | None = None) -> dict[str, Any]:
+    """The report as JSON values.
+
+    Args:
+        history: The run.
+        attempt: The attempt that it is about; None: the verdict is on the last failure, the end is the last attempt's.
+    """
+    subject = choose_subject(history, attempt=attempt)
+    shown = next((part for part in history.attempts if part.number == attempt), None)
+    if attempt is None and history.attempts:
+        shown = history.attempts[-1]
+    return {
+        "version": VERSION,
+        "run_id": history.run_id,
+        "run_dir": history.run_dir,
+        "name": history.name,
+        "attempt": shown.number if shown is not None else None,
+        "outcome": (shown.outcome if shown is not None else "") or None,
+        "exit_code": shown.exit_code if shown is not None else None,
+        "decision": (shown.decision if shown is not None else "") or None,
+        "verdict": _verdict(subject),
+        "attempts": [_attempt(part) for part in history.attempts],
+        "problems": list(history.problems),
+    }
+
+
+def _verdict(subject: Subject) -> dict[str, Any]:
+    verdict = subject.verdict
+    return {
+        **_verdict_core(verdict),
+        "attempt": subject.attempt.number if subject.attempt is not None and subject.round is not None else None,
+        "round": subject.round.index if subject.round is not None else None,
+        "failure": verdict.failure.to_json() if verdict.failure is not None else None,
+        "candidates": [_place(failure) for failure in verdict.candidates[:100]],
+    }
+
+
+def _verdict_core(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "cause": verdict.cause.value,
+        "summary": verdict.summary,
+        "confidence": verdict.confidence.value,
+        "evidence": verdict.evidence,
+        "category": verdict.category.value if verdict.category is not None else None,
+        "retryable": verdict.retryable,
+        "fingerprint": verdict.fingerprint or None,
+        "same_failure_ranks": rank_ranges(verdict.same_failure),
+        "lost_node": _loss(verdict.lost_node) if verdict.lost_node is not None else None,
+    }
+
+
+def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
+    return {
+        "number": attempt.number,
+        "job_id": attempt.job_id or None,
+        "nodes": list(attempt.nodes),
+        "started_ns": attempt.started_ns,
+        "ended_ns": attempt.ended_ns,
+        "outcome": attempt.outcome or None,
+        "reason": attempt.reason or None,
+        "exit_code": attempt.exit_code,
+        "decision": attempt.decision or None,
+        "notices": list(attempt.notices),
+        "agents_ended": [
+            {"node": end.node, "name": end.name, "code": end.code, "seen_ns": end.seen_ns} for end in attempt.agent_ends
+        ],
+        "agents_relaunched": list(attempt.relaunched),
+        "rounds": [_round(part) for part in attempt.rounds],
+        "problems": list(attempt.problems),
+    }
+
+
+def _round(part: RoundHistory) -> dict[str, Any]:
+    decision = part.decision
+    return {
+        "index": part.index,
+        "reason": part.reason or None,
+        "started_ns": part.started_ns,
+        "seconds": part.seconds,
+        "world_size": part.world_size,
+        "nodes": [
+            {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": rank_ranges(node.ranks)}
+            for node in part.nodes
+        ],
+        "succeeded": part.succeeded,
+        "stopping_reasons": list(part.stopping_reasons),
+        "decision": None
+        if decision is None
+        else {
+            "action": decision.action,
+            "reason": decision.reason,
+            "restarts_used": decision.restarts_used,
+            "max_restarts": decision.max_restarts,
+        },
+        "lost_nodes": [_loss(loss) for loss in part.lost_nodes],
+        "verdict": _verdict_core(verdict_of(part)) if part.broken else None,
+        "failures": [_fold(fold) for fold in fold_failures(part.failures)],
+    }
+
+
+def _fold(fold: Fold) -> dict[str, Any]:
+    return {
+        "ranks": rank_ranges(fold.ranks),
+        "count": len(fold.members),
+        "hosts": list(fold.hosts),
+        "first": fold.first.to_json(),
+        "members": [_place(failure) for failure in fold.members],
+    }
+
+
+def _place(failure: WorkerFailure) -> dict[str, Any]:
+    return {
+        "global_rank": failure.global_rank,
+        "local_rank": failure.local_rank,
+        "host": failure.host,
+        "node": failure.node,
+        "pid": failure.pid,
+        "exitcode": failure.exitcode,
+        "ended_ns": failure.ended_ns,
+        "error_file": failure.error_file,
+    }
+
+
+def _loss(loss: NodeLoss) -> dict[str, Any]:
+    return {
+        "node": loss.node,
+        "host": loss.host,
+        "round": loss.round,
+        "seen_ns": loss.seen_ns,
+        "silent_seconds": loss.age,
+        "detail": loss.detail or None,
+    }

@@ -1,0 +1,58 @@
+"""What a report is about: which attempt, which of its rounds, and the verdict on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The failure that somebody who asks "why?" wants to hear about."""
+
+    attempt: AttemptHistory | None
+    """The attempt in which it happened; None where there is none at all."""
+    round: RoundHistory | None
+    """The round; None where nothing failed."""
+    verdict: Verdict
+
+
+def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subject:
+    """The last round that something broke, of one attempt or, going back, of any.
+
+    Args:
+        history: The run.
+        attempt: Only this one's rounds.
+    """
+    candidates = [part for part in history.attempts if attempt is None or part.number == attempt]
+    for part in reversed(candidates):
+        for item in reversed(part.rounds):
+            verdict = verdict_of(item)
+            if verdict.cause is not Cause.NONE:
+                return Subject(attempt=part, round=item, verdict=verdict)
+    nothing = Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no worker failed by itself")
+    return Subject(attempt=candidates[-1] if candidates else None, round=None, verdict=nothing)
+
+
+def verdict_of(part: RoundHistory) -> Verdict:
+    """The verdict on one round."""
+    return decide_verdict(part.failures, lost_nodes=part.lost_nodes)
+
+
+def consequences(part: RoundHistory) -> int:
+    """How many of a round's failures are symptoms."""
+    return sum(1 for failure in part.failures if failure.failure_class is FailureClass.SYMPTOM)
+
+
+def with_end(history: RunHistory, *, attempt: int, outcome: str, exit_code: int | None, decision: str) -> RunHistory:
+    """The history with an attempt's end as its supervisor knows it, before the events say so."""
+    parts = tuple(
+        replace(part, outcome=outcome, exit_code=exit_code, decision=decision or part.decision)
+        if part.number == attempt
+        else part
+        for part in history.attempts
+    )
+    return replace(history, attempts=parts)

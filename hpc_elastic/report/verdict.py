@@ -1,0 +1,240 @@
+"""Which failure was the cause: a pure decision over one round's failures, with its evidence and its confidence.
+
+By class first (what is not a symptom), then by each agent's own time of the failure. Two times that are closer than
+the clocks can tell apart are a tie, and said to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.fold import rank_ranges
+from hpc_elastic.report.history import NodeLoss
+
+_CAUSES = (FailureClass.ROOT, FailureClass.INFRASTRUCTURE)
+
+
+class Cause(str, Enum):
+    """What the verdict points at."""
+
+    WORKER = "worker"
+    NODE = "node"
+    UNKNOWN = "unknown"
+    """Something failed, and every failure reads like a consequence of another one."""
+    NONE = "none"
+    """Nothing failed, or all that did was ended by this job itself."""
+
+
+class Confidence(str, Enum):
+    """How sure it is."""
+
+    HIGH = "high"
+    TIE = "tie"
+    """Candidates that the clocks can't order."""
+    LOW = "low"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockBounds:
+    """How close two times may be before their order means nothing, nanoseconds."""
+
+    same_host_ns: int = 2_000_000
+    """One agent reads the ends of its workers one after the other."""
+    across_hosts_ns: int = 100_000_000
+    """Assumed, since no offsets between the hosts' clocks were measured: NTP keeps a cluster well within it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The root cause of a round's end."""
+
+    cause: Cause
+    confidence: Confidence
+    evidence: str
+    """Why this one: a sentence for the report."""
+    failure: WorkerFailure | None = None
+    """The root cause, or for `Cause.UNKNOWN` the first of the symptoms."""
+    lost_node: NodeLoss | None = None
+    category: Category | None = None
+    fingerprint: str = ""
+    retryable: bool = True
+    """Whether another start may help."""
+    same_failure: tuple[int, ...] = ()
+    """Global ranks that failed in the same way, the root cause's included."""
+    candidates: tuple[WorkerFailure, ...] = ()
+    """The other failures that are no consequence, by time; without those of the same kind."""
+
+    @property
+    def summary(self) -> str:
+        """One line: what happened, where."""
+        if self.lost_node is not None:
+            return f"node {self.lost_node.host} was lost"
+        if self.failure is None:
+            return "no worker failed by itself"
+        return f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
+
+
+def decide_verdict(
+    failures: Sequence[WorkerFailure], *, lost_nodes: Sequence[NodeLoss] = (), clocks: ClockBounds | None = None
+) -> Verdict:
+    """Name the root cause among the failures of one round.
+
+    Args:
+        failures: In any order.
+        lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
+        clocks: What two hosts' times are worth.
+    """
+    bounds = clocks or ClockBounds()
+    ordered = sorted(failures, key=lambda failure: (failure.ended_ns, failure.global_rank))
+    causes = [failure for failure in ordered if failure.failure_class in _CAUSES]
+    symptoms = [failure for failure in ordered if failure.failure_class is FailureClass.SYMPTOM]
+    retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
+    lost = sorted(lost_nodes, key=lambda loss: (loss.gone_ns, loss.node))
+    if lost and (not causes or lost[0].gone_ns <= causes[0].ended_ns):
+        return _node_verdict(lost, causes, symptoms, bounds, retryable=retryable)
+    if causes:
+        return _worker_verdict(causes, len(symptoms), lost, bounds, retryable=retryable)
+    # Ended by us, but it had printed an exception of its own before: it may have hung in its shutdown.
+    talking = [failure for failure in ordered if failure.exception_type and failure not in symptoms]
+    if talking:
+        return _talking_verdict(talking[0], len(symptoms), retryable=retryable)
+    if symptoms:
+        first = symptoms[0]
+        return Verdict(
+            cause=Cause.UNKNOWN,
+            confidence=Confidence.NONE,
+            evidence=f"not known: {_count(len(symptoms), 'failure')} and each reads like a consequence of another; "
+            "the cause left no trace (a worker that hung, or ended early with 0?). Shown is the first one seen",
+            failure=first,
+            category=first.category,
+            fingerprint=first.fingerprint,
+            retryable=retryable,
+            same_failure=_same(first, ordered),
+        )
+    evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
+    return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+
+
+def _worker_verdict(
+    causes: list[WorkerFailure], symptoms: int, lost: list[NodeLoss], bounds: ClockBounds, *, retryable: bool
+) -> Verdict:
+    root = causes[0]
+    others = [failure for failure in causes if failure.fingerprint != root.fingerprint]
+    same = _same(root, causes)
+    confidence = Confidence.HIGH
+    consequences = f"; {_count(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+    if others:
+        near = [failure for failure in others if _is_tie(root, failure, bounds)]
+        if near:
+            confidence = Confidence.TIE
+            names = ", ".join(f"rank {failure.global_rank} on {failure.host}" for failure in near[:3])
+            more = f" and {len(near) - 3} more" if len(near) > 3 else ""
+            evidence = (
+                f"not certain: {names}{more} failed within the clocks' resolution ({_resolution(root, near, bounds)})"
+            )
+        else:
+            gap = (others[0].ended_ns - root.ended_ns) / 1e9
+            evidence = (
+                f"first of {len(others) + 1} different failures, {_seconds(gap)} before the next "
+                f"(rank {others[0].global_rank} on {others[0].host})"
+            )
+    elif len(same) > 1:
+        evidence = f"the same failure on {len(same)} ranks ({rank_ranges(same)}); this one was seen first"
+    elif symptoms:
+        evidence = "the only failure that is not a consequence of another one"
+    else:
+        evidence = "the only failure"
+    if symptoms:
+        evidence += consequences
+    if lost:
+        evidence += f"; node {lost[0].host} was lost after it"
+    return Verdict(
+        cause=Cause.WORKER,
+        confidence=confidence,
+        evidence=evidence,
+        failure=root,
+        category=root.category,
+        fingerprint=root.fingerprint,
+        retryable=retryable and root.retryable,
+        same_failure=same,
+        candidates=tuple(others),
+    )
+
+
+def _node_verdict(
+    lost: list[NodeLoss],
+    causes: list[WorkerFailure],
+    symptoms: list[WorkerFailure],
+    bounds: ClockBounds,
+    *,
+    retryable: bool,
+) -> Verdict:
+    first = lost[0]
+    silent = f"no sign of it for {_seconds(first.age)}" if first.age else "its agent left the run"
+    parts = [f"{silent}, {first.detail}" if first.detail else silent]
+    confidence = Confidence.HIGH
+    if len(lost) > 1:
+        parts.append(f"lost too: {', '.join(loss.host for loss in lost[1:4])}" + (" ..." if len(lost) > 4 else ""))
+    if causes and causes[0].ended_ns - first.gone_ns <= bounds.across_hosts_ns:
+        confidence = Confidence.TIE
+        parts.append(f"not certain: rank {causes[0].global_rank} on {causes[0].host} failed at about the same time")
+    if symptoms:
+        parts.append(
+            f"{_count(len(symptoms), 'failure')} elsewhere {'is' if len(symptoms) == 1 else 'are'} its consequence"
+        )
+    return Verdict(
+        cause=Cause.NODE,
+        confidence=confidence,
+        evidence="; ".join(parts),
+        lost_node=first,
+        category=Category.INFRASTRUCTURE,
+        fingerprint="node_lost",
+        retryable=retryable,
+        candidates=tuple(causes),
+    )
+
+
+def _talking_verdict(failure: WorkerFailure, symptoms: int, *, retryable: bool) -> Verdict:
+    evidence = "likely: it had printed this and did not end; this job ended it"
+    if symptoms:
+        evidence += (
+            f"; {_count(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+        )
+    return Verdict(
+        cause=Cause.WORKER,
+        confidence=Confidence.LOW,
+        evidence=evidence,
+        failure=failure,
+        category=failure.category,
+        fingerprint=failure.fingerprint,
+        retryable=retryable,
+        same_failure=(failure.global_rank,),
+    )
+
+
+def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
+    return tuple(sorted(f.global_rank for f in failures if f.fingerprint == root.fingerprint))
+
+
+def _is_tie(root: WorkerFailure, other: WorkerFailure, bounds: ClockBounds) -> bool:
+    bound = bounds.same_host_ns if root.host == other.host else bounds.across_hosts_ns
+    return other.ended_ns - root.ended_ns <= bound
+
+
+def _resolution(root: WorkerFailure, near: Sequence[WorkerFailure], bounds: ClockBounds) -> str:
+    if all(failure.host == root.host for failure in near):
+        return f"{bounds.same_host_ns // 1_000_000} ms on one host"
+    return f"{bounds.across_hosts_ns // 1_000_000} ms between hosts"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

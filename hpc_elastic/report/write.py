@@ -1,0 +1,66 @@
+"""Write a report beside the attempt that it is about. Called by the supervisor at the end of every attempt."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.atomic_file import json_text, write_private
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.render_json import render_json
+from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.subject import choose_subject, with_end
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict
+from hpc_elastic.run_paths import RunPaths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportResult:
+    """A report, written or not."""
+
+    verdict: Verdict
+    text: str
+    """For the job log: at most 40 lines."""
+    history: RunHistory | None = None
+    problems: tuple[str, ...] = ()
+    """What could not be read or written; the report is there all the same."""
+
+
+def write_report(
+    run_dir: Path | str, *, attempt: int, outcome: str, exit_code: int | None, decision: str = ""
+) -> ReportResult:
+    """Build an attempt's report from the run directory and write report.txt and report.json. Never raises.
+
+    Args:
+        run_dir: The run.
+        attempt: The attempt that has ended.
+        outcome: A value of `hpc_elastic.outcome.Outcome`, as the caller knows it (the events may not say it yet).
+        exit_code: With which the job will end; None: not known yet.
+        decision: What is done about the job: ``requeue: …`` or ``end: …``.
+    """
+    try:
+        history = with_end(
+            collect_run(run_dir), attempt=attempt, outcome=outcome, exit_code=exit_code, decision=decision
+        )
+        verdict = choose_subject(history, attempt=attempt).verdict
+        text = render_text(history, attempt=attempt)
+    except Exception as error:  # the job's end must not fail for want of a report
+        nothing = Verdict(cause=Cause.NONE, confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
+        return ReportResult(
+            verdict=nothing,
+            text=f"the report of {os.fspath(run_dir)} could not be made: {error!r}\n",
+            problems=(f"no report could be made: {error!r}",),
+        )
+    problems: list[str] = []
+    paths = RunPaths(Path(os.path.abspath(run_dir))).attempt(attempt)
+    try:
+        write_private(paths.report_text, text)
+    except Exception as error:
+        problems.append(f"could not write {paths.report_text}: {error}")
+    try:
+        write_private(paths.report_json, json_text(render_json(history, attempt=attempt), indent=1) + "\n")
+    except Exception as error:
+        problems.append(f"could not write {paths.report_json}: {error}")
+    return ReportResult(verdict=verdict, text=text, history=history, problems=tuple(problems))
