@@ -230,9 +230,9 @@ class _AttemptBuilder:
             return part
         after = self.rounds.get(part.index + 1)
         if after is not None and (after.frozen_reason or after.nodes):
-            decision = RestartDecision(
-                action="restart", reason=after.frozen_reason or after.reason, restarts_used=after.restarts_used
-            )
+            reason = after.frozen_reason or after.reason
+            action = "restart" if reason.startswith("restart") else "continue"
+            decision = RestartDecision(action=action, reason=reason, restarts_used=after.restarts_used)
         elif self.closed_reason:
             decision = RestartDecision(action="close", reason=self.closed_reason)
         else:

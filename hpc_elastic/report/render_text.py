@@ -5,6 +5,7 @@ ASCII only, so that no terminal and no log chokes on it; what workers printed is
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 
 from hpc_elastic.failures.classify import FailureClass
@@ -23,7 +24,7 @@ _OTHERS = 5
 _HISTORY = 9
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
-_SYMPTOM_WORDS = {
+_CLASS_WORDS = {
     FailureClass.ROOT: "",
     FailureClass.SYMPTOM: "consequence",
     FailureClass.STOPPED_BY_US: "ended by this job",
@@ -53,7 +54,8 @@ def render_text(
     width = max(_NARROWEST, width)
     everything = max_lines is None
     shown = _attempt_shown(history, attempt)
-    head = _head(history, shown, width)
+    survived = subject.round is not None and shown is not None and shown.outcome == "succeeded"
+    head = _head(history, shown, width, survived=survived)
     done = _done(history, subject, shown, width)
     past = _past(history, width, cap=None if everything else _HISTORY)
     others: list[str] = []
@@ -79,14 +81,18 @@ def _is_fine(attempt: AttemptHistory | None) -> bool:
     return attempt is None or attempt.outcome in ("", "succeeded")
 
 
-def _head(history: RunHistory, attempt: AttemptHistory | None, width: int) -> list[str]:
-    status = describe_outcome(history, attempt).upper()
+def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, survived: bool) -> list[str]:
+    status = describe_outcome(history, attempt)
+    if attempt is not None and attempt.outcome:
+        status = status.upper()
     where = ""
     if attempt is not None:
         job = f", job {attempt.job_id}" if attempt.job_id else ""
         code = f" (exit code {attempt.exit_code})" if attempt.exit_code is not None else ""
         where = f"{code} - attempt {attempt.number}{job}"
     lines = [_fit(f"{history.name} {status}{where}", width), f"  run directory: {history.run_dir}"]
+    if survived:
+        lines.append("  The failure below was survived; the run went on and succeeded.")
     problems = [*history.problems, *(attempt.problems if attempt is not None else ())]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -102,7 +108,7 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
         return attempt.outcome.replace("_", " ")
     if attempt.number < history.attempts[-1].number:
         return "ended without a word"
-    return "still running, or its supervisor died"
+    return "is still running (or its supervisor died)"
 
 
 def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: int | None) -> list[str]:
@@ -123,7 +129,7 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
         found += [_fit(f"  the agent on {_clean(end.name)} ended with code {end.code}", width) for end in ends[:3]]
         return found
     fields = [
-        _fit(f"  {_clean(failure.headline)}", width),
+        *_unwrapped(failure.headline, width),
         _field("time", f"{_time(failure.ended_ns, fine=True)} ({_clean(failure.host)}'s clock)"),
         _field("host", f"{_clean(failure.host)} (node {failure.node}){where}"),
         _field("rank", f"{failure.global_rank} (local_rank: {failure.local_rank})" + _also(verdict)),
@@ -135,7 +141,7 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
     if failure.problem:
         fields += _wrapped("", f"({failure.problem})", width)
     fields += _wrapped("verdict", verdict.evidence, width)
-    fields += _wrapped("class", _class_text(failure), width)
+    fields += _wrapped("kind", _class_text(failure), width)
     if failure.last_step is not None:
         fields.append(_field("last step", str(failure.last_step)))
     found_text = find_python_traceback(failure.traceback) if failure.traceback else None
@@ -167,7 +173,7 @@ def _also(verdict: Verdict) -> str:
 def _class_text(failure: WorkerFailure) -> str:
     retry = "" if failure.retryable else "; not worth another try"
     return (
-        f"{failure.category.value}: {failure.reason}{retry}" if failure.reason else f"{failure.category.value}{retry}"
+        f"{failure.reason} ({failure.category.value}){retry}" if failure.reason else f"{failure.category.value}{retry}"
     )
 
 
@@ -217,11 +223,11 @@ def _fold_line(fold: Fold, root: WorkerFailure | None) -> str:
     count = len(fold.members)
     ranks = f"rank{'s' if count > 1 else ''} {_shorten(rank_ranges(fold.ranks), 30)}"
     hosts = _clean(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
-    what = _SYMPTOM_WORDS[first.failure_class]
+    what = _CLASS_WORDS[first.failure_class]
     if root is not None and first.fingerprint == root.fingerprint:
         what = "the same failure"
     label = f" [{what}]" if what else ""
-    return f"  {ranks} on {hosts}, from {_clock(first.ended_ns)}{label}: {_clean(first.headline)}"
+    return f"  {ranks} on {hosts}, from {_clock(first.ended_ns)}{label}: {_brief(first.headline)}"
 
 
 def _done(history: RunHistory, subject: Subject, shown: AttemptHistory | None, width: int) -> list[str]:
@@ -229,15 +235,25 @@ def _done(history: RunHistory, subject: Subject, shown: AttemptHistory | None, w
     if subject.round is not None and subject.attempt is not None:
         lines += _after_round(subject.attempt, subject.round)
         if subject.attempt is not shown and subject.attempt.decision:
-            lines.append(subject.attempt.decision)
+            lines.append(_decision(subject.attempt.decision))
     if shown is not None and shown.decision:
-        lines.append(shown.decision)
+        lines.append(_decision(shown.decision))
     if not lines and subject.round is None:
         return []
     title = "What was done about it:"
     if not lines:
         return [f"{title} nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
     return [title, *(_fit(f"  {_clean(line)}", width) for line in dict.fromkeys(lines))]
+
+
+def _decision(text: str) -> str:
+    """``requeue: requeue 1 of 3: …`` → the reason alone; ``end: …`` → that it was not requeued."""
+    action, separator, reason = text.partition(": ")
+    if not separator:
+        return text
+    if action == "end":
+        return f"not requeued: {reason}"
+    return reason if reason.startswith(action) else text
 
 
 def _after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
@@ -248,7 +264,9 @@ def _after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
         text = decision.reason
         if decision.action == "close":
             text = f"given up: {text}"
-        elif decision.action not in text:
+        elif decision.action == "continue":
+            text = f"a new round, which costs no restart: {text}"
+        elif not text.startswith(decision.action):
             text = f"{decision.action}: {text}"
         if after is not None and decision.action != "close":
             text += f" -> round {after.index}"
@@ -326,13 +344,15 @@ def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory
     if verdict.cause is not Cause.NONE:
         others = len(part.failures) - (1 if verdict.failure is not None else 0)
         more = f" (+{others} more)" if others else ""
-        text = f"{size}{lasted}: {_clean(verdict.summary)}{more}"
+        text = f"{size}{lasted}: {_brief(verdict.summary)}{more}"
         rank = verdict.failure.global_rank if verdict.failure is not None else None
         return f"{size}|{verdict.fingerprint}|{rank}|{others}", text
     if part.succeeded:
         end = "all workers ended with 0"
     elif part.stopping_reasons:
         end = f"stopped: {_clean(part.stopping_reasons[0])}"
+    elif part.failures:
+        end = "ended by this job"
     elif attempt.outcome or attempt is not history.attempts[-1]:
         end = "no end is recorded"
     else:
@@ -362,6 +382,20 @@ def _clean(text: str) -> str:
 
 def _clean_lines(text: str) -> list[str]:
     return [line.replace("\t", "    ") for line in clean_text(text).rstrip("\n").split("\n")]
+
+
+def _unwrapped(text: str, width: int) -> list[str]:
+    """A headline in at most three lines."""
+    text, room = _clean(text), width - 2
+    return [f"  {text[at : at + room]}" for at in range(0, min(len(text), 3 * room), room)] or ["  (no message)"]
+
+
+_CPP_PLACE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|hpp|h|cu):\d+\] ")
+
+
+def _brief(text: str) -> str:
+    """One line, without the place in some library's C++ source that stands before what is meant."""
+    return _CPP_PLACE.sub("", _clean(text))
 
 
 def _fit(line: str, width: int) -> str:
