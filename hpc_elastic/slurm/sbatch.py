@@ -1,0 +1,217 @@
+"""Options → the text of a batch script. Nothing here reaches a shell unquoted, and nothing is run.
+
+``#SBATCH`` lines are sbatch's own language: no shell expands them; blanks separate, ``#`` begins a comment, quotes and
+backslashes quote as in C (read in its parser, and tried: tests/integration hands nasty values to the real sbatch). A
+line break can't be written there at all.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.slurm.commands import SHAPE_VARIABLES
+from hpc_elastic.slurm.node_range import parse_nodes
+from hpc_elastic.slurm.time_limit import check_time_option
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+\Z")
+_PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
+_MAX_VALUE = 4000  # bytes; sbatch copies an argument into a buffer of 8192
+_MIN_GRACE = 1
+
+# Tasks belong to srun: with them, 20.11 and 22.05 give `-N3-4` 3 nodes with 4 idle, and after a requeue for ever what
+# was left. The others make sbatch do something else than submit this script.
+_REFUSED = {
+    "--ntasks": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "-n": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--ntasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--ntasks-per-gpu": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--tasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--wrap": "the script is made here",
+    "--wait": "use hpc-elastic submit --wait, which follows requeues",
+    "-W": "use hpc-elastic submit --wait, which follows requeues",
+    "--test-only": "use --dry-run",
+    "--help": "see sbatch --help",
+    "--usage": "see sbatch --help",
+    "--version": "see sbatch --version",
+    "-V": "see sbatch --version",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SbatchOptions:
+    """sbatch's options, by sbatch's names; None or empty: not given."""
+
+    nodes: str | None = None
+    """``4``, ``2-4`` or ``2:4``."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    job_name: str | None = None
+    constraint: str | None = None
+    cpus_per_task: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    dependency: str | None = None
+    array: str | None = None
+    output: str | None = None
+    """A path with sbatch's %-patterns; `literal_path` for one without."""
+    error: str | None = None
+    gres: str | None = None
+    gpus_per_node: str | None = None
+    mem: str | None = None
+    exclusive: str | None = None
+    """Empty for plain ``--exclusive``, else ``user`` or ``mcs``; None: not given."""
+    reservation: str | None = None
+    signal: str | None = None
+    """The user's own, instead of `grace`'s."""
+    comment: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    export: str | None = None
+    begin: str | None = None
+    requeue: bool = True
+    grace: int = 120
+    """Seconds before the time limit at which USR2 is asked for. (Slurm may be up to 60 s early.)"""
+    extra: tuple[str, ...] = ()
+    """``--sbatch-arg``s: one option each, ``--licenses=matlab:2`` or ``-Lmatlab:2``."""
+
+    def overruled_variables(self) -> tuple[str, ...]:
+        """The SBATCH_* variables that must not reach sbatch: they would win over our lines."""
+        names = ["SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"]
+        names += ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_SIGNAL", "SBATCH_WAIT"]
+        for name in _given(self):
+            names.append(f"SBATCH_{name.upper()}")
+            names += _OTHER_VARIABLES.get(name, ())
+        return tuple(dict.fromkeys(names))
+
+
+_OTHER_VARIABLES = {
+    "time": ("SBATCH_TIMELIMIT",),
+    "array": ("SBATCH_ARRAY_INX",),
+    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
+    "gpus_per_node": ("SBATCH_GPUS",),
+}
+_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive"))  # not simply --name=value
+
+
+def sbatch_arguments(options: SbatchOptions) -> list[str]:
+    """The options as sbatch's arguments, checked.
+
+    Raises:
+        UsageError: a value that can't be right, with the option's name.
+    """
+    arguments: list[str] = []
+    for name, value in _given(options).items():
+        if name == "nodes":
+            least, most = parse_nodes(value)
+            value = str(least) if least == most else f"{least}-{most}"
+        elif name == "time":
+            check_time_option(value)
+        arguments.append(f"--{name.replace('_', '-')}={value}")
+    if options.exclusive is not None:
+        arguments.append(f"--exclusive={options.exclusive}" if options.exclusive else "--exclusive")
+    arguments.append("--requeue" if options.requeue else "--no-requeue")
+    arguments += ["--no-kill", "--open-mode=append"]
+    arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
+    for argument in options.extra:
+        name = argument.partition("=")[0]
+        if not argument.startswith("-") or argument in ("-", "--"):
+            raise UsageError(f"--sbatch-arg {argument}: not an option; write it as --sbatch-arg=--name=value")
+        if name in _REFUSED or (name[:2] in ("-n", "-W") and not name.startswith("--")):
+            raise UsageError(
+                f"--sbatch-arg {argument}: not possible here: {_REFUSED[name if name in _REFUSED else name[:2]]}"
+            )
+        arguments.append(argument)
+    return arguments
+
+
+def notice_grace(options: SbatchOptions) -> int:
+    """`grace`, but at most a quarter of a short job, which would otherwise be told to stop as it begins."""
+    limit = check_time_option(options.time) if options.time else None
+    return options.grace if limit is None else max(_MIN_GRACE, min(options.grace, limit // 4))
+
+
+def sbatch_line(argument: str) -> str:
+    """One ``#SBATCH`` line that gives sbatch exactly `argument`.
+
+    Raises:
+        UsageError: it can't be written there.
+    """
+    name, equals, value = argument.partition("=")
+    if any(char < " " or char == "\x7f" for char in argument):
+        raise UsageError(f"{name} {value!r}: a line break or control character can't be given to sbatch")
+    if len(argument.encode("utf-8", "surrogateescape")) > _MAX_VALUE:
+        raise UsageError(f"{name} {value[:40]}...: longer than the {_MAX_VALUE} bytes that sbatch can take")
+    if _PLAIN.match(argument):
+        return f"#SBATCH {argument}"
+    if equals and _PLAIN.match(name):
+        return f"#SBATCH {name}={_quoted(value)}"
+    return f"#SBATCH {_quoted(argument)}"
+
+
+def literal_path(path: str) -> str:
+    """A path for ``--output`` in which sbatch replaces nothing."""
+    return path.replace("%", "%%")
+
+
+def render_script(options: SbatchOptions, *, run_dir: str, command: Sequence[str], template: str | None = None) -> str:
+    """The batch script.
+
+    Args:
+        options: For the ``#SBATCH`` lines. Without `output` both streams go to job.log in the run directory (of an
+            array: to job-TASK.log).
+        run_dir: Absolute.
+        command: What the script becomes: an absolute interpreter first.
+        template: Instead of the one that is shipped.
+
+    Raises:
+        UsageError: a value that can't be given to sbatch, with its option's name.
+    """
+    arguments = sbatch_arguments(options)
+    if options.output is None:
+        log = literal_path(run_dir) + ("/job-%a.log" if options.array else "/job.log")
+        arguments.append(f"--output={log}")
+    values = {
+        "SBATCH_LINES": "\n".join(map(sbatch_line, arguments)),
+        "SHAPE_VARIABLES": " \\\n  ".join(textwrap.wrap(" ".join(SHAPE_VARIABLES), 112)),
+        "RUN_DIR": _literal(run_dir),
+        "COMMAND": " ".join(map(_literal, command)),
+    }
+    return _PLACEHOLDER.sub(lambda match: values[match.group(1)], template or load_template())
+
+
+def load_template() -> str:
+    """The text of elastic.sbatch, from the installed package or from beside an editable checkout.
+
+    Raises:
+        FileNotFoundError: a broken installation.
+    """
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package, package.parent):
+        path = folder / "sbatch_templates" / "elastic.sbatch"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise FileNotFoundError(
+        f"sbatch_templates/elastic.sbatch is neither in {package} nor beside it: reinstall hpc_elastic"
+    )
+
+
+def _given(options: SbatchOptions) -> dict[str, str]:
+    found = ((field.name, getattr(options, field.name)) for field in fields(options) if field.name not in _OURS)
+    return {name: value for name, value in found if value}
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads it."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _literal(word: str) -> str:
+    """As bash reads it. Always in quotes: in an array a bare ``a,b`` or ``a=b`` looks like a mistake to shellcheck."""
+    return "'" + word.replace("'", "'\\''") + "'"

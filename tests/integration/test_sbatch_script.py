@@ -1,0 +1,144 @@
+"""Generated scripts before bash, shellcheck and the option parser of the installed sbatch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.slurm.sbatch import SbatchOptions, render_script
+
+NASTY = (
+    "plain",
+    "two  words",
+    "it's",
+    'a "quoted" one',
+    "$HOME ${HOME} $(id) `id`",
+    "back\\slash \\\" \\' \\n",
+    "# no comment",
+    "a;b|c&d>e<f (g) {h} [i] *?!",
+    "~/x ~root",
+    "é ü 日本 🚀 ‘quotes’ “double” \u00a0nbsp",
+    "100%j %% %A",
+    "-dash --double",
+    "@RUN_DIR@ @COMMAND@",
+    "trailing \\",
+    "'",
+    '"',
+    "''\"\"",
+    "a=b,c:d",
+)
+DIRECTORY_OF_ALL = "/runs/" + " ".join(NASTY).replace("/", "_")
+
+
+def script_of(options: SbatchOptions, run_dir: str, *command: str) -> str:
+    return render_script(options, run_dir=run_dir, command=["/bin/sh", *command])
+
+
+@pytest.fixture(scope="module")
+def shellcheck() -> str:
+    found = shutil.which("shellcheck")
+    if found is None:
+        pytest.skip("shellcheck is not installed")
+    return found
+
+
+@pytest.mark.parametrize("value", [*NASTY, DIRECTORY_OF_ALL], ids=range(len(NASTY) + 1))
+def test_bash_and_shellcheck_find_nothing(value: str, shellcheck: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.sbatch"
+    path.write_text(
+        script_of(SbatchOptions(nodes="2-4", comment=value, job_name=value), f"/runs/{value}", "-c", value, value)
+    )
+    for argv in (["bash", "-n", str(path)], [shellcheck, str(path)]):
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), argv[0]
+
+
+@pytest.mark.parametrize(
+    "value", [*NASTY, "two\nlines", "\udcff\udcfe".encode("utf-8", "surrogateescape").decode("latin-1")]
+)
+def test_the_supervisor_gets_its_arguments_as_they_are(value: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / value.replace("/", "_")
+    run_dir.mkdir()
+    show = "import sys; print(ascii(sys.argv[1:]))"
+    script = tmp_path / "job.sbatch"
+    text = render_script(
+        SbatchOptions(output="x"), run_dir=str(run_dir), command=[sys.executable, "-c", show, value, str(run_dir)]
+    )
+    script.write_text(text, encoding="utf-8", errors="surrogateescape")
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.strip() == ascii([value, str(run_dir)])
+
+
+def test_what_the_node_does_not_see_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "job.sbatch"
+    script.write_text(script_of(SbatchOptions(), str(tmp_path / "not %s here"), "-c", "echo started"))
+    env = {**os.environ, "SLURMD_NODENAME": "n7"}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"hpc-elastic: the run directory {tmp_path}/not %s here is not on node n7: ")
+    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=["/no/python3"]))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    assert done.returncode == 2
+    assert "the interpreter /no/python3 is not on node n7" in done.stderr
+
+
+def test_a_notice_during_the_set_up_does_not_end_the_job(tmp_path: Path) -> None:
+    """The trap is inherited through exec: the supervisor begins with USR2 ignored."""
+    show = "import signal; print(signal.getsignal(signal.SIGUSR2))"
+    script = tmp_path / "job.sbatch"
+    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=[sys.executable, "-c", show]))
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True)
+    assert done.stdout.strip() in ("Handlers.SIG_IGN", "1")
+
+
+def test_the_shape_of_the_job_is_not_handed_on(tmp_path: Path) -> None:
+    show = "import os; print(sorted(k for k in os.environ if k.startswith('SLURM')))"
+    script = tmp_path / "job.sbatch"
+    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=[sys.executable, "-c", show]))
+    env = {
+        **os.environ,
+        "SLURM_JOB_ID": "1",
+        "SLURM_NTASKS": "9",
+        "SLURM_CPUS_PER_TASK": "2",
+        "SLURM_TRES_PER_TASK": "cpu=2",
+    }
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    assert done.stdout.strip() == "['SLURM_JOB_ID']"
+
+
+@pytest.fixture(scope="module")
+def sbatch_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """sbatch reads a script's options, and says so, before it asks the controller, which is not there."""
+    if shutil.which("sbatch") is None:
+        pytest.skip("sbatch is not installed")
+    conf = tmp_path_factory.mktemp("conf") / "slurm.conf"
+    conf.write_text(
+        "ClusterName=none\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nMessageTimeout=1\n"
+        "NodeName=n1\nPartitionName=main Nodes=n1\n"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
+    return {**clean, "SLURM_CONF": str(conf)}
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_sbatch_reads_every_value_as_it_was_given(
+    value: str, sbatch_environment: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "job.sbatch"
+    options = SbatchOptions(nodes="2:4", time="10", comment=value, job_name=value, extra=(f"--wckey={value}",))
+    script.write_text(script_of(options, f"/runs/{value}"), encoding="utf-8")
+    done = subprocess.run(
+        ["sbatch", "-vvv", str(script)], capture_output=True, env=sbatch_environment, cwd=tmp_path, timeout=60
+    )
+    said = done.stderr.decode()
+    for argument in (f"--comment={value}", f"--job-name={value}", f"--wckey={value}", "--nodes=2-4", "--no-kill"):
+        assert f'Found in script, argument "{argument}"\n' in said
+    escaped = f"/runs/{value}/job.log".replace("%", "%%")
+    assert f'Found in script, argument "--output={escaped}"\n' in said
+    assert "Unable to contact slurm controller" in said
