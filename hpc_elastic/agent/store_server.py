@@ -16,6 +16,7 @@ the workers start.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import select
@@ -362,8 +363,9 @@ def _listen(family: socket.AddressFamily, address: str, port: int | None) -> soc
     return listener
 
 
+@functools.cache
 def torch_available(python: str) -> bool:
-    """Whether `python` could import torch, found out without importing it."""
+    """Whether `python` could import torch, found out without importing it, once in this process' life."""
     found = shutil.which(python)
     if found is None:
         return False

@@ -1,0 +1,1 @@
+"""Benchmarks, run by `python -m tests.bench.run`: no tests."""

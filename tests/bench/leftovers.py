@@ -1,0 +1,143 @@
+"""What is still there after each way that a job can end: processes, sockets, files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.bench import processes
+from tests.bench.systems import Session, System, TookTooLong
+
+SETTLE = 15.0
+"""Seconds that anything has to go away in, after what ended the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What one ending left, by name, so that the table can say more than a number."""
+
+    ending: str
+    processes: tuple[str, ...]
+    sockets: int
+    files: tuple[str, ...]
+    seconds: float
+    """From the ending's cause until nothing was left, or `SETTLE`."""
+    note: str = ""
+
+    @property
+    def count(self) -> int:
+        return len(self.processes) + self.sockets + len(self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """One way that a job ends."""
+
+    name: str
+    then: str
+    """What the workers do (worker.py)."""
+    cause: Callable[[Session], None]
+    whole_job: bool = True
+    """Whether the job ends with it; otherwise the killed agent's own processes are what must be gone."""
+
+
+def _interrupt(session: Session) -> None:
+    for process in session.started:
+        process.send_signal(signal.SIGINT)
+
+
+def _kill_started(session: Session) -> None:
+    for process in session.started:
+        process.kill()
+
+
+def _kill_agents(session: Session) -> None:
+    for agent in session.agents():
+        os.kill(agent.pid, signal.SIGKILL)
+
+
+ENDINGS = (
+    Ending("all workers exit 0", "exit", lambda session: None),
+    Ending("workers raise, restarts exhausted", "raise", lambda session: None),
+    Ending("Ctrl-C, a worker's child ignores SIGTERM", "fork", _interrupt),
+    Ending("kill -9 of one agent, the job goes on", "fork", lambda session: None, whole_job=False),
+    Ending("kill -9 of every agent", "fork", _kill_agents),
+    Ending("kill -9 of what was started", "fork", _kill_started),
+)
+
+
+def measure(system: System, ending: Ending) -> Left:
+    """Run a job into this ending and count what is left of it. Never raises for what the job does."""
+    with Session(system, "plain", ending.then) as session:
+        try:
+            if ending.then == "fork":
+                session.wait_for_all("child", since=session.began)
+            seen = session.processes()
+            sockets = processes.sockets_of(seen)
+            if not ending.whole_job:
+                return _one_agent(session, ending)
+            began = time.monotonic()
+            ending.cause(session)
+            note = ""
+            try:
+                if ending.then in ("exit", "raise"):
+                    while any(process.poll() is None for process in session.started):
+                        sockets |= processes.sockets_of(session.processes())
+                        if time.monotonic() - began > 60:
+                            raise TookTooLong("the job does not end")
+                        time.sleep(0.02)
+                    began = time.monotonic()
+                session.wait_until(lambda: not session.processes(), "end of all processes", limit=SETTLE)
+            except TookTooLong as error:
+                note = str(error).splitlines()[0]
+            return Left(
+                ending=ending.name,
+                processes=tuple(_name(process) for process in session.processes()),
+                sockets=len(processes.sockets_left(sockets)),
+                files=_files(session.folder),
+                seconds=time.monotonic() - began,
+                note=note,
+            )
+        except TookTooLong as error:
+            return Left(ending=ending.name, processes=(), sockets=0, files=(), seconds=0.0, note=str(error))
+
+
+def _one_agent(session: Session, ending: Ending) -> Left:
+    """Kill the agent of one node; what was below it must go, while the others form a new round or end."""
+    agent = session.agents()[-1]
+    its_own = processes.below(agent.pid, session.processes())
+    pids = {process.pid for process in its_own}
+    ranks = {moment["rank"] for moment in session.moments("line") if moment["pid"] in pids}
+    sockets = processes.sockets_of(its_own) - processes.sockets_of(
+        [process for process in session.processes() if process not in its_own]
+    )
+    began = time.monotonic()
+    os.kill(agent.pid, signal.SIGKILL)
+    note = "" if ranks else "the killed agent had no worker"
+    try:
+        session.wait_until(lambda: not any(map(processes.lives, its_own)), "end", limit=SETTLE)
+    except TookTooLong:
+        note = f"not gone after {SETTLE:.0f} s"
+    return Left(
+        ending=ending.name,
+        processes=tuple(_name(process) for process in its_own if processes.lives(process)),
+        sockets=len(processes.sockets_left(sockets)),
+        files=(),
+        seconds=time.monotonic() - began,
+        note=note,
+    )
+
+
+def _name(process: processes.Process) -> str:
+    return " ".join(Path(word).name if "/" in word else word for word in process.argv[:4])[:80]
+
+
+def _files(folder: Path) -> tuple[str, ...]:
+    """Files outside the run directory, and temporary ones within it."""
+    left = [path for top in ("tmp", "home") for path in (folder / top).rglob("*")]
+    left += [path for path in (folder / "runs").rglob(".*") if path.is_file()]
+    return tuple(str(path.relative_to(folder)) for path in left)

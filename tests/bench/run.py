@@ -1,0 +1,177 @@
+"""Measure ourselves beside torchrun, on this machine: 4 nodes with 1 worker each.
+
+::
+
+    python -m tests.bench.run                   medians of several repetitions, some ten minutes at most
+    python -m tests.bench.run --quick           one or two repetitions, under three minutes
+    python -m tests.bench.run --only torchrun   one of the two; no ratios
+    python -m tests.bench.run --update-docs     put the table into docs/benchmarks.md
+
+Prints Markdown and writes JSON. A missed target is printed, not failed; the exit code is 1 only where nothing could be
+measured at all. Runs of the two alternate, so that whatever else the machine does hits both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tests.bench import leftovers
+from tests.bench.figures import FIGURES as ALL_FIGURES
+from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
+from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
+
+DOCUMENT = ROOT / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+PARTS = ("plain", "torch", "help", "leftovers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code."""
+    options = _parse(argv)
+    deadline = time.monotonic() + options.time_limit
+    systems = [system for system in (TORCHRUN, OURS) if options.only in (None, system.name)]
+    facts, samples = machine(), Samples()
+    if facts["torch"] == "none":
+        print("torch is not installed: only our own plain figures can be taken", file=sys.stderr)
+        systems = [system for system in systems if system is OURS]
+        options.parts = [part for part in options.parts if part != "torch"]
+    plan = [
+        (system, kind, repetition)
+        for kind, count in (("plain", options.plain), ("torch", options.torch))
+        if kind in options.parts
+        for repetition in range(count)
+        for system in systems
+    ]
+    for system, kind, repetition in plan:
+        if _late(deadline, samples, f"{system.name}, {kind}, repetition {repetition}"):
+            break
+        _progress(f"{system.name}, {kind} workers, {repetition + 1}")
+        run_session(samples, system, kind, victim=(repetition + 1) % NODES)
+    helps = help_seconds(3 if options.quick else 11) if "help" in options.parts and OURS in systems else {}
+    left: dict[str, list[leftovers.Left]] = {}
+    for system in systems if "leftovers" in options.parts else []:
+        for ending in leftovers.ENDINGS:
+            if system is TORCHRUN and options.quick and ending.whole_job:
+                continue
+            if _late(deadline, samples, f"{system.name}: {ending.name}"):
+                break
+            _progress(f"{system.name}, {ending.name}")
+            left.setdefault(system.name, []).append(leftovers.measure(system, ending))
+    text = _report(facts, samples, helps, dict(sorted(left.items())))
+    print(text)
+    for trouble in samples.troubles:
+        print(f"trouble: {trouble}", file=sys.stderr)
+    for system_name, rows in left.items():
+        for one in rows:
+            for name in (*one.processes, *one.files):
+                print(f"left by {system_name} after {one.ending}: {name}", file=sys.stderr)
+            if one.note:
+                print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
+    _write_json(options.json, facts, samples, helps, left)
+    if options.update_docs:
+        update_document(DOCUMENT, text)
+    return 0 if samples.values or helps or left else 1
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.run", description="Measure ourselves beside torchrun.")
+    parser.add_argument("--quick", action="store_true", help="1 repetition, under 3 minutes")
+    parser.add_argument("--plain", type=int, metavar="N", help="repetitions without torch in the workers")
+    parser.add_argument("--torch", type=int, metavar="N", help="repetitions with it")
+    parser.add_argument("--only", choices=[TORCHRUN.name, OURS.name])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing after this long")
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench.json")
+    parser.add_argument("--update-docs", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
+    options = parser.parse_args(argv)
+    plain, torch, limit = (2, 1, 150.0) if options.quick else (7, 5, 900.0)
+    options.plain = plain if options.plain is None else options.plain
+    options.torch = torch if options.torch is None else options.torch
+    options.time_limit = limit if options.time_limit is None else options.time_limit
+    return options
+
+
+def _late(deadline: float, samples: Samples, what: str) -> bool:
+    if time.monotonic() < deadline:
+        return False
+    samples.troubles.append(f"out of time before {what}")
+    return True
+
+
+def _progress(what: str) -> None:
+    print(f"… {what}", file=sys.stderr, flush=True)
+
+
+def _report(
+    facts: dict[str, str], samples: Samples, helps: dict[str, float], left: dict[str, list[leftovers.Left]]
+) -> str:
+    where = f"{facts['date']}, {facts['cores']} cores, {facts['memory']}, Linux {facts['kernel']}, "
+    where += f"Python {facts['python']}, torch {facts['torch']}; {NODES} nodes × 1 worker on one machine"
+    lines = [where, "", *table(samples, helps)]
+    if left:
+        lines += ["", *leftovers_table(left)]
+    return "\n".join(lines) + "\n"
+
+
+def _write_json(
+    path: Path,
+    facts: dict[str, str],
+    samples: Samples,
+    helps: dict[str, float],
+    left: dict[str, list[leftovers.Left]],
+) -> None:
+    value: dict[str, Any] = {
+        "version": 1,
+        "machine": facts,
+        "figures": {
+            figure.key: {
+                "title": figure.title,
+                "unit": figure.unit,
+                "values": samples.values.get(figure.key, {}),
+                "ratio": ratio(samples, figure),
+                "max_ratio": figure.max_ratio,
+                "max_value": figure.max_value,
+            }
+            for figure in ALL_FIGURES
+        },
+        "help_seconds": helps,
+        "left": {name: [asdict(one) for one in rows] for name, rows in left.items()},
+        "troubles": samples.troubles,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def update_document(path: Path, text: str) -> None:
+    """Put `text` between the two marks of a Markdown file, which is made where there is none."""
+    if path.exists():
+        old = path.read_text()
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old = f"# Benchmarks\n\n{_INTRODUCTION}\n{BEGIN}\n{END}\n"
+    head, begin, rest = old.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{path} has no lines {BEGIN} and {END} to put the table between")
+    path.write_text(f"{head}{BEGIN}\n{text}{END}{tail}")
+
+
+_INTRODUCTION = """\
+Taken with `python -m tests.bench.run --update-docs`: median (least–most) of the repetitions, the two systems in turn. A
+ratio is the median of the ratios of each repetition. torchrun runs as 4 agents with the c10d rendezvous and
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it, torchrun 2.13 gets no gloo process group again after a worker's
+SIGKILL); ours is `hpc-elastic run --cluster local --nodes 4 --nproc-per-node 1`. A first line is printed before the
+worker imports torch. What is left is counted while the machine goes on: processes that carry the job's mark,
+the sockets that they held, files in its temporary folder and its home.
+"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The two that are compared: how each is started, and which of its processes are agents."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.bench import processes
+from tests.bench.processes import Process
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("worker.py")
+NODES = 4
+_POLL = 0.005
+
+
+class TookTooLong(Exception):
+    """A moment that did not come; says which, and what the job said last."""
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """What is measured."""
+
+    name: str
+    commands: Callable[[Path, Sequence[str]], list[list[str]]]
+    """Session folder, worker's argument list → the commands that start a job of `NODES` nodes with one worker each."""
+    is_agent: Callable[[Process], bool]
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+def _torchrun_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", "1"]
+    agent += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    return [[*agent, "--rdzv-id", folder.name, *worker] for _ in range(NODES)]
+
+
+def _our_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
+    command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", str(NODES)]
+    command += ["--nproc-per-node", "1", "--max-restarts", "3", "--max-requeues", "0"]
+    return [[*command, "--runs-dir", str(folder / "runs"), *worker]]
+
+
+TORCHRUN = System(
+    name="torchrun",
+    commands=_torchrun_commands,
+    is_agent=lambda process: "torch.distributed.run" in process.argv,
+    # Without it torchrun 2.13 never gets a process group again: the agents' restart counts, and so the keys, differ.
+    environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+)
+OURS = System(
+    name="hpc-elastic",
+    commands=_our_commands,
+    # The agent's guardian is a fork of it: the same arguments, but an agent's child.
+    is_agent=lambda process: "agent" in process.argv[:5] and "hpc_elastic" in " ".join(process.argv[:5]),
+)
+
+
+class Session:
+    """One job of one system, with a folder, a mark and a log of its own; everything is gone when it closes."""
+
+    def __init__(self, system: System, kind: str, then: str, *, limit: float = 60.0) -> None:
+        self.system = system
+        self._limit = limit
+        self._mark = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True)
+        self.folder = Path(self._folder.name)
+        for name in ("stamps", "tmp", "home", "state", "runs"):
+            (self.folder / name).mkdir(mode=0o700)
+        environ = {
+            **os.environ,
+            **system.environ,
+            processes.MARK: self._mark,
+            "BENCH_STAMPS": str(self.folder / "stamps"),
+            "TMPDIR": str(self.folder / "tmp"),
+            "XDG_RUNTIME_DIR": str(self.folder / "tmp"),
+            "XDG_STATE_HOME": str(self.folder / "state"),
+            "HOME": str(self.folder / "home"),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
+        commands = system.commands(self.folder, [str(WORKER), kind, then])
+        self.began = time.time_ns()
+        self.started: list[subprocess.Popen[bytes]] = []
+        with open(self.folder / "log", "ab") as log:
+            for command in commands:
+                self.started.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=self.folder,
+                        env=environ,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        processes.kill_marked(self._mark)
+        for process in self.started:
+            process.kill()
+            process.wait()
+        self._folder.cleanup()
+
+    def processes(self) -> list[Process]:
+        """All of this session's processes."""
+        return processes.marked(self._mark)
+
+    def agents(self) -> list[Process]:
+        """The agents, without helpers that are forks of them."""
+        agents = [process for process in self.processes() if self.system.is_agent(process)]
+        pids = {process.pid for process in agents}
+        return [process for process in agents if process.parent not in pids]
+
+    def moments(self, name: str, *, since: int = 0) -> list[dict[str, Any]]:
+        """The stamps of this name later than `since` (nanoseconds since the epoch)."""
+        found = []
+        for path in (self.folder / "stamps").glob("*.jsonl"):
+            for line in path.read_text().splitlines():
+                try:
+                    value = json.loads(line)
+                except ValueError:
+                    continue  # being written
+                if value["moment"] == name and value["t"] > since:
+                    found.append(value)
+        return found
+
+    def wait_for_all(self, name: str, *, since: int) -> float:
+        """Seconds from `since` until the last of the ranks stamped `name`.
+
+        Raises:
+            TookTooLong: not all ranks did.
+        """
+        self.wait_until(
+            lambda: {m["rank"] for m in self.moments(name, since=since)} >= set(range(NODES)),
+            f"'{name}' of all ranks",
+        )
+        first = {m["rank"]: m["t"] for m in sorted(self.moments(name, since=since), key=lambda m: -m["t"])}
+        return (max(first.values()) - since) / 1e9
+
+    def wait_until(self, condition: Callable[[], object], what: str, *, limit: float | None = None) -> None:
+        """Look every few milliseconds.
+
+        Raises:
+            TookTooLong: `limit` seconds (the session's own, unless given) passed first.
+        """
+        deadline = time.monotonic() + (self._limit if limit is None else limit)
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TookTooLong(f"{self.system.name}: no {what}; its log ends:\n{self.log_tail()}")
+            select.select([], [], [], _POLL)
+
+    def log_tail(self) -> str:
+        """The last lines of what the job printed."""
+        return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-15:])
+
+    def kill_worker(self, rank: int) -> int:
+        """SIGKILL the newest worker of this rank. Returns when, in nanoseconds since the epoch."""
+        newest = max((m for m in self.moments("line") if m["rank"] == rank), key=lambda m: m["t"])
+        now = time.time_ns()
+        os.kill(newest["pid"], signal.SIGKILL)
+        return now
+
+    def let_workers_end(self) -> None:
+        """Tell the workers to exit with 0."""
+        (self.folder / "stamps" / "stop").touch()
+
+    def wait_for_end(self, *, limit: float | None = None) -> None:
+        """Wait until the processes that were started here have ended."""
+        self.wait_until(lambda: all(p.poll() is not None for p in self.started), "end", limit=limit)

@@ -1,0 +1,54 @@
+"""The worker that is measured: says its first line, forms a process group if asked to, and waits for the end.
+
+Arguments: ``plain`` or ``torch``, then what it does once it is up: ``wait`` (for the file ``stop`` in the stamps'
+folder, then exits 0), ``exit`` (0), ``raise``, ``fork`` (like ``wait``, with a child in a session of its own that
+ignores SIGTERM). Each moment is a line in a file of its own: nothing is shared between workers.
+"""
+
+import json
+import os
+import sys
+import time
+
+FOLDER = os.environ["BENCH_STAMPS"]
+
+
+def stamp(moment: str, **facts: object) -> None:
+    """Append one moment to this process' file, by the wall clock of this host."""
+    line = {"moment": moment, "t": time.time_ns(), "pid": os.getpid(), "rank": int(os.environ["RANK"]), **facts}
+    fd = os.open(os.path.join(FOLDER, f"{os.getpid()}.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(fd, (json.dumps(line) + "\n").encode())
+    os.close(fd)
+
+
+def main() -> None:
+    """As the module says."""
+    kind, then = sys.argv[1:3]
+    print(f"first line of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
+    stamp("line")
+    if kind == "torch":
+        import torch
+        import torch.distributed as dist
+
+        stamp("imported")
+        dist.init_process_group("gloo")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        if int(total.item()) != int(os.environ["WORLD_SIZE"]):
+            raise RuntimeError(f"the process group counts {total.item()}")
+        stamp("group")
+    if then == "raise":
+        raise ValueError("this worker always fails")
+    if then == "exit":
+        return
+    if then == "fork" and os.fork() == 0:
+        import signal
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.setsid()
+        stamp("child")
+    while not os.path.exists(os.path.join(FOLDER, "stop")):
+        time.sleep(0.02)
+
+
+main()
