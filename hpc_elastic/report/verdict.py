@@ -134,7 +134,8 @@ def _worker_verdict(
             confidence = Confidence.TIE
             names = ", ".join(f"rank {failure.global_rank} on {failure.host}" for failure in near[:3])
             more = f" and {len(near) - 3} more" if len(near) > 3 else ""
-            evidence = f"not certain: {names}{more} failed otherwise within the clocks' resolution ({_resolution(root, near, bounds)})"
+            within = _resolution(root, near, bounds)
+            evidence = f"not certain: {names}{more} failed otherwise within the clocks' resolution ({within})"
         else:
             gap = (others[0].ended_ns - root.ended_ns) / 1e9
             evidence = (

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.classify import (
+    CATEGORY_TABLE,
+    Category,
+    Classification,
+    FailureClass,
+    category_of,
+    classify,
+    signal_name,
+    signal_of,
+)
+from hpc_elastic.failures.evidence import ExitFacts, describe_failure
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
+
+
+def describe(name: str, exitcode: int, tmp_path: Path) -> WorkerFailure:
+    facts = ExitFacts(
+        attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=0, pid=9, exitcode=exitcode, ended_ns=1
+    )
+    return describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=DATA / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "exitcode", "expected", "words"),
+    [
+        ("gloo-peer-killed.txt", 1, FailureClass.SYMPTOM, "connection to a peer"),
+        ("gloo-peer-raised.txt", 1, FailureClass.SYMPTOM, "connection to a peer"),
+        ("gloo-the-one-that-raised.txt", 1, FailureClass.ROOT, "exception"),
+        ("gloo-recv-timeout.txt", 1, FailureClass.SYMPTOM, "timeout"),
+        ("gloo-send-timeout.txt", 1, FailureClass.SYMPTOM, "timeout"),
+        ("gloo-monitored-barrier.txt", 1, FailureClass.SYMPTOM, "timeout"),
+        ("store-gone.txt", 1, FailureClass.SYMPTOM, "connection to a peer"),
+        ("store-key-timeout.txt", 1, FailureClass.SYMPTOM, "store"),
+        ("store-not-reachable.txt", 1, FailureClass.SYMPTOM, "store"),
+        ("store-clients-missing.txt", 1, FailureClass.SYMPTOM, "store"),
+        ("store-port-in-use.txt", 1, FailureClass.INFRASTRUCTURE, "port"),
+        ("nccl-watchdog-abort.txt", -6, FailureClass.SYMPTOM, "timeout"),
+        ("cuda-ecc.txt", 1, FailureClass.INFRASTRUCTURE, "ECC"),
+    ],
+)
+def test_real_words(name: str, exitcode: int, expected: FailureClass, words: str, tmp_path: Path) -> None:
+    failure = describe(name, exitcode, tmp_path)
+    assert failure.failure_class is expected
+    assert words in failure.reason
+    assert failure.exception_type
+
+
+def test_every_captured_text_is_listed_and_tried() -> None:
+    files = {path.name for path in DATA.glob("*.txt")}
+    index = (DATA / "index.md").read_text()
+    tried = {row[0] for row in test_real_words.pytestmark[0].args[1]}  # type: ignore[attr-defined]
+    assert files == tried
+    assert all(name in index for name in files)
+
+
+def exception(kind: str, message: str = "", **facts: object) -> Classification:
+    return classify(**{"exitcode": 1, "exception_type": kind, "message": message, **facts})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("torch.distributed.DistBackendError", "NCCL communicator was aborted on rank 3."),
+        ("RuntimeError", "NCCL error in: x.cpp:1, remote process exited or there was a network error, NCCL 2.19"),
+        ("torch.distributed.DistStoreError", "wait timeout after 300000ms, keys: /default_pg/0//cpu//0/1"),
+        ("BrokenPipeError", "[Errno 32] Broken pipe"),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("RuntimeError", "Socket closed"),
+        ("RuntimeError", "Gloo connectFullMesh failed with [x.cc:144] no error"),
+    ],
+)
+def test_symptoms(kind: str, message: str) -> None:
+    found = exception(kind, message)
+    assert (found.failure_class, found.category, found.retryable) == (FailureClass.SYMPTOM, Category.WORKER, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("ValueError", "bad batch"),
+        ("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 MiB."),
+        ("RuntimeError", "CUDA error: device-side assert triggered"),
+        ("ConnectionRefusedError", "[Errno 111] Connection refused"),
+        ("TimeoutError", "the data service did not answer"),
+        ("MemoryError", ""),
+        ("AssertionError", ""),
+    ],
+)
+def test_a_workers_own_failures(kind: str, message: str) -> None:
+    found = exception(kind, message)
+    assert (found.failure_class, found.category, found.retryable) == (FailureClass.ROOT, Category.WORKER, True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("OSError", "[Errno 28] No space left on device: 'x.pt'"),
+        ("OSError", "[Errno 116] Stale file handle"),
+        ("RuntimeError", "CUDA error: uncorrectable NVLink error detected during the execution"),
+        ("OSError", "[Errno 12] Cannot allocate memory"),
+        ("OSError", "[Errno 98] Address already in use"),
+    ],
+)
+def test_infrastructure(kind: str, message: str) -> None:
+    found = exception(kind, message)
+    assert found.failure_class is FailureClass.INFRASTRUCTURE
+    assert found.category is Category.INFRASTRUCTURE
+    assert found.retryable
+
+
+def test_the_cause_of_an_exception_counts_too() -> None:
+    found = exception("RuntimeError", "training failed", causes=["RuntimeError: [pair.cc:1] Connection closed by peer"])
+    assert found.failure_class is FailureClass.SYMPTOM
+
+
+def test_stderr_is_not_searched_where_an_exception_is_known() -> None:
+    found = exception("ValueError", "bad", stderr_tail="Connection closed by peer\nValueError: bad")
+    assert found.failure_class is FailureClass.ROOT
+
+
+def test_stderr_is_searched_where_none_is_known() -> None:
+    assert classify(exitcode=5, stderr_tail="x: Connection closed by peer").failure_class is FailureClass.SYMPTOM
+    # … but not for a kill, which needs no words.
+    assert classify(exitcode=-9, stderr_tail="x: Connection closed by peer").failure_class is FailureClass.ROOT
+
+
+@pytest.mark.parametrize("exitcode", [-15, -9, -6, 143, 137])
+def test_what_the_agent_ended_is_no_failure_of_the_worker(exitcode: int) -> None:
+    found = classify(exitcode=exitcode, stopped_by_agent=True)
+    assert found.failure_class is FailureClass.STOPPED_BY_US
+    assert classify(exitcode=exitcode).failure_class is not FailureClass.STOPPED_BY_US
+
+
+@pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", ""])
+def test_an_exit_on_request_is_no_failure_either(kind: str) -> None:
+    assert classify(exitcode=1, exception_type=kind, stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
+
+
+def test_an_exception_that_came_while_it_was_being_stopped_is_its_own() -> None:
+    assert exception("ValueError", "bad", stopped_by_agent=True).failure_class is FailureClass.ROOT
+    closed = exception("RuntimeError", "Connection closed by peer", stopped_by_agent=True)
+    assert closed.failure_class is FailureClass.SYMPTOM
+
+
+def test_an_oom_kill() -> None:
+    found = classify(exitcode=-9, oom_kills=1)
+    assert (found.failure_class, found.retryable) == (FailureClass.INFRASTRUCTURE, True)
+    assert "memory limit" in found.reason
+    child = exception("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", oom_kills=1)
+    assert child.failure_class is FailureClass.INFRASTRUCTURE
+    # An unrelated process of the cgroup was killed: this exception is the worker's own.
+    assert exception("ValueError", "bad", oom_kills=1).failure_class is FailureClass.ROOT
+
+
+def test_sigterm_from_outside_is_not_blamed_on_the_script() -> None:
+    found = classify(exitcode=-15)
+    assert found.failure_class is FailureClass.INFRASTRUCTURE
+    assert "Slurm" in found.reason
+
+
+@pytest.mark.parametrize("kind", ["SyntaxError", "IndentationError", "ModuleNotFoundError", "ImportError"])
+def test_a_script_that_cannot_start_is_not_tried_again(kind: str) -> None:
+    found = exception(kind, "x")
+    assert (found.failure_class, found.category, found.retryable) == (FailureClass.ROOT, Category.INPUT, False)
+    # One that had trained already is another matter.
+    assert exception(kind, "x", last_step=10).retryable
+
+
+def test_a_missing_module_on_a_broken_mount_is_infrastructure() -> None:
+    assert exception("ImportError", "libx.so: Stale file handle").failure_class is FailureClass.INFRASTRUCTURE
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stderr"),
+    [
+        (2, "usage: train.py [-h] [--lr LR]\ntrain.py: error: argument --lr: invalid float value: 'x'"),
+        (2, "python: can't open file '/home/ann/nosuch.py': [Errno 2] No such file or directory"),
+        (1, "/usr/bin/python3: No module named nosuch"),
+        (127, "bash: trian: command not found"),
+        (126, ""),
+    ],
+)
+def test_a_wrong_call_is_the_users_input(exitcode: int, stderr: str) -> None:
+    found = classify(exitcode=exitcode, stderr_tail=stderr)
+    assert (found.category, found.retryable) == (Category.INPUT, False)
+
+
+def test_exit_code_2_alone_says_nothing() -> None:
+    assert classify(exitcode=2, stderr_tail="loss 0.2").retryable
+
+
+@pytest.mark.parametrize("failure_class", list(FailureClass))
+def test_93_is_never_retried(failure_class: FailureClass) -> None:
+    assert category_of(failure_class, 93, wrong_call=False) == (Category.WORKER, False)
+
+
+def test_the_table_answers_every_question() -> None:
+    assert CATEGORY_TABLE[-1][:3] == (None, frozenset(), None)
+    for failure_class in FailureClass:
+        for exitcode in range(-64, 256):
+            for wrong_call in (True, False):
+                category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
+                assert retryable or category is Category.INPUT or exitcode == 93
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "number"), [(-11, 11), (139, 11), (137, 9), (143, 15), (1, 0), (0, 0), (129, 0), (255, 0), (-40, 40)]
+)
+def test_signal_of(exitcode: int, number: int) -> None:
+    assert signal_of(exitcode) == number
+
+
+def test_signal_name() -> None:
+    assert [signal_name(number) for number in (11, 0, 63)] == ["SIGSEGV", "", "signal 63"]

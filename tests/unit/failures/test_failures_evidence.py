@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.failures import evidence
+from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.evidence import ExitFacts, describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+
+TRACE = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in f\n    x()\nValueError: bad 7\n'
+
+
+def facts(**changes: Any) -> ExitFacts:
+    values: dict[str, Any] = {
+        "attempt": 1,
+        "round": 2,
+        "host": "n3",
+        "node": 2,
+        "local_rank": 1,
+        "global_rank": 5,
+        "pid": 4711,
+        "exitcode": 1,
+        "ended_ns": 1_700_000_009_000_000_007,
+    }
+    return ExitFacts(**{**values, **changes})
+
+
+def describe(tmp_path: Path, stderr: str = "", **changes: Any) -> WorkerFailure:
+    (tmp_path / "stderr.log").write_text(stderr)
+    return describe_failure(
+        facts=facts(**changes), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log"
+    )
+
+
+def test_the_facts_are_carried_over(tmp_path: Path) -> None:
+    failure = describe(tmp_path, TRACE, last_step=40, core_dumped=True)
+    for name in ExitFacts.__dataclass_fields__:
+        assert getattr(failure, name) == getattr(facts(last_step=40, core_dumped=True), name), name
+    assert failure.source is EvidenceSource.STDERR
+    assert failure.error_file == str(tmp_path / "error.json")
+
+
+def test_the_error_file_is_believed_before_stderr(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(json.dumps({"message": "OSError: from the file", "timestamp": 5}))
+    failure = describe(tmp_path, TRACE)
+    assert failure.message == "OSError: from the file"
+    assert failure.exception_type == "OSError"
+    assert failure.source is EvidenceSource.ERROR_FILE
+    assert failure.stderr_tail.endswith("ValueError: bad 7")
+
+
+def test_a_text_that_names_no_exception(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text(json.dumps({"message": "it broke: twice", "timestamp": 5}))
+    failure = describe(tmp_path)
+    assert failure.message == "it broke: twice"
+    assert failure.exception_type == ""
+
+
+def test_an_empty_error_file_is_a_fact_and_stderr_speaks(tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text("")
+    failure = describe(tmp_path, TRACE)
+    assert failure.message == "ValueError: bad 7"
+    assert failure.problem == "empty"
+
+
+def test_no_logs_at_all(tmp_path: Path) -> None:
+    failure = describe_failure(facts=facts(exitcode=7), error_file=tmp_path / "e", stderr_log=tmp_path / "s")
+    assert failure.message == "Process failed with exitcode 7"
+    assert failure.problem == "stderr.log is missing"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exitcode": -9}, "Signal 9 (SIGKILL) received by PID 4711"),
+        (
+            {"exitcode": -9, "oom_kills": 2},
+            "Signal 9 (SIGKILL) received by PID 4711; the kernel's OOM killer struck 2 times in this cgroup meanwhile",
+        ),
+        ({"exitcode": -11, "core_dumped": True}, "Signal 11 (SIGSEGV) received by PID 4711; core dumped"),
+        ({"exitcode": 139}, "Process failed with exitcode 139 (SIGSEGV, as a shell reports it)"),
+        ({"exitcode": 3}, "Process failed with exitcode 3"),
+    ],
+)
+def test_messages_without_words_of_the_worker(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert describe(tmp_path, **changes).message == message
+
+
+def test_a_kill_from_outside_is_not_explained_by_an_old_traceback(tmp_path: Path) -> None:
+    assert describe(tmp_path, TRACE, exitcode=-9).exception_type == ""
+
+
+def test_an_exception_before_a_crash_at_exit_is_the_cause(tmp_path: Path) -> None:
+    crash = "terminate called after throwing an instance of 'c10::Error'\n  what():  driver shutting down\n"
+    failure = describe(tmp_path, TRACE + crash, exitcode=-6)
+    assert failure.message == "ValueError: bad 7"
+    assert failure.exitcode == -6
+    assert describe(tmp_path, crash, exitcode=-6).message == "c10::Error: driver shutting down"
+
+
+def test_describing_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(evidence, "_read_tail", broken)
+    failure = describe(tmp_path, TRACE, exitcode=-9, oom_kills=1)
+    assert failure.message.startswith("Signal 9 (SIGKILL)")
+    assert failure.failure_class is FailureClass.INFRASTRUCTURE
+    assert "defect" in failure.problem
+
+
+def test_written_and_read_back(tmp_path: Path) -> None:
+    failure = describe(tmp_path, TRACE)
+    path = tmp_path / "error.json"
+    assert write_evidence(failure, path) == ""
+    data = json.loads(path.read_text())
+    assert data["message"]["message"] == "ValueError: bad 7"
+    assert data["message"]["extraInfo"] == {"py_callstack": TRACE.rstrip("\n"), "timestamp": "1700000009"}
+    assert data["message"]["errorCode"] == 1
+    assert data["hpc_elastic"]["version"] == 1
+    assert read_failure(path, facts=facts(attempt=0, round=0)) == failure
+
+
+def test_a_failure_without_a_traceback_is_read_back_without_one(tmp_path: Path) -> None:
+    failure = describe(tmp_path, exitcode=-9)
+    assert write_evidence(failure, tmp_path / "error.json") == ""
+    data = json.loads((tmp_path / "error.json").read_text())
+    assert data["message"]["extraInfo"]["py_callstack"] == failure.message
+    assert read_failure(tmp_path / "error.json", facts=facts()) == failure
+
+
+def test_what_the_worker_wrote_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    inner = {"message": "ValueError: x", "extraInfo": {"py_callstack": TRACE, "timestamp": "1700000001"}}
+    path.write_text(json.dumps({"message": inner, "theirs": 1, "hpc_elastic": {"frames": [1]}}))
+    failure = describe(tmp_path)
+    assert write_evidence(failure, path) == ""
+    data = json.loads(path.read_text())
+    assert data["theirs"] == 1
+    assert data["message"] == {**inner, "errorCode": 1}
+    assert data["hpc_elastic"]["frames"] == [1]
+    again = read_failure(path, facts=facts())
+    assert again is not None
+    assert (again.message, again.exception_type) == ("ValueError: x", "ValueError")
+    assert os.listdir(tmp_path).count("error.original.json") == 0
+
+
+def test_a_text_keeps_its_shape_and_gets_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": "text"}))
+    assert write_evidence(describe(tmp_path), path) == ""
+    data = json.loads(path.read_text())
+    assert (data["message"], data["timestamp"]) == ("text", 1_700_000_009)
+
+
+def test_a_foreign_file_is_kept_beside(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text('{"err": "x"}')
+    assert write_evidence(describe(tmp_path, TRACE), path) == ""
+    assert (tmp_path / "error.original.json").read_text() == '{"err": "x"}'
+
+
+def test_writing_never_raises(tmp_path: Path) -> None:
+    problem = write_evidence(describe(tmp_path), tmp_path / "no" / "folder" / "error.json")
+    assert "could not write" in problem
+
+
+def test_a_file_that_no_agent_completed(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": {"py_callstack": TRACE}}}))
+    failure = read_failure(path, facts=facts())
+    assert failure is not None
+    assert (failure.message, failure.host, failure.global_rank) == ("ValueError: x", "n3", 5)
+    assert read_failure(tmp_path / "none.json", facts=facts()) is None
+
+
+def test_a_failure_of_another_version_is_read_as_far_as_it_goes() -> None:
+    value = {
+        "version": 99,
+        "new": 1,
+        "failure_class": "a new word",
+        "category": "infrastructure",
+        "exitcode": "3",
+        "pid": True,
+        "last_step": 1.5,
+        "host": "n\x1b[31m1",
+        "oom_kills": 2,
+    }
+    failure = WorkerFailure.from_json(value, global_rank=4)
+    assert failure == WorkerFailure(category=Category.INFRASTRUCTURE, host="n1", oom_kills=2, global_rank=4)
+    assert WorkerFailure.from_json({}) == WorkerFailure()

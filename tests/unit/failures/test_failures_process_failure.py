@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpc_elastic.failures as ours
+from hpc_elastic.failures import ChildFailedError, ProcessFailure
+
+TRACE = "Traceback (most recent call last):\n  File 'x', line 1, in f\nValueError: bad"
+FILES: dict[str, Any] = {
+    "torch": {
+        "message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": TRACE, "timestamp": "1700000001"}}
+    },
+    "code": {
+        "message": {"message": "E: x", "errorCode": 3, "extraInfo": {"py_callstack": "t", "timestamp": "1700000000"}}
+    },
+    "text": {"message": "just text", "timestamp": 1700000003},
+    "text without a time": {"message": "just text"},
+}
+
+
+def write(folder: Path, value: Any, name: str = "error.json") -> str:
+    path = folder / name
+    path.write_text(value if isinstance(value, str) else json.dumps(value))
+    return str(path)
+
+
+def test_without_a_file() -> None:
+    before = int(time.time())
+    killed = ProcessFailure(0, 997, -9, "no_such_file")
+    assert killed.error_file == "<N/A>"
+    assert killed.error_file_data == {"message": "<NONE>"}
+    assert killed.message == "Signal 9 (SIGKILL) received by PID 997"
+    assert before <= killed.timestamp <= time.time()
+    assert killed.signal_name() == "SIGKILL"
+    exited = ProcessFailure(0, 997, 3, "")
+    assert exited.message == "Process failed with exitcode 3"
+    assert exited.signal_name() == "<N/A>"
+    assert exited.error_file_data == {"message": "<NONE>"}
+    assert ProcessFailure(0, 997, -63, "").signal_name() == "<N/A>"
+
+
+def test_the_data_of_two_failures_are_not_one_object() -> None:
+    one, other = ProcessFailure(0, 1, 1, ""), ProcessFailure(1, 2, 1, "")
+    one.error_file_data["message"] = "changed"
+    assert other.error_file_data == {"message": "<NONE>"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"message": {"message": "half", "extraInfo": {"py_calls', "half"),
+        ("", "its error file is empty"),
+        ("[1]", "[1]"),
+        ("{", "its error file is torn"),
+    ],
+)
+def test_a_bad_file_raises_nothing(tmp_path: Path, content: str, words: str) -> None:
+    failure = ProcessFailure(0, 997, -9, write(tmp_path, content))
+    assert failure.error_file.endswith("error.json")
+    assert words in str(failure.message)
+    assert failure.timestamp > 1_700_000_000
+    assert words in ChildFailedError("train", {0: failure}).format_msg()
+
+
+@pytest.mark.parametrize("name", list(FILES))
+def test_fields_like_torchs(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, FILES[name])
+    failure = ProcessFailure(1, 997, 1, path)
+    assert failure.message == FILES[name]["message"]
+    assert failure.error_file_data == FILES[name]
+    assert failure.error_file == path
+
+
+def test_a_text_without_a_time_is_of_1970(tmp_path: Path) -> None:
+    assert ProcessFailure(1, 997, 1, write(tmp_path, {"message": "text"})).timestamp == 0
+
+
+def test_the_first_failure_by_time_then_finer_time_then_order(tmp_path: Path) -> None:
+    def at(seconds: int, fine: int, name: str) -> ProcessFailure:
+        inner = {"message": "m", "extraInfo": {"py_callstack": "t", "timestamp": str(seconds)}}
+        own = {"timestamp_ns": seconds * 10**9 + fine}
+        return ProcessFailure(0, 1, 1, write(tmp_path, {"message": inner, "hpc_elastic": own}, name))
+
+    late, early, fine, same = at(20, 0, "a"), at(10, 500, "b"), at(10, 100, "c"), at(10, 100, "d")
+    assert ChildFailedError("x", {0: late, 1: early}).get_first_failure() == (1, early)
+    assert ChildFailedError("x", {0: late, 1: early, 2: fine}).get_first_failure()[0] == 2
+    assert ChildFailedError("x", {3: same, 2: fine}).get_first_failure()[0] == 3
+
+
+def test_the_host_is_where_it_happened(tmp_path: Path) -> None:
+    data = {**FILES["torch"], "hpc_elastic": {"host": "nid042"}}
+    error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, 1, write(tmp_path, data))})
+    assert "  host      : nid042\n" in str(error)
+
+
+def test_no_failures_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"train\.py"):
+        ChildFailedError("train.py", {})
+
+
+def test_it_pickles(tmp_path: Path) -> None:
+    error = ChildFailedError("train.py", {3: ProcessFailure(0, 1, -9, "")})
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert again.failures == error.failures
+
+
+@pytest.mark.torch
+class TestBesideTorch:
+    """The same calls to torch's classes and to ours."""
+
+    @pytest.fixture
+    def theirs(self) -> Any:
+        return pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+
+    def test_the_same_names(self, theirs: Any) -> None:
+        assert set(theirs.__all__) == set(ours.__all__)
+
+    @pytest.mark.parametrize("exitcode", [1, 3, -9, -11, -63, 0])
+    @pytest.mark.parametrize("name", list(FILES))
+    def test_process_failure(self, theirs: Any, tmp_path: Path, name: str, exitcode: int) -> None:
+        path = write(tmp_path, FILES[name])
+        mine, other = ProcessFailure(2, 997, exitcode, path), theirs.ProcessFailure(2, 997, exitcode, path)
+        for field in ("local_rank", "pid", "exitcode", "error_file", "error_file_data", "message", "timestamp"):
+            assert getattr(mine, field) == getattr(other, field), field
+        assert mine.signal_name() == other.signal_name()
+        assert mine.timestamp_isoformat() == other.timestamp_isoformat()
+
+    def test_process_failure_without_a_file(self, theirs: Any) -> None:
+        mine, other = ProcessFailure(2, 997, -9, "none"), theirs.ProcessFailure(2, 997, -9, "none")
+        assert (mine.error_file, mine.message) == (other.error_file, other.message)
+        assert abs(mine.timestamp - other.timestamp) <= 1
+
+    @pytest.mark.parametrize("names", [["torch"], ["torch", "code"], ["text", "torch", "code"]])
+    @pytest.mark.parametrize("delimiters", [{}, {"boarder_delim": "*", "section_delim": "~"}])
+    def test_format_msg(self, theirs: Any, tmp_path: Path, names: list[str], delimiters: dict[str, str]) -> None:
+        texts = []
+        for module in (ours, theirs):
+            failures = {}
+            for rank, name in enumerate(names):
+                path = write(tmp_path, FILES[name], f"error{rank}.json")
+                failures[rank] = module.ProcessFailure(rank, 900 + rank, -9 if rank else 1, path)
+            error = module.ChildFailedError("train.py", failures)
+            first = error.get_first_failure()
+            text = error.format_msg(**delimiters)
+            # torch's host is the one of whoever formats the report, and it leaves blanks before and for no signal.
+            text_shown = re.sub(r"\) +(?=\n|\()", ") ", re.sub(r"\)$", ") ", text, flags=re.MULTILINE))
+            texts.append((first[0], re.sub(r"host      : \S+", "host      : H", text_shown)))
+            if not delimiters:
+                assert str(error) == text
+        assert texts[0] == texts[1]

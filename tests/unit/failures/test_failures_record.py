@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.failures import ChildFailedError, ErrorHandler, ProcessFailure, get_error_handler, record
+from hpc_elastic.failures.error_file import read_error_file
+
+
+@pytest.fixture
+def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RESTART_COUNT", "2")):
+        monkeypatch.setenv(name, value)
+    return path
+
+
+class Quiet(ErrorHandler):
+    """Leaves the interpreter's faulthandler as pytest set it."""
+
+    def initialize(self) -> None:
+        pass
+
+
+def recorded(fn: Any) -> Any:
+    return record(fn, Quiet())
+
+
+def test_what_returns_is_returned_and_nothing_written(error_file: Path) -> None:
+    @recorded
+    def main(a: int, *, b: int) -> int:
+        "Add."
+        return a + b
+
+    assert main(1, b=2) == 3
+    assert (main.__name__, main.__doc__) == ("main", "Add.")
+    assert not error_file.exists()
+
+
+def test_an_exception_is_written_and_raised_again(error_file: Path) -> None:
+    boom = ValueError("bad")
+
+    @recorded
+    def main() -> None:
+        raise boom
+
+    with pytest.raises(ValueError, match="bad") as caught:
+        main()
+    assert caught.value is boom
+    found = read_error_file(error_file)
+    assert found.problem == ""
+    assert found.message == "ValueError: bad"
+    assert "in main" in found.traceback
+    assert found.timestamp_ns is not None
+    own = found.own
+    assert (own["exception_type"], own["pid"]) == ("ValueError", os.getpid())
+    assert (own["global_rank"], own["local_rank"], own["round"]) == (5, 1, 2)
+    assert own["frames"][-1][2] == "main"
+    assert own["fingerprint"].startswith("ValueError:")
+    extra = json.loads(error_file.read_text())["message"]["extraInfo"]
+    assert extra["timestamp"] == str(found.timestamp_ns // 10**9)
+    assert oct(error_file.stat().st_mode & 0o777) == "0o600"
+    assert os.listdir(error_file.parent) == ["error.json"]
+
+
+def test_exits(error_file: Path) -> None:
+    def exits(code: Any) -> Any:
+        @recorded
+        def main() -> None:
+            raise SystemExit(code)
+
+        return main
+
+    assert exits(0)() is None
+    assert not error_file.exists()
+    with pytest.raises(SystemExit):
+        exits(None)()
+    assert not error_file.exists()
+    with pytest.raises(SystemExit) as caught:
+        exits(3)()
+    assert caught.value.code == 3
+    assert read_error_file(error_file).message == "SystemExit: exit code 3"
+    with pytest.raises(SystemExit):
+        exits("no data")()
+    assert read_error_file(error_file).message == "SystemExit: no data"
+
+
+def test_without_a_place_to_write_it_is_only_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    @recorded
+    def main() -> None:
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        main()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_failure_while_recording_does_not_hide_the_failure(
+    error_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file.parent / "no" / "folder" / "error.json"))
+
+    @recorded
+    def main() -> None:
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        main()
+    assert "could not write the error file" in caplog.text
+
+    class Broken(Quiet):
+        def record_exception(self, exc: BaseException) -> None:
+            raise OSError("disk full")
+
+    def fails() -> None:
+        raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first"):
+        record(fails, Broken())()
+    assert "could not be recorded" in caplog.text
+
+
+def test_an_exception_that_cannot_be_shown(error_file: Path) -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    @recorded
+    def main() -> None:
+        raise Odd
+
+    with pytest.raises(Odd):
+        main()
+    assert read_error_file(error_file).message == "Odd: <its text could not be made: RuntimeError>"
+
+
+def test_a_childs_file_is_passed_on_with_its_exit_code(error_file: Path) -> None:
+    child = error_file.parent / "child.json"
+    inner = {"message": "ValueError: bad", "extraInfo": {"py_callstack": "Trace", "timestamp": "1700000001"}}
+    child.write_text(json.dumps({"message": inner, "hpc_elastic": {"host": "n7"}, "kept": [1]}))
+
+    @recorded
+    def main() -> None:
+        raise ChildFailedError("train", {0: ProcessFailure(0, 1, -11, str(child))})
+
+    with pytest.raises(ChildFailedError):
+        main()
+    assert json.loads(error_file.read_text()) == {
+        "message": {**inner, "errorCode": -11},
+        "hpc_elastic": {"host": "n7"},
+        "kept": [1],
+    }
+
+
+def test_a_torn_childs_file_is_passed_on_as_far_as_it_goes(error_file: Path) -> None:
+    child = error_file.parent / "child.json"
+    child.write_text('{"message": {"message": "ValueError: half')
+    Quiet().dump_error_file(str(child), 7)
+    found = read_error_file(error_file)
+    assert (found.problem, found.message, found.error_code) == ("", "ValueError: half", 7)
+
+
+def test_a_child_without_a_file_writes_nothing(error_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    @recorded
+    def main() -> None:
+        raise ChildFailedError("train", {3: ProcessFailure(2, 1, -9, "")})
+
+    with pytest.raises(ChildFailedError):
+        main()
+    assert not error_file.exists()
+    assert "local_rank 2 failed" in caplog.text
+
+
+def test_a_handler_of_the_users_own_is_called(error_file: Path) -> None:
+    calls: list[Any] = []
+
+    class Mine(ErrorHandler):
+        def initialize(self) -> None:
+            calls.append("initialize")
+
+        def record_exception(self, exc: BaseException) -> None:
+            calls.append(exc)
+
+        def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
+            calls.append((rootcause_error_file, error_code))
+
+    child = error_file.parent / "child.json"
+    child.write_text('{"message": "x"}')
+    boom = ValueError("bad")
+    for error in (boom, ChildFailedError("t", {0: ProcessFailure(0, 1, 4, str(child))})):
+
+        def main(error: Exception = error) -> None:
+            raise error
+
+        with pytest.raises(type(error)):
+            record(main, Mine())()
+    assert calls == ["initialize", boom, "initialize", (str(child), 4)]
+    assert isinstance(get_error_handler(), ErrorHandler)
+
+
+@pytest.mark.torch
+def test_torchs_child_error_is_passed_on_too(error_file: Path) -> None:
+    theirs = pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
+    child = error_file.parent / "child.json"
+    inner = {"message": "ValueError: bad", "extraInfo": {"py_callstack": "Trace", "timestamp": "1700000001"}}
+    child.write_text(json.dumps({"message": inner}))
+
+    @recorded
+    def main() -> None:
+        raise theirs.ChildFailedError("train", {0: theirs.ProcessFailure(0, 1, 5, str(child))})
+
+    with pytest.raises(theirs.ChildFailedError):
+        main()
+    assert read_error_file(error_file).message == "ValueError: bad"
+    assert read_error_file(error_file).error_code == 5
