@@ -52,11 +52,11 @@ class Samples:
         return self.values.get(figure.key, {}).get(system.name, [])
 
 
-def run_session(samples: Samples, system: System, kind: str, victim: int) -> None:
-    """One job: start it, kill one worker, wait for the next round; a moment that does not come is a None."""
+def run_session(samples: Samples, system: System, kind: str, victim: int, *, limit: float) -> None:
+    """One job: start it, kill one worker, wait for the next round; a moment that takes `limit` seconds is a None."""
     start, again, last = (START, RESTART, "line") if kind == "plain" else (GROUP, REGROUP, "group")
     missing = [start, again]
-    with Session(system, kind, "wait") as session:
+    with Session(system, kind, "wait", limit=limit) as session:
         try:
             samples.add(start, system, session.wait_for_all(last, since=session.began))
             missing.remove(start)

@@ -23,6 +23,8 @@ from tests.bench.processes import Process
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 NODES = 4
+GRACE = "3"
+"""Seconds from SIGTERM to SIGKILL, for both."""
 _POLL = 0.005
 
 
@@ -46,13 +48,22 @@ def _torchrun_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", "1"]
-    agent += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    agent += [
+        "--max-restarts",
+        "3",
+        "--shutdown-timeout",
+        GRACE,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{port}",
+    ]
     return [[*agent, "--rdzv-id", folder.name, *worker] for _ in range(NODES)]
 
 
 def _our_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
     command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", str(NODES)]
-    command += ["--nproc-per-node", "1", "--max-restarts", "3", "--max-requeues", "0"]
+    command += ["--nproc-per-node", "1", "--max-restarts", "3", "--max-requeues", "0", "--shutdown-timeout", GRACE]
     return [[*command, "--runs-dir", str(folder / "runs"), *worker]]
 
 
@@ -67,7 +78,7 @@ OURS = System(
     name="hpc-elastic",
     commands=_our_commands,
     # The agent's guardian is a fork of it: the same arguments, but an agent's child.
-    is_agent=lambda process: "agent" in process.argv[:5] and "hpc_elastic" in " ".join(process.argv[:5]),
+    is_agent=lambda process: "agent" in process.argv[:7] and "hpc_elastic" in " ".join(process.argv[:7]),
 )
 
 
