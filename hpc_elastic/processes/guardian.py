@@ -1,0 +1,250 @@
+"""The guardian: a tiny process that ends what an agent leaves behind when it dies, by SIGKILL too.
+
+It is forked when the agent starts and does nothing but wait at a pipe whose other end only the agent has. At the end of
+file the agent is dead: the guardian ends every process of this node that carries the agent's tag, with all below them,
+removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
+
+Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NoReturn
+
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.processes import linux, tree
+from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
+from hpc_elastic.processes.tree import Environ, Proc
+
+GUARDIAN_NAME = "hpc-el-guardian"
+_IGNORED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGPIPE,
+    signal.SIGTSTP,
+)
+_BOUND_S = 10.0
+_LOOK_S = 0.02
+_GUARDIANS_OWN_TIME_S = 1.0
+_LEAVE = b"."
+
+
+class Guardian:
+    """The agent's handle. `pid` belongs into every `excluding` of the agent's."""
+
+    def __init__(self, *, pid: int, control_fd: int) -> None:
+        self.pid = pid
+        self._control_fd = control_fd
+
+    def release(self, *, timeout: float = 1.0) -> bool:
+        """Tell it to leave, with nothing ended and nothing removed, and wait for it (`timeout` in seconds).
+
+        Returns:
+            Whether it has gone. It was told in any case, and needs no help of ours.
+        """
+        if self._control_fd >= 0:
+            try:
+                os.write(self._control_fd, _LEAVE)
+            except OSError:
+                pass  # it is gone: somebody killed it
+            os.close(self._control_fd)
+            self._control_fd = -1
+        return _wait_for_child(self.pid, timeout)
+
+
+def start_guardian(tag: Tag, *, remove: str | None = None) -> Guardian:
+    """Fork the guardian. Call it before the agent starts a thread or opens files: it is a copy of the agent as it is.
+
+    Args:
+        tag: What it ends when this process dies, however that happens.
+        remove: A node-local folder of the agent's, removed with all that is in it at the same time.
+
+    Raises:
+        RuntimeError: this process has several threads already.
+        OSError: no process or descriptor left.
+    """
+    if threading.active_count() > 1:
+        raise RuntimeError(
+            "start_guardian must come before the first thread: a fork copies the locks that threads hold"
+        )
+    agent = os.getpid()
+    read_end, write_end = os.pipe()  # close-on-exec: a worker that held the write end would keep the guardian waiting
+    gc.collect()
+    gc.freeze()  # keep the collector from touching, and so copying, every page that the two share
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _be_guardian(agent, read_end, str(tag), remove)
+    except OSError:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Guardian(pid=pid, control_fd=write_end)
+
+
+def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None) -> NoReturn:
+    try:
+        gc.disable()
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN if number in _IGNORED else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.setsid()
+        os.chdir("/")
+        linux.set_name(GUARDIAN_NAME)
+        # Nothing of the agent's may stay open: srun waits for the end of file on stdout and stderr.
+        high = os.dup(read_end) if read_end < 3 else read_end
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        if high != 3:
+            os.dup2(high, 3, inheritable=False)
+        linux.close_from(4)
+        if _agent_died(agent, 3):
+            end_tagged(tag, clock=SystemClock())
+            if remove is not None:
+                import shutil  # only here: it costs as much as all the rest
+
+                shutil.rmtree(remove, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _agent_died(agent: int, control: int) -> bool:
+    """Wait until the agent dies (True) or says goodbye (False)."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    try:
+        # The second way to see its death, should some process hold the pipe's other end by mistake.
+        pidfd = linux.pidfd_open(agent)
+    except OSError:
+        return True
+    if os.getppid() != agent:
+        return True
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    poll.poll()
+    os.set_blocking(control, False)
+    try:
+        return os.read(control, 1) != _LEAVE
+    except BlockingIOError:
+        return True
+
+
+def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S) -> list[Proc]:
+    """End every process of ours that was started with the worker tag `tag`, and all below them, with SIGKILL.
+
+    Returns:
+        What still runs after `bound` seconds (D state).
+    """
+
+    def find(_elapsed: float) -> _Found:
+        return _with_descendants(tree.tagged(TAG_VARIABLE, tag), protected={os.getpid()}), []
+
+    return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False)
+
+
+def end_strangers(tag: Tag, *, clock: Clock, bound: float = _BOUND_S) -> list[Proc]:
+    """End what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
+
+    A new agent calls it before it joins. Only this run's processes of this node are touched: those whose worker tag is
+    of another incarnation, older processes that carry the node's tag (the agent, its store host and its guardian), and
+    all below them. This process, its ancestors and its children are not.
+
+    Args:
+        tag: This agent's own.
+        clock: For the bound and the short waits.
+        bound: Seconds to keep trying. Where there is nothing to end, it takes one look.
+
+    Returns:
+        What still runs after `bound` seconds (D state): tell of it, since it may hold memory and devices.
+    """
+    me = tree.look_at(os.getpid())
+    born = (me.starttime, me.pid) if me is not None else (0, 0)
+
+    def is_stranger(proc: Proc, environ: Environ) -> bool:
+        worker_tag = environ.get(TAG_VARIABLE)
+        if worker_tag is not None:
+            return tag.is_of_other_incarnation(worker_tag)
+        # Of two agents that start at once the younger ends the older one, never the other way round.
+        return environ.get(NODE_TAG_VARIABLE) == tag.node and (proc.starttime, proc.pid) < born
+
+    def find(elapsed: float) -> _Found:
+        marked = tree.own_processes_where(is_stranger)
+        if not marked:
+            return [], []
+        processes = tree.all_processes()
+        protected = tree.ancestors(processes, os.getpid())
+        protected |= {proc.pid for proc in tree.subtree(processes, (os.getpid(),))}
+        strangers = _with_descendants(marked, protected=protected)
+        # An old guardian clears up after its agent by itself, the agent's folder too; it gets a moment for that.
+        waited_for = [p for p in strangers if p.name == GUARDIAN_NAME and elapsed < _GUARDIANS_OWN_TIME_S]
+        return [p for p in strangers if p not in waited_for], waited_for
+
+    return _end_until_none(find, clock=clock, bound=bound, trust_first_look=True)
+
+
+_Found = tuple[list[Proc], list[Proc]]  # what to end, and what will end by itself
+
+
+def _with_descendants(roots: Sequence[Proc], *, protected: AbstractSet[int]) -> list[Proc]:
+    # A protected root's other descendants are no prey: they are our siblings.
+    roots = [proc for proc in roots if proc.pid not in protected]
+    if not roots:
+        return []
+    below = tree.descendants_of({proc.pid for proc in roots}, excluding=protected)
+    return [proc for proc in (*roots, *below) if not proc.is_dead]
+
+
+def _end_until_none(
+    find: Callable[[float], _Found], *, clock: Clock, bound: float, trust_first_look: bool
+) -> list[Proc]:
+    never = threading.Event()
+    began = clock.monotonic()
+    empty_looks = 1 if trust_first_look else 0
+    while True:
+        elapsed = clock.monotonic() - began
+        doomed, waited_for = find(elapsed)
+        if doomed or waited_for:
+            empty_looks = 0
+            if elapsed > bound:
+                return doomed + waited_for
+        else:
+            # Two looks: a chain of short-lived parents can hide its end from one pass over the process table.
+            empty_looks += 1
+            if empty_looks >= 2:
+                return []
+        for proc in doomed:
+            tree.kill_safely(proc, signal.SIGKILL)
+        clock.wait(never, _LOOK_S)
+
+
+def _wait_for_child(pid: int, timeout: float) -> bool:
+    try:
+        pidfd = linux.pidfd_open(pid)
+    except OSError:
+        pidfd = None
+    poll = select.poll()
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    try:
+        poll.poll(timeout * 1000)  # without a pidfd just the wait: a kernel before 5.3
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)

@@ -1,0 +1,228 @@
+"""Which processes there are, who started them, what marks they carry; and signals that hit no recycled pid.
+
+Everything comes from ``/proc``. (psutil would give the same facts at ten times the memory, and no pidfd.) A process is
+known by its pid *and* its start time: a pid alone may name another process a moment later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.processes import linux
+
+_DEAD = frozenset("ZX")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proc:
+    """One process as it was when it was looked at."""
+
+    pid: int
+    starttime: int
+    """Clock ticks since this host's boot; never changes."""
+    ppid: int
+    pgid: int
+    sid: int
+    state: str
+    """As ps shows it: R, S, D (uninterruptible), T (stopped), Z (ended, not waited for) …"""
+    name: str
+
+    @property
+    def is_dead(self) -> bool:
+        """It has ended and only waits for its parent to look."""
+        return self.state in _DEAD
+
+
+class Delivery(Enum):
+    """What became of a signal."""
+
+    SENT = "sent"
+    GONE = "gone"
+    """The process has ended; its pid may be another's by now."""
+    REFUSED = "refused"
+    """It belongs to another user (a set-user-id program)."""
+
+
+class Environ:
+    """The environment that a process was started with."""
+
+    __slots__ = ("_raw",)
+
+    def __init__(self, raw: bytes) -> None:
+        self._raw = b"\0" + raw
+
+    def get(self, key: str) -> str | None:
+        """The value of `key`; None where it is unset."""
+        mark = b"\0" + key.encode() + b"="
+        start = self._raw.find(mark)
+        if start < 0:
+            return None
+        start += len(mark)
+        end = self._raw.find(b"\0", start)
+        return os.fsdecode(self._raw[start:] if end < 0 else self._raw[start:end])
+
+
+def parse_stat(raw: bytes) -> Proc | None:
+    """Read ``/proc/<pid>/stat``; None: not readable. A name may be ``a) R 1 (b``: the last bracket counts."""
+    try:
+        head, _, tail = raw.rpartition(b")")
+        pid, _, name = head.partition(b" (")
+        words = tail.split()
+        return Proc(
+            pid=int(pid),
+            starttime=int(words[19]),
+            ppid=int(words[1]),
+            pgid=int(words[2]),
+            sid=int(words[3]),
+            state=words[0].decode("ascii", "replace"),
+            name=name.decode("utf-8", "replace"),
+        )
+    except (ValueError, IndexError):
+        return None
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        chunks = []
+        while chunk := os.read(fd, 65536):
+            chunks.append(chunk)
+        return b"".join(chunks)
+    except OSError:
+        return None  # it ended while we looked
+    finally:
+        os.close(fd)
+
+
+def look_at(pid: int) -> Proc | None:
+    """The process `pid` as it is now; None where there is none."""
+    raw = _read(f"/proc/{pid}/stat")
+    return None if raw is None else parse_stat(raw)
+
+
+def all_processes() -> dict[int, Proc]:
+    """Every process that we may see, by pid. Not one moment's picture: processes come and go while it is taken."""
+    found = (look_at(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    return {proc.pid: proc for proc in found if proc is not None}
+
+
+def subtree(processes: Mapping[int, Proc], roots: Collection[int], *, excluding: Collection[int] = ()) -> list[Proc]:
+    """The descendants of `roots` among `processes`, parents first; neither the roots nor what is below `excluding`."""
+    children: dict[int, list[Proc]] = {}
+    for proc in processes.values():
+        children.setdefault(proc.ppid, []).append(proc)
+    found: list[Proc] = []
+    seen = set(roots) | set(excluding)
+    queue = list(roots)
+    while queue:
+        for proc in children.get(queue.pop(), ()):
+            if proc.pid not in seen:
+                seen.add(proc.pid)
+                found.append(proc)
+                queue.append(proc.pid)
+    return found
+
+
+def descendants(root_pid: int, *, excluding: Collection[int] = ()) -> list[Proc]:
+    """All processes below `root_pid`, without those of `excluding` and what is below these."""
+    return descendants_of((root_pid,), excluding=excluding)
+
+
+def descendants_of(roots: Collection[int], *, excluding: Collection[int] = ()) -> list[Proc]:
+    """All processes below `roots`, without the roots, those of `excluding` and what is below these."""
+    return subtree(all_processes(), roots, excluding=excluding)
+
+
+def ancestors(processes: Mapping[int, Proc], pid: int) -> set[int]:
+    """The pids of `pid` and of all above it."""
+    found: set[int] = set()
+    while pid not in found and pid > 0:
+        found.add(pid)
+        proc = processes.get(pid)
+        pid = 0 if proc is None else proc.ppid
+    return found
+
+
+def children(pid: int) -> list[int]:
+    """The pids of the direct children, ended ones included.
+
+    For a subreaper this is exact where it matters: every living descendant hangs on a living child of ours (who loses
+    its parent becomes our child *before* the parent is seen as ended), so no child means no descendant.
+    """
+    if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
+        # Gone, or a kernel without CONFIG_PROC_CHILDREN: the long way.
+        return [proc.pid for proc in all_processes().values() if proc.ppid == pid]
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        raw = _read(f"/proc/{pid}/task/{thread}/children")
+        found.extend(int(word) for word in (raw or b"").split())
+    return found
+
+
+def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
+    """Our user's living processes that, with the environment they started with, satisfy `matches`.
+
+    Those that hide their environment (set-user-id programs) are left out.
+    """
+    uid = os.geteuid()
+    found: list[Proc] = []
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            if os.stat(f"/proc/{name}").st_uid != uid:
+                continue
+        except OSError:
+            continue
+        # The start time first: were the pid recycled before we read the environment, a signal would miss, not err.
+        proc = look_at(int(name))
+        if proc is None or proc.is_dead:
+            continue
+        raw = _read(f"/proc/{name}/environ")
+        if raw and matches(proc, Environ(raw)):
+            found.append(proc)
+    return found
+
+
+def tagged(key: str, value: str) -> list[Proc]:
+    """Our user's living processes that were started with ``key=value`` in their environment."""
+    return own_processes_where(lambda _proc, environ: environ.get(key) == value)
+
+
+def kill_safely(proc: Proc, signal_number: int) -> Delivery:
+    """Signal `proc`, and no other process that has got its pid meanwhile. Raises nothing for the process's sake.
+
+    On a kernel without pidfd (before 5.3) a gap of microseconds is left between the look and the signal.
+    """
+    try:
+        pidfd = linux.pidfd_open(proc.pid)
+    except OSError as error:
+        if isinstance(error, ProcessLookupError):
+            return Delivery.GONE
+        pidfd = None  # out of descriptors: better with the gap than not at all
+    try:
+        now = look_at(proc.pid)
+        if now is None or now.starttime != proc.starttime:
+            return Delivery.GONE
+        if pidfd is None:
+            os.kill(proc.pid, signal_number)
+        else:
+            linux.pidfd_send_signal(pidfd, signal_number)
+    except ProcessLookupError:
+        return Delivery.GONE
+    except PermissionError:
+        return Delivery.REFUSED
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+    return Delivery.SENT

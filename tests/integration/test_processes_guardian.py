@@ -1,0 +1,214 @@
+"""An agent dies, is stopped, or comes back: what it left on the node is ended, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.processes.guardian import GUARDIAN_NAME
+from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
+
+# An agent with a guardian, a worker, and the daemon that the worker made.
+_AGENT = """
+tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
+guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"))
+worker = start(DAEMON, HPC_ELASTIC_TAG=str(tag))
+daemon = int(read_line(worker.stdout_fd))
+until(lambda: tree.look_at(guard.pid).state == "S")
+report(guardian=guard.pid, worker=worker.pid, daemon=daemon, sid=os.getsid(guard.pid),
+       fds=sorted(os.readlink(f"/proc/{guard.pid}/fd/{n}") for n in os.listdir(f"/proc/{guard.pid}/fd")),
+       held=tree.look_at(guard.pid).name)
+"""
+_WAIT = "time.sleep(600)\n"
+
+
+def _env(tmp_path: Path, *, run: str = "run1", node: str = "0", agent: str = "a1") -> dict[str, str]:
+    # The test's own path makes tags unique to this test, whoever else runs it on this machine.
+    run = f"{run}-{abs(hash(str(tmp_path))):x}"
+    return {"RUN": run, "NODE": node, "UID_OF_AGENT": agent, "HPC_ELASTIC_NODE_TAG": f"{run}:{node}"}
+
+
+@pytest.fixture
+def spawned() -> Iterator[list[int]]:
+    """Pids that a failing test must not leave behind."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: list[int]) -> None:
+    local = tmp_path / "local"
+    (local / "deep").mkdir(parents=True)
+    (local / "deep" / "file").write_text("x")
+    neighbour = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "HPC_ELASTIC_TAG": "another-run:0:a1"}, start_new_session=True
+    )
+    spawned.append(neighbour.pid)
+    with StandIn(_AGENT + _WAIT, env={**_env(tmp_path), "LOCAL": str(local)}) as agent:
+        facts = agent.report()
+        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        assert facts["sid"] == facts["guardian"]
+        assert facts["held"] == GUARDIAN_NAME
+        assert facts["fds"][:3] == ["/dev/null"] * 3, "srun's pipes must not stay open in the guardian"
+        assert [name.split(":")[0] for name in facts["fds"][3:]] == ["anon_inode", "pipe"]
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(facts["guardian"], number)
+        agent.kill()
+        began = time.monotonic()
+        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
+        until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+        assert time.monotonic() - began < 3
+        assert not is_alive(facts["worker"])
+        assert not local.exists()
+        assert neighbour.poll() is None
+    neighbour.kill()
+    neighbour.wait()
+
+
+def test_guardian_told_to_leave_ends_nothing(tmp_path: Path, spawned: list[int]) -> None:
+    code = (
+        _AGENT
+        + """
+daemon_was = is_alive(daemon)
+gone = guard.release()
+report(gone=gone, known=guard.pid in tree.children(os.getpid()), daemon=daemon_was and is_alive(daemon))
+os.kill(daemon, 9)
+"""
+    )
+    local = tmp_path / "local"
+    local.mkdir()
+    with StandIn(code, env={**_env(tmp_path), "LOCAL": str(local)}) as agent:
+        facts = agent.report()
+        spawned += [facts["worker"], facts["daemon"]]
+        assert agent.report() == {"gone": True, "known": False, "daemon": True}
+        assert agent.process.wait(20) == 0
+    assert local.exists()
+
+
+def test_guardian_sees_the_death_though_somebody_holds_its_pipe(tmp_path: Path, spawned: list[int]) -> None:
+    code = (
+        """
+"""
+        + _AGENT
+        + """
+os.set_inheritable(guard._control_fd, True)
+holder = subprocess.Popen(["sleep", "600"], close_fds=False, start_new_session=True)
+report(holder=holder.pid)
+"""
+        + _WAIT
+    )
+    with StandIn(code, env=_env(tmp_path)) as agent:
+        facts = agent.report()
+        holder = agent.report()["holder"]
+        spawned += [facts["guardian"], facts["worker"], facts["daemon"], holder]
+        agent.kill()
+        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
+        until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+        assert is_alive(holder), "it carries no tag"
+
+
+def test_guardian_is_small_and_comes_before_threads() -> None:
+    facts = run_stand_in(
+        """
+        guard = guardian.start_guardian(tags.Tag(run_uid="small", node_key="0", agent_uid="a"))
+        until(lambda: tree.look_at(guard.pid).name == guardian.GUARDIAN_NAME)
+        junk = [bytes(1000) for _ in range(10_000)]  # the agent lives on, and makes its pages its own
+        until(lambda: tree.look_at(guard.pid).state == "S")
+        rollup = open(f"/proc/{guard.pid}/smaps_rollup").read()
+        private = sum(int(l.split()[1]) for l in rollup.splitlines() if l.startswith("Private_"))
+        guard.release()
+        stop_it = threading.Event()
+        thread = threading.Thread(target=stop_it.wait)
+        thread.start()
+        try:
+            guardian.start_guardian(tags.Tag(run_uid="small", node_key="0", agent_uid="a"))
+            refused = ""
+        except RuntimeError as error:
+            refused = str(error)
+        stop_it.set()
+        report(private=private, refused=refused)
+        """
+    )
+    assert facts["private"] < 4096, "KiB that only the guardian holds"
+    assert "thread" in facts["refused"]
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is_stopped: bool) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    with (
+        StandIn(_AGENT + _WAIT, env={**_env(tmp_path), "LOCAL": str(local)}) as old,
+        StandIn(_AGENT + _WAIT, env=_env(tmp_path, node="1")) as other_node,
+        StandIn(_AGENT + _WAIT, env=_env(tmp_path, run="run2")) as other_run,
+    ):
+        facts = old.report()
+        others = [other_node.report(), other_run.report()]
+        bystanders = [pid for f in others for pid in (f["guardian"], f["worker"], f["daemon"])]
+        bystanders += [other_node.pid, other_run.pid]
+        prey = [facts["guardian"], facts["worker"], facts["daemon"], old.pid]
+        spawned += bystanders + prey
+        if is_stopped:
+            os.kill(old.pid, signal.SIGSTOP)
+        else:
+            # The agent and its guardian are gone already; only the daemon is left.
+            os.kill(facts["guardian"], signal.SIGKILL)
+            old.kill()
+            assert is_alive(facts["daemon"])
+        new = run_stand_in(
+            """
+            tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
+            guard = guardian.start_guardian(tag)
+            own = start("print('ready', flush=True); time.sleep(600)", HPC_ELASTIC_TAG=str(tag))
+            read_line(own.stdout_fd)
+            left = guardian.end_strangers(tag, clock=clock)
+            began = time.monotonic()
+            guardian.end_strangers(tag, clock=clock)
+            again = time.monotonic() - began
+            alive = [is_alive(own.pid), is_alive(guard.pid)]
+            stop.stop_now([own], clock=clock, excluding={guard.pid})
+            guard.release()
+            report(left=len(left), alive=alive, again=again)
+            """,
+            env=_env(tmp_path, agent="a2"),
+            # A starter that carries the node's tag too, and waits for the agent: it must survive.
+            prefix=["sh", "-c", '"$@"; exit $?', "sh"],
+        )
+        assert new["left"] == 0
+        assert new["alive"] == [True, True]
+        assert new["again"] < 0.1, "with nothing to end it takes one look"
+        old.process.wait(5)
+        assert [pid for pid in prey if is_alive(pid)] == []
+        assert [pid for pid in bystanders if not is_alive(pid)] == []
+        assert local.exists() is not is_stopped, "the old guardian, where it lived, cleared up by itself"
+        for pid in bystanders:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_younger_agent_is_left_to_end_us(tmp_path: Path, spawned: list[int]) -> None:
+    env = _env(tmp_path)
+    with StandIn(
+        """
+        tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid="a1")
+        report()
+        until(lambda: os.path.exists(os.environ["GO"]))
+        report(left=len(guardian.end_strangers(tag, clock=clock)))
+        """,
+        env={**env, "GO": str(tmp_path / "go")},
+    ) as elder:
+        elder.report()
+        younger = subprocess.Popen(["sleep", "600"], env={**os.environ, **env}, start_new_session=True)
+        spawned.append(younger.pid)
+        (tmp_path / "go").touch()
+        assert elder.report() == {"left": 0}
+        assert younger.poll() is None
+        younger.kill()
+        younger.wait()

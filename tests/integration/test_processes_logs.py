@@ -1,0 +1,390 @@
+"""Output of real processes: all of it in the files, what is shown in the job log, and no worker held up."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from tests.rigs.agent_stand_in import run_stand_in
+
+_LOGS = """
+from hpc_elastic.processes import job_log, log_files, logs
+from hpc_elastic.processes.std_streams import Std
+WHERE = Path(os.environ["WHERE"])
+
+def rss(key):
+    return int(open("/proc/self/status").read().partition(key + ":")[2].split()[0])
+
+class Sink:
+    '''A job log whose reader may be stuck.'''
+    def __init__(self, reads=True):
+        self.read_fd, self.write_fd = os.pipe()
+        self.text = bytearray()
+        self.go = threading.Event()
+        if reads:
+            self.go.set()
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+    def _read(self):
+        self.go.wait()
+        while chunk := os.read(self.read_fd, 1 << 20):
+            self.text += chunk
+    def end(self):
+        os.close(self.write_fd)
+        self.thread.join(20)
+        return self.text.decode("utf-8", "backslashreplace")
+
+sink = Sink(reads="STUCK" not in os.environ)
+log = job_log.JobLog(sink.write_fd)
+pump = logs.LogPump(host="n01", clock=clock, job_log=log)
+
+def run(code, rank=0, shown=Std.ALL, wait=True, stdout=None):
+    worker = start(code)
+    folder = WHERE / "round-000" / f"rank-{rank:05d}"
+    stdout = stdout or folder / "stdout.log"
+    pump.add(rank=rank, worker=worker, stdout=stdout, stderr=folder / "stderr.log", shown=shown)
+    if wait:
+        until(worker.poll, 60)
+        assert pump.drained(worker.pid, 60), "drained"
+        worker.release()
+    return worker
+
+def finished():
+    done = pump.close(10)
+    return dict(closed=done, logged=log.close(10), text=sink.end(), stats={k: getattr(pump.stats(), k) for k in (
+        "read", "file_written", "file_lost", "job_log_written", "job_log_dropped", "open_streams")})
+"""
+
+
+def _rank(where: Path, rank: int) -> Path:
+    return where / "round-000" / f"rank-{rank:05d}"
+
+
+def test_lines_carry_host_and_rank_and_files_are_private_and_whole(tmp_path: Path) -> None:
+    where = tmp_path / "attempt"
+    where.mkdir(mode=0o700)
+    facts = run_stand_in(
+        _LOGS
+        + """
+run("print('one'); print('two', file=sys.stderr)", rank=3)
+run("print('hidden'); print('shown', file=sys.stderr)", rank=4, shown=Std.ERR)
+run("sys.stdout.write('no end')", rank=5)
+run("os.write(1, bytes(range(256)))", rank=6, shown=Std.OUT)
+run("print('quiet')", rank=7, shown=Std.NONE)
+log.say("the agent's own")
+report(**finished())
+""",
+        env={"WHERE": str(where)},
+        prefix=["sh", "-c", 'umask 000; exec "$@"', "sh"],
+    )
+    lines = facts["text"].split("\n")
+    assert "[n01:3] one" in lines
+    assert "[n01:3] two" in lines
+    assert "[n01:4] shown" in lines
+    assert "[n01:5] no end" in lines
+    assert "the agent's own" in lines
+    assert "hidden" not in facts["text"]
+    assert "quiet" not in facts["text"]
+    assert (_rank(where, 3) / "stdout.log").read_text() == "one\n"
+    assert (_rank(where, 3) / "stderr.log").read_text() == "two\n"
+    assert (_rank(where, 4) / "stdout.log").read_text() == "hidden\n"
+    assert (_rank(where, 6) / "stdout.log").read_bytes() == bytes(range(256))
+    assert (_rank(where, 6) / "stderr.log").read_bytes() == b""
+    assert facts["closed"]
+    assert facts["logged"]
+    for path in where.rglob("*"):
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+    size = sum(path.stat().st_size for path in where.rglob("*.log"))
+    assert facts["stats"]["read"] == facts["stats"]["file_written"] == size
+    assert facts["stats"]["file_lost"] == facts["stats"]["job_log_dropped"] == facts["stats"]["open_streams"] == 0
+
+
+def test_one_gigabyte_without_a_newline_in_bounded_memory(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+log = job_log.JobLog(os.open("/dev/null", os.O_WRONLY))
+pump = logs.LogPump(host="n01", clock=clock, job_log=log)
+before = rss("VmHWM")
+worker = run("block = bytes([255]) + b'x' * 99_999\\nfor _ in range(10_000): os.write(1, block)")
+grown = rss("VmHWM") - before
+report(code=worker.exit_status.exitcode, grown=grown, hwm=rss("VmHWM"), **finished())
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    log = _rank(tmp_path, 0) / "stdout.log"
+    size = log.stat().st_size
+    log.unlink()
+    assert size == 1_000_000_000
+    assert facts["code"] == 0
+    assert facts["stats"]["file_lost"] == 0
+    assert facts["stats"]["job_log_written"] + facts["stats"]["job_log_dropped"] > 1_000_000_000
+    assert facts["grown"] < 12_000, "KiB"
+    assert facts["hwm"] < 30_000
+
+
+def test_stuck_job_log_holds_up_neither_worker_nor_file(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+before = rss("VmHWM")
+code = "line = b'y' * 99 + b'\\\\n'\\nfor _ in range(2000): os.write(1, line * 1000)"
+began = time.monotonic()
+workers = [run(code, rank=0, wait=False), run("print('a traceback', file=sys.stderr)", rank=1)]
+until(workers[0].poll, 60)
+drained = pump.drained(workers[0].pid, 30)
+seconds = time.monotonic() - began
+grown = rss("VmHWM") - before
+sink.go.set()
+facts = finished()
+report(drained=drained, grown=grown, seconds=seconds, **facts)
+""",
+        env={"WHERE": str(tmp_path), "STUCK": "1"},
+    )
+    assert facts["drained"]
+    assert facts["seconds"] < 20
+    assert (_rank(tmp_path, 0) / "stdout.log").stat().st_size == 200_000_000
+    assert facts["grown"] < 14_000, "KiB, for 200 MB that had nowhere to go"
+    lines = facts["text"].splitlines()
+    assert "[n01:1] a traceback" in lines, "one rank's flood must not cost another's lines"
+    notices = [line for line in lines if "bytes dropped: the job log could not keep up" in line]
+    assert all(line.startswith("[n01:0] [… ") for line in notices)
+    said = sum(int(line.split()[2]) for line in notices)
+    assert said == facts["stats"]["job_log_dropped"] > 150_000_000
+    shown = sum(line.startswith("[n01:0] yyyy") for line in lines)
+    assert shown * 100 + said == 200_000_000, "every byte is shown or counted"
+    assert {len(line) for line in lines if line.startswith("[n01:0] yyyy")} == {107}, "no line is cut"
+
+
+def test_job_log_that_never_recovers_doesn_t_keep_the_agent(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+run("print('z' * 300_000)")
+log.say("never read")
+began = time.monotonic()
+closed = pump.close(5)
+logged = log.close(0.3)
+seconds = time.monotonic() - began
+report(closed=closed, logged=logged, seconds=seconds, dropped=pump.stats().job_log_dropped)
+""",
+        env={"WHERE": str(tmp_path), "STUCK": "1"},
+    )
+    assert facts["closed"], "the files don't wait for the job log"
+    assert not facts["logged"]
+    assert facts["seconds"] < 1
+    assert facts["dropped"] > 200_000
+    assert (_rank(tmp_path, 0) / "stdout.log").stat().st_size == 300_001
+
+
+def test_job_log_whose_reader_is_gone(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+broken_r, broken_w = os.pipe()
+os.close(broken_r)
+broken = job_log.JobLog(broken_w)
+for _ in range(3):
+    broken.say("hello")
+closed = broken.close(5)
+report(closed=closed, dropped=broken.dropped)
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert facts == {"closed": False, "dropped": 18}
+
+
+def test_full_disk_costs_the_worker_nothing_and_is_said_once(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+worker = run("for i in range(2000): os.write(1, b'0123456789' * 1000)", stdout=Path("/dev/full"), shown=Std.NONE)
+report(code=worker.exit_status.exitcode, **finished())
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert facts["code"] == 0
+    assert facts["stats"]["file_lost"] == 20_000_000
+    lines = facts["text"].splitlines()
+    assert len(lines) == 2
+    assert "/dev/full: No space left on device" in lines[0]
+    assert "20000000 bytes of the workers' output are not in their files" in lines[1]
+
+
+def test_disk_that_has_room_again_is_used_again(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+really_write, full = os.write, threading.Event()
+def write(fd, data):
+    if full.is_set() and os.readlink(f"/proc/self/fd/{fd}").endswith("stdout.log"):
+        raise OSError(28, "No space left on device")
+    return really_write(fd, data)
+log_files.os = type("Os", (), {**{k: staticmethod(v) if callable(v) else v for k, v in vars(os).items()},
+                               "write": staticmethod(write)})
+log_files._RETRY_S = 0.0
+worker = run("for text in sys.stdin or ():\\n pass\\nprint('first', flush=True); signal.sigwait([signal.SIGUSR1])\\n"
+             "print('second', flush=True); signal.sigwait([signal.SIGUSR1]); print('third')"
+             .replace("for text", "signal.pthread_sigmask(0, [signal.SIGUSR1])\\nfor text"), wait=False)
+file = WHERE / "round-000" / "rank-00000" / "stdout.log"
+until(lambda: file.exists() and file.read_text() == "first\\n")
+full.set()
+os.kill(worker.pid, signal.SIGUSR1)
+until(lambda: pump.stats().file_lost == 7)
+full.clear()
+os.kill(worker.pid, signal.SIGUSR1)
+until(worker.poll)
+drained = pump.drained(worker.pid, 10)
+worker.release()
+report(drained=drained, **finished())
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert facts["drained"]
+    assert (_rank(tmp_path, 0) / "stdout.log").read_text() == (
+        "first\n\n[… 7 bytes lost here: No space left on device]\nthird\n"
+    )
+    assert "[n01:0] second" in facts["text"], "the job log shows what the file lacks"
+
+
+def test_hung_disk_is_waited_for_a_while_and_then_given_up(tmp_path: Path) -> None:
+    """A full pipe plays the hung disk: writes to it block."""
+    facts = run_stand_in(
+        _LOGS
+        + """
+hung_r, hung_w = os.pipe()
+os.set_blocking(hung_w, False)
+try:
+    while True:
+        os.write(hung_w, b"x" * 4096)
+except BlockingIOError:
+    os.set_blocking(hung_w, True)
+really_open = log_files._open_for_append
+log_files._open_for_append = lambda path: hung_w if path.name == "stdout.log" else really_open(path)
+log_files.PATIENCE_S = 0.5
+logs._PAUSED_LOOK_S = 0.05
+before = rss("VmHWM")
+began = time.monotonic()
+worker = run("for i in range(300): os.write(1, b'0123456789' * 10_000)", wait=False, shown=Std.NONE)
+until(worker.poll, 30)
+seconds = time.monotonic() - began
+until(lambda: pump.stats().file_lost > 20_000_000)
+grown = rss("VmHWM") - before
+drained = pump.drained(worker.pid, 0.2)
+closed = pump.close(0.5)
+report(code=worker.exit_status.exitcode, seconds=seconds, grown=grown, drained=drained, closed=closed,
+       lost=pump.stats().file_lost, read=pump.stats().read)
+os._exit(0)
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert facts["code"] == 0
+    assert facts["seconds"] < 10
+    assert facts["grown"] < 10_000
+    assert not facts["drained"]
+    assert not facts["closed"]
+    assert facts["read"] == 30_000_000
+
+
+def test_descendant_that_holds_the_pipe(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+worker = start("print('mine', flush=True)\\nif os.fork() == 0: time.sleep(600)")
+pump.add(rank=0, worker=worker, stdout=WHERE / "round-000/rank-00000/stdout.log",
+         stderr=WHERE / "round-000/rank-00000/stderr.log", shown=Std.ALL)
+until(worker.poll)
+before = pump.drained(worker.pid, 0.05)
+file = (WHERE / "round-000/rank-00000/stdout.log")
+until(lambda: file.exists() and file.read_text() == "mine\\n")
+stop.stop_now([worker], clock=clock)
+report(before=before, after=pump.drained(worker.pid, 10), unknown=pump.drained(worker.pid, 0), **finished())
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert not facts["before"]
+    assert facts["after"]
+    assert facts["unknown"]
+    assert facts["closed"]
+
+
+def test_waiting_partial_lines_and_progress_bars_are_shown(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+worker = run('''
+sys.stdout.write("loading model ...")
+sys.stdout.flush()
+for step in range(101):
+    os.write(2, b"\\\\r\\\\x1b[Kstep %3d%%" % step)
+    if step == 50: time.sleep(1.5)
+os.write(2, b"\\\\n")
+time.sleep(600)
+''', wait=False)
+until(lambda: b"loading" in sink.text and b"100%" in sink.text)
+stop.stop_now([worker], clock=clock)
+report(**finished())
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    lines = facts["text"].splitlines()
+    assert "[n01:0] loading model ..." in lines
+    bars = [line for line in lines if "step" in line]
+    assert bars[-1] == "[n01:0] step 100%"
+    assert "[n01:0] step  50%" in bars
+    assert len(bars) <= 4
+    assert (_rank(tmp_path, 0) / "stderr.log").read_bytes().count(b"\r") == 101
+
+
+def test_planted_files_are_not_written_through(tmp_path: Path) -> None:
+    folder = _rank(tmp_path / "attempt", 0)
+    (tmp_path / "attempt").mkdir(mode=0o700)
+    folder.parent.mkdir(mode=0o700)
+    folder.mkdir(mode=0o700)
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (folder / "stdout.log").symlink_to(victim)
+    os.mkfifo(folder / "stderr.log")
+    facts = run_stand_in(
+        _LOGS
+        + """
+worker = run("print('one'); print('two', file=sys.stderr)")
+report(code=worker.exit_status.exitcode, **finished())
+""",
+        env={"WHERE": str(tmp_path / "attempt")},
+    )
+    assert facts["code"] == 0
+    assert facts["stats"]["file_lost"] == 8
+    assert victim.read_text() == "precious"
+
+
+def test_rounds_leave_no_descriptor_and_a_sleeping_pump_does_nothing(tmp_path: Path) -> None:
+    facts = run_stand_in(
+        _LOGS
+        + """
+def one(rank):
+    run("print('x')", rank=rank)
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+def switches():
+    return sum(int(open(f"/proc/self/task/{t}/status").read().partition("voluntary_ctxt_switches:")[2].split()[0])
+               for t in os.listdir("/proc/self/task") if int(t) != os.getpid())
+one(0)
+first, *_, last = [one(rank % 5) for rank in range(30)]
+worker = run("print('x', flush=True); time.sleep(600)", wait=False)
+until(lambda: pump.stats().read == 64)
+time.sleep(0.1)  # a settling time, not a condition: the next second must be silent
+before = switches()
+time.sleep(1)
+idle = switches() - before
+stop.stop_now([worker], clock=clock)
+facts = finished()
+report(first=first, last=last, idle=idle, after=threading.active_count(), outputs=len(pump._outputs))
+""",
+        env={"WHERE": str(tmp_path)},
+    )
+    assert facts["first"] == facts["last"]
+    assert facts["idle"] <= 2
+    assert facts["after"] == 1
+    assert facts["outputs"] == 0

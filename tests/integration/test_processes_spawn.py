@@ -1,0 +1,282 @@
+"""Workers as they are really started, and how their ends are learnt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.processes.spawn import Inherited, start_worker
+from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
+
+_LOOK_AT_YOURSELF = r"""
+look = '''
+import json, resource
+def status(key):
+    return [l for l in open("/proc/self/status") if l.startswith(key)][0].split()[1]
+import ctypes
+death = ctypes.c_int()
+ctypes.CDLL(None).prctl(2, ctypes.byref(death))
+umask = os.umask(0)
+print(json.dumps(dict(
+    sid=os.getsid(0), pgid=os.getpgid(0), pid=os.getpid(), umask=umask,
+    core=resource.getrlimit(resource.RLIMIT_CORE)[0],
+    ignored=int(status("SigIgn"), 16), blocked=int(status("SigBlk"), 16), death=death.value,
+    fds=sorted(int(n) for n in os.listdir("/proc/self/fd")), stdin=os.readlink("/proc/self/fd/0"),
+    cwd=os.getcwd(), given=os.environ.get("GIVEN"),
+)), flush=True)
+'''
+"""
+
+
+def test_worker_gets_the_users_settings_and_nothing_of_the_agents(tmp_path: Path) -> None:
+    code = (
+        _LOOK_AT_YOURSELF
+        + """
+leak = os.open("/dev/null", os.O_RDONLY)
+os.set_inheritable(leak, True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+worker = start(look, cwd=sys.argv[1] if len(sys.argv) > 1 else os.environ["WHERE"], GIVEN="a b=ü\\n$x")
+seen = json.loads(read_line(worker.stdout_fd))
+own = dict(umask=os.umask(0o77), core=resource.getrlimit(resource.RLIMIT_CORE)[0], sid=os.getsid(0),
+           ignored=[s.name for s in signal.valid_signals() if isinstance(s, signal.Signals) and
+                    signal.getsignal(s) is signal.SIG_IGN],
+           inherited=inherited.umask)
+report(seen=seen, own=own, worker=worker.pid, subreaper=inherited.subreaper)
+"""
+    )
+    script = "trap '' USR2; umask 027; ulimit -H -c unlimited && ulimit -S -c 12345; exec \"$@\""
+    facts = run_stand_in(code, prefix=["bash", "-c", script, "bash"], env={"WHERE": str(tmp_path)})
+    seen, own = facts["seen"], facts["own"]
+    assert "SIGUSR2" in own["ignored"], "the rig must hand down an ignored USR2 for this test to mean anything"
+    assert own["umask"] == 0o077
+    assert own["core"] == 0
+    assert facts["subreaper"]
+    assert seen["sid"] == seen["pgid"] == seen["pid"] == facts["worker"] != own["sid"]
+    assert seen["umask"] == 0o027
+    assert seen["core"] == 12345 * 1024
+    # Python itself ignores SIGPIPE and SIGXFSZ, as every Python program does.
+    assert seen["ignored"] & ~((1 << 12) | (1 << 24)) == 0
+    assert seen["blocked"] == 0
+    assert seen["death"] == 9
+    assert seen["fds"] == [0, 1, 2, 3], "3 is the listing itself"
+    assert seen["stdin"] == "/dev/null"
+    assert seen["cwd"] == str(tmp_path)
+    assert seen["given"] == "a b=ü\n$x"
+
+
+def test_exit_codes_signals_and_core_dumps(tmp_path: Path) -> None:
+    code = """
+    def end(code, cwd="/"):
+        worker = start(code, cwd=cwd)
+        select.select([worker.pidfd], [], [], 20)
+        first = until(worker.poll)
+        assert worker.poll() is first
+        assert tree.look_at(worker.pid).state == "Z", "the zombie keeps the pid until it is released"
+        assert worker.release() == first and tree.look_at(worker.pid) is None
+        assert worker.started_ns < first.noticed_ns
+        return first.exitcode, first.core_dumped
+    where = os.environ["WHERE"]
+    plain = [end("sys.exit(3)"), end("pass"), end("os.kill(os.getpid(), 9)"), end("os.abort()", where)]
+    inherited = spawn.Inherited(umask=0o22, core_limit=(1 << 30, resource.RLIM_INFINITY), subreaper=True)
+    report(plain=plain, dumped=end("os.abort()", where), files=os.listdir(where))
+    """
+    script = 'ulimit -c 0 -S; exec "$@"'
+    facts = run_stand_in(code, prefix=["bash", "-c", script, "bash"], env={"WHERE": str(tmp_path)})
+    assert facts["plain"] == [[3, False], [0, False], [-9, False], [-6, False]]
+    if Path("/proc/sys/kernel/core_pattern").read_text().strip() in ("core", "core.%p"):
+        assert facts["dumped"] == [-6, True]
+        assert facts["files"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "cwd", "words"),
+    [
+        (["no-such-command-here"], "{tmp}", ["no-such-command-here", "PATH"]),
+        (["./missing.py"], "{tmp}", ["./missing.py", "no such file", "{tmp}"]),
+        (["{tmp}/plain.txt"], "{tmp}", ["plain.txt", "chmod +x"]),
+        (["{tmp}/bad_interpreter"], "{tmp}", ["bad_interpreter", "interpreter"]),
+        (["{tmp}/no_shebang"], "{tmp}", ["no_shebang", "not a program"]),
+        (["true"], "{tmp}/gone", ["working directory", "{tmp}/gone"]),
+        (["true", "LONG"], "{tmp}", ["true", "longer"]),
+    ],
+)
+def test_command_that_cannot_start_is_named(tmp_path: Path, argv: list[str], cwd: str, words: list[str]) -> None:
+    (tmp_path / "plain.txt").write_text("#!/bin/sh\n")
+    for name, text in (("bad_interpreter", "#!/no/such/interpreter\n"), ("no_shebang", "echo hello\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    code = f"""
+    before = sorted(os.listdir("/proc/self/fd"))
+    argv = [a.replace("LONG", "x" * 300_000) for a in {[a.format(tmp=tmp_path) for a in argv]!r}]
+    try:
+        spawn.start_worker(argv=argv, env=dict(os.environ),
+                           cwd={cwd.format(tmp=tmp_path)!r}, inherited=inherited, clock=clock)
+    except spawn.WorkerStartError as error:
+        report(text=str(error)[:1000], errno=error.errno, children=tree.children(os.getpid()),
+               leaked=sorted(os.listdir("/proc/self/fd")) != before)
+    """
+    facts = run_stand_in(code)
+    for word in words:
+        assert word.format(tmp=tmp_path) in facts["text"]
+    assert "\n" not in facts["text"]
+    assert facts["errno"]
+    assert facts["children"] == []
+    assert not facts["leaked"]
+
+
+def test_running_out_of_descriptors_is_an_error_and_leaks_none() -> None:
+    facts = run_stand_in(
+        """
+        resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))
+        workers = []
+        try:
+            while True:
+                workers.append(start("time.sleep(600)"))
+        except spawn.WorkerStartError as error:
+            text = str(error)
+        held = len(os.listdir("/proc/self/fd")) - 1
+        result = stop.stop_now(workers, clock=clock)
+        report(text=text, workers=len(workers), held=held, left=len(result.left), children=tree.children(os.getpid()),
+               after=len(os.listdir("/proc/self/fd")) - 1)
+        """
+    )
+    assert "open files" in facts["text"]
+    assert facts["workers"] >= 7
+    assert facts["held"] == 3 + 3 * facts["workers"], "the failed start gave everything back"
+    assert facts["after"] == 3
+    assert facts["left"] == 0
+    assert facts["children"] == []
+
+
+def test_worker_is_refused_outside_the_main_thread() -> None:
+    facts = run_stand_in(
+        """
+        seen = []
+        def attempt():
+            try:
+                start("pass")
+            except RuntimeError as error:
+                seen.append(str(error))
+        thread = threading.Thread(target=attempt)
+        thread.start()
+        thread.join()
+        report(seen=seen)
+        """
+    )
+    assert "main thread" in facts["seen"][0]
+
+
+def test_threads_of_the_agent_don_t_disturb_a_start() -> None:
+    facts = run_stand_in(
+        """
+        done = threading.Event()
+        def busy():
+            while not done.is_set():
+                os.stat("/"); bytearray(100_000); json.dumps({"a": [1] * 50})
+        threads = [threading.Thread(target=busy) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        codes = []
+        for _ in range(20):
+            worker = start("sys.exit(7)")
+            codes.append(until(worker.poll).exitcode)
+            worker.release()
+        done.set()
+        report(codes=codes)
+        """
+    )
+    assert facts["codes"] == [7] * 20
+
+
+def test_orphans_are_reaped_and_no_status_is_stolen() -> None:
+    facts = run_stand_in(
+        """
+        helper = subprocess.Popen(["sh", "-c", "exit 5"])
+        store_host = subprocess.Popen(["sh", "-c", "exit 6"], start_new_session=True)
+        worker = start("if os.fork() == 0: os.setsid(); print(os.getpid(), flush=True); time.sleep(0.2); os._exit(0)")
+        orphan = int(read_line(worker.stdout_fd))
+        until(lambda: worker.poll())
+        until(lambda: tree.look_at(orphan).state == "Z" and tree.look_at(orphan).ppid == os.getpid())
+        until(lambda: all(tree.look_at(p.pid).state == "Z" for p in (helper, store_host)))
+        reaped = spawn.reap_orphans({worker.pid, store_host.pid})
+        report(right=reaped == [orphan], again=spawn.reap_orphans({worker.pid, store_host.pid}),
+               helper=helper.wait(), store_host=store_host.wait(), worker=worker.release().exitcode)
+        """
+    )
+    assert facts == {"right": True, "again": [], "helper": 5, "store_host": 6, "worker": 0}
+
+
+def test_status_taken_by_somebody_else_is_no_success() -> None:
+    facts = run_stand_in(
+        """
+        worker = start("pass")
+        os.waitpid(worker.pid, 0)
+        status = worker.poll()
+        worker.release()
+        report(lost=status.lost, exitcode=status.exitcode)
+        """
+    )
+    assert facts == {"lost": True, "exitcode": 255}
+
+
+def test_worker_dies_with_a_killed_agent() -> None:
+    with StandIn(
+        """
+        worker = start(IGNORES_TERM)
+        read_line(worker.stdout_fd)
+        report(worker=worker.pid)
+        time.sleep(600)
+        """
+    ) as agent:
+        worker = agent.report()["worker"]
+        assert is_alive(worker)
+        agent.kill()
+        until(lambda: not is_alive(worker), what="the worker's death")
+
+
+def test_200_starts_and_stops_leave_nothing() -> None:
+    facts = run_stand_in(
+        """
+        def count():
+            status = open("/proc/self/status").read()
+            return dict(fds=len(os.listdir("/proc/self/fd")), threads=threading.active_count(),
+                        children=len(tree.children(os.getpid())),
+                        rss=int(status.partition("VmRSS:")[2].split()[0]))
+        def cycle():
+            worker = spawn.start_worker(argv=["sleep", "600"], env=dict(os.environ), cwd="/", inherited=inherited,
+                                        clock=clock)
+            stopper = stop.GroupStopper([worker], grace=10, clock=clock)
+            stopper.begin()
+            return finish(stopper).exits[worker.pid].exitcode
+        for _ in range(10):
+            cycle()
+        before = count()
+        codes = {cycle() for _ in range(200)}
+        report(before=before, after=count(), codes=list(codes))
+        """
+    )
+    before, after = facts["before"], facts["after"]
+    assert facts["codes"] == [-15]
+    assert after["rss"] - before["rss"] < 500
+    assert {**after, "rss": 0} == {**before, "rss": 0}
+
+
+def test_start_from_a_test_process_works_too(tmp_path: Path) -> None:
+    """The one case inside pytest: no subreaper, no prepared process, and yet a right start and end."""
+    inherited = Inherited(umask=0o22, core_limit=(0, 0), subreaper=False)
+    worker = start_worker(
+        argv=["sh", "-c", "echo hello; exit 4"],
+        env=dict(os.environ),
+        cwd=str(tmp_path),
+        inherited=inherited,
+        clock=SystemClock(),
+    )
+    until(worker.poll, what="the worker's end")
+    assert os.read(worker.stdout_fd, 100) == b"hello\n"
+    status = worker.release()
+    assert status is not None
+    assert status.exitcode == 4

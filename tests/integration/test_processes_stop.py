@@ -1,0 +1,287 @@
+"""Stopping real process trees: nothing is left of the group, and nothing else is touched."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in
+
+
+def test_workers_that_end_on_term_are_gone_at_once() -> None:
+    facts = run_stand_in(
+        """
+        workers = [start(ENDS_ON_TERM) for _ in range(4)]
+        for worker in workers:
+            read_line(worker.stdout_fd)
+        stopper = stop.GroupStopper(workers, grace=30, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        report(codes=[result.exits[w.pid].exitcode for w in workers], killed=result.killed, left=len(result.left),
+               seconds=result.seconds, children=tree.children(os.getpid()))
+        """
+    )
+    assert facts["codes"] == [-15] * 4
+    assert facts["killed"] == facts["left"] == 0
+    assert facts["children"] == []
+    assert facts["seconds"] < 0.3
+
+
+def test_worker_that_ignores_term_is_killed_after_the_grace() -> None:
+    facts = run_stand_in(
+        """
+        worker = start(IGNORES_TERM)
+        read_line(worker.stdout_fd)
+        stopper = stop.GroupStopper([worker], grace=0.5, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        report(code=result.exits[worker.pid].exitcode, killed=result.killed, seconds=result.seconds)
+        """
+    )
+    assert facts["code"] == -9
+    assert facts["killed"] == 1
+    assert 0.5 <= facts["seconds"] < 0.7
+
+
+def test_worker_uses_its_grace() -> None:
+    facts = run_stand_in(
+        """
+        worker = start('''
+            def save(*_):
+                time.sleep(0.3)
+                print("saved", flush=True)
+                os._exit(0)
+            signal.signal(signal.SIGTERM, save)
+            print("ready", flush=True)
+            time.sleep(600)
+        ''')
+        read_line(worker.stdout_fd)
+        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
+        stopper.begin()
+        said = read_line(worker.stdout_fd)
+        result = finish(stopper)
+        report(code=result.exits[worker.pid].exitcode, said=said, killed=result.killed)
+        """
+    )
+    assert facts == {"code": 0, "said": "saved", "killed": 0}
+
+
+@pytest.mark.parametrize("behaviour", ["FORKS_AND_EXITS", "DAEMON"])
+def test_what_a_worker_left_behind_is_ended(behaviour: str) -> None:
+    facts = run_stand_in(
+        f"""
+        worker = start({behaviour})
+        stray = int(read_line(worker.stdout_fd))
+        assert is_alive(stray)
+        stopper = stop.GroupStopper([worker], grace=0.3, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        report(alive=is_alive(stray), left=len(result.left), killed=result.killed, children=tree.children(os.getpid()))
+        """
+    )
+    assert facts == {"alive": False, "left": 0, "killed": 1, "children": []}
+
+
+def test_daemon_that_listens_to_term_needs_no_kill() -> None:
+    facts = run_stand_in(
+        """
+        worker = start('''
+            if os.fork() == 0:
+                os.setsid()
+                print(os.getpid(), flush=True)
+                time.sleep(600)
+            time.sleep(600)
+        ''')
+        daemon = int(read_line(worker.stdout_fd))
+        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        report(alive=is_alive(daemon), killed=result.killed, seconds=result.seconds)
+        """
+    )
+    assert not facts["alive"]
+    assert facts["killed"] == 0
+    assert facts["seconds"] < 2
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "os.killpg(0, signal.SIGSTOP)"])
+def test_stopped_worker_gets_its_term(how: str) -> None:
+    facts = run_stand_in(
+        f"""
+        worker = start('''
+            def goodbye(*_):
+                os._exit(11)
+            signal.signal(signal.SIGTERM, goodbye)
+            {how}
+            time.sleep(600)
+        ''')
+        until(lambda: tree.look_at(worker.pid).state == "T")
+        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
+        stopper.begin()
+        report(code=finish(stopper).exits[worker.pid].exitcode)
+        """
+    )
+    assert facts["code"] == 11
+
+
+def test_worker_that_ended_long_ago_still_has_its_children_ended() -> None:
+    facts = run_stand_in(
+        """
+        worker = start(FORKS_AND_EXITS)
+        child = int(read_line(worker.stdout_fd))
+        until(worker.poll)
+        other = start("pass")
+        until(other.poll)
+        other.release()
+        other.signal_group(signal.SIGKILL)  # a released worker's group is nobody's business: must do nothing
+        result = stop.stop_now([worker, other], clock=clock)
+        report(alive=is_alive(child), codes=sorted(s.exitcode for s in result.exits.values()))
+        """
+    )
+    assert facts == {"alive": False, "codes": [0, 0]}
+
+
+def test_helpers_are_left_alone() -> None:
+    """The guardian and the store host by pid, with what they started; and what runs in the agent's own session."""
+    facts = run_stand_in(
+        """
+        store_host = subprocess.Popen(["sh", "-c", "sleep 600 & echo $!; wait"], stdout=subprocess.PIPE,
+                                      start_new_session=True)
+        below = int(store_host.stdout.readline())
+        command = subprocess.Popen(["sleep", "600"])
+        worker = start(IGNORES_TERM)
+        read_line(worker.stdout_fd)
+        result = stop.stop_now([worker], clock=clock, excluding={store_host.pid})
+        alive = [is_alive(p) for p in (store_host.pid, below, command.pid)]
+        command.kill(); store_host.kill(); os.kill(below, 9)
+        codes = [command.wait(), store_host.wait()]
+        report(alive=alive, worker=is_alive(worker.pid), left=len(result.left), codes=codes)
+        """
+    )
+    assert facts == {"alive": [True] * 3, "worker": False, "left": 0, "codes": [-9, -9]}
+
+
+def test_neighbours_are_not_touched() -> None:
+    neighbour = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import time; time.sleep(600)"],
+        start_new_session=True,
+        env={"HPC_ELASTIC_TAG": "x"},
+    )
+    try:
+        with StandIn(
+            """
+            worker = start(DAEMON)
+            read_line(worker.stdout_fd)
+            stop.stop_now([worker], clock=clock)
+            report()
+            """
+        ) as agent:
+            agent.report()
+        assert neighbour.poll() is None
+    finally:
+        neighbour.kill()
+        assert neighbour.wait() == -signal.SIGKILL
+
+
+def test_fork_bomb_within_limits_is_ended() -> None:
+    facts = run_stand_in(
+        """
+        worker = start('''
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline:
+                if os.fork() == 0:
+                    os.setsid()
+                    time.sleep(0.05)
+                    if os.fork():
+                        time.sleep(0.05)
+                        os._exit(0)
+                    os.setsid()
+                    time.sleep(30)
+                    os._exit(0)
+                time.sleep(0.01)
+        ''')
+        read_line(worker.stdout_fd)
+        until(lambda: len(tree.descendants(os.getpid())) > 15)
+        result = stop.stop_now([worker], clock=clock)
+        report(left=len(result.left), children=tree.children(os.getpid()), killed=result.killed)
+        """
+    )
+    assert facts["left"] == 0
+    assert facts["children"] == []
+    assert facts["killed"] > 10
+
+
+def test_one_that_sigkill_does_not_end_is_reported_and_left() -> None:
+    """No test can make a real D state; here SIGKILL doesn't reach one of two workers."""
+    facts = run_stand_in(
+        """
+        workers = [start(IGNORES_TERM) for _ in range(2)]
+        for worker in workers:
+            read_line(worker.stdout_fd)
+        stuck = workers[0].pid
+        really_kill, really_killpg = tree.kill_safely, os.killpg
+        tree.kill_safely = lambda proc, sig: tree.Delivery.SENT if proc.pid == stuck else really_kill(proc, sig)
+        os.killpg = lambda pid, sig: None if pid == stuck else really_killpg(pid, sig)
+        result = stop.stop_now(workers, clock=clock, kill_bound=0.5)
+        first = [(s.pid == stuck, s.why) for s in result.left]
+        # The next group's stop is told of it and doesn't wait for it again.
+        another = start(IGNORES_TERM)
+        read_line(another.stdout_fd)
+        again = stop.stop_now([another], clock=clock, excluding={stuck})
+        exits = sorted(s.exitcode for s in result.exits.values())
+        os.kill(stuck, 9)
+        until(lambda: workers[0].release())
+        report(first=first, exits=exits, seconds=result.seconds, again=len(again.left), again_seconds=again.seconds)
+        """
+    )
+    assert facts["first"] == [[True, "it did not end on SIGKILL"]]
+    assert facts["exits"] == [-9]
+    assert 0.5 <= facts["seconds"] < 1
+    assert facts["again"] == 0
+    assert facts["again_seconds"] < 0.3
+
+
+def test_second_signal_and_evidence() -> None:
+    """`begin` with another signal, the seam for evidence before the kill, and a kill that cuts the grace short."""
+    facts = run_stand_in(
+        """
+        worker = start("signal.signal(signal.SIGABRT, signal.SIG_IGN); print('ready', flush=True); time.sleep(600)")
+        read_line(worker.stdout_fd)
+        seen = []
+        def evidence(procs):
+            seen.append([p.pid == worker.pid for p in procs])
+            return 0.2
+        stopper = stop.GroupStopper([worker], grace=0.1, clock=clock, before_kill=evidence)
+        stopper.begin(signal.SIGABRT)
+        first = finish(stopper)
+        worker = start(IGNORES_TERM)
+        read_line(worker.stdout_fd)
+        stopper = stop.GroupStopper([worker], grace=300, clock=clock)
+        stopper.begin()
+        stopper.step()
+        stopper.kill_now()
+        second = finish(stopper)
+        report(seen=seen, first=first.seconds, second=second.seconds)
+        """
+    )
+    assert facts["seen"] == [[True]]
+    assert 0.3 <= facts["first"] < 0.6
+    assert facts["second"] < 1
+
+
+def test_group_of_nobody() -> None:
+    facts = run_stand_in("report(left=len(stop.stop_now([], clock=clock).left))")
+    assert facts == {"left": 0}
+
+
+def test_rig_sees_life_and_death() -> None:
+    process = subprocess.Popen(["sleep", "600"])
+    assert is_alive(process.pid)
+    process.kill()
+    process.wait()
+    assert not is_alive(process.pid)
