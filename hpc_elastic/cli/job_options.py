@@ -1,0 +1,121 @@
+"""sbatch's options, with sbatch's names: how the job is queued. And ours: where the run is kept, what is awaited."""
+
+from __future__ import annotations
+
+from hpc_elastic.cli.option_table import Option, Parsed
+from hpc_elastic.slurm.sbatch import SbatchOptions
+
+GROUP = "job"
+OWN_GROUP = "own"
+
+_PLAIN: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("-p", "--partition"), "NAME", "partition"),
+    (("-A", "--account"), "NAME", "account"),
+    (("-q", "--qos"), "NAME", "quality of service"),
+    (("-t", "--time"), "TIME", "time limit: minutes, H:M:S, D-H …"),
+    (("-J", "--job-name"), "NAME", "the run's name (default: the script's)"),
+    (("-c", "--cpus-per-task"), "N", "CPUs on each node"),
+    (("-C", "--constraint"), "LIST", "node features"),
+    (("-x", "--exclude"), "NODES", "nodes to leave out"),
+    (("-w", "--nodelist"), "NODES", "nodes to have"),
+    (("-d", "--dependency"), "LIST", "start after other jobs"),
+    (("-a", "--array"), "LIST", "several runs, as in 1-4%2"),
+    (("-o", "--output"), "PATTERN", "instead of job.log in the run directory"),
+    (("-e", "--error"), "PATTERN", "the batch host's stderr, apart from its stdout"),
+    (("--gres",), "LIST", "generic resources on each node"),
+    (("--gpus-per-node",), "[TYPE:]N", "GPUs on each node"),
+    (("--mem",), "SIZE", "memory on each node"),
+    (("--reservation",), "NAME", "reservation"),
+    (("--signal",), "[B:]SIG[@T]", "instead of the notice that --grace asks for"),
+    (("--comment",), "TEXT", "a comment"),
+    (("--mail-type",), "LIST", "when to send mail"),
+    (("--mail-user",), "ADDRESS", "to whom"),
+    (("--export",), "LIST", "environment variables to hand on (default: all)"),
+    (("-b", "--begin"), "TIME", "not before"),
+)
+
+OPTIONS = (
+    Option(
+        names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N|MIN-MAX", group=GROUP, env="PET_NNODES",
+        help="nodes; a range (2-4 or 2:4) goes on with fewer when some are lost (default 1)",
+    ),
+    *(
+        Option(names=names, dest=names[-1][2:].replace("-", "_"), metavar=metavar, group=GROUP, help=text)
+        for names, metavar, text in _PLAIN
+    ),
+    Option(
+        names=("--exclusive",), dest="exclusive", metavar="user|mcs", optional_value=True, group=GROUP,
+        help="no other job on the nodes",
+    ),
+    Option(names=("--requeue",), dest="requeue", group=GROUP, help="requeue what can be mended (the default)"),
+    Option(names=("--no-requeue",), dest="requeue", constant="0", group=GROUP, help="never requeue"),
+    Option(
+        names=("--grace",), dest="grace", metavar="SECONDS", group=GROUP,
+        help="notice before the time limit, for a last checkpoint (default 120; Slurm may be 60 s early)",
+    ),
+    Option(
+        names=("--sbatch-arg",), dest="sbatch_args", metavar="ARG", repeatable=True, group=GROUP,
+        help="any other option of sbatch's, as in --sbatch-arg=--licenses=matlab:2; repeatable",
+    ),
+    Option(
+        names=("--srun-arg",), dest="srun_args", metavar="ARG", repeatable=True, group=GROUP,
+        help="an option for the srun that starts the agents; repeatable",
+    ),
+    Option(
+        names=("--cluster",), dest="cluster", metavar="auto|slurm|local", group=OWN_GROUP,
+        help="where it runs: auto takes Slurm where there is one, else this machine",
+    ),
+    Option(
+        names=("--runs-dir", "--log-dir"), dest="runs_dir", metavar="DIR", group=OWN_GROUP, env="PET_LOG_DIR",
+        help="where run directories are made (default ./runs); all nodes must see it",
+    ),
+    Option(
+        names=("--run-id", "--rdzv-id"), dest="run_id", metavar="ID", group=OWN_GROUP, env="PET_RDZV_ID",
+        help="the run directory's name (default: time, name and four random digits); must be new",
+    ),
+    Option(
+        names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=OWN_GROUP,
+        help="the workers' working directory (default: this one)",
+    ),
+    Option(
+        names=("--allow-local-runs-dir",), dest="allow_local_runs_dir", group=OWN_GROUP,
+        help="accept a run directory that looks as if only this machine saw it",
+    ),
+    Option(
+        names=("--dry-run",), dest="dry_run", group=OWN_GROUP,
+        help="print the script and the command, and change nothing",
+    ),
+    Option(
+        names=("--wait",), dest="wait", group=OWN_GROUP,
+        help="wait for the run's end, through requeues, and exit with its code",
+    ),
+    Option(names=("--follow",), dest="follow", group=OWN_GROUP, help="--wait, and print the job log as it grows"),
+)  # fmt: skip
+
+SUBMIT_ONLY = ("dry_run", "wait", "follow", "allow_local_runs_dir")
+"""What `run` does not take."""
+
+
+def sbatch_options(parsed: Parsed, *, job_name: str, grace: int) -> SbatchOptions:
+    """The sbatch side of a command line. Values are checked when the script is rendered."""
+    plain = {names[-1][2:].replace("-", "_"): parsed.get(names[-1][2:].replace("-", "_")) for names, _, _ in _PLAIN}
+    plain["job_name"] = job_name
+    return SbatchOptions(
+        nodes=parsed.get("nodes") or "1",
+        **plain,
+        exclusive=parsed.get("exclusive"),
+        requeue=wants_requeue(parsed),
+        grace=grace,
+        extra=parsed.all("sbatch_args"),
+    )
+
+
+def wants_requeue(parsed: Parsed) -> bool:
+    return parsed.get("requeue") != "0"
+
+
+def only_for_slurm(parsed: Parsed) -> list[str]:
+    """The options given that mean nothing without Slurm, as the user wrote them."""
+    meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
+    meaningless |= {"exclusive", "grace", "sbatch_args", "srun_args", "wait", "follow"}
+    return [source for dest, source in parsed.sources.items() if dest in meaningless]

@@ -1,0 +1,116 @@
+"""``hpc-elastic SUBCOMMAND``: finds the subcommand, and turns what goes wrong into one line and an exit code.
+
+Only the subcommand's own module is imported: the agent starts on every node through here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hpc_elastic import __version__
+from hpc_elastic.errors import HpcElasticError, UsageError
+
+PROGRAM = "hpc-elastic"
+_USAGE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
+
+# Name → module, help. A module has `main(argv)`, or `add_arguments(parser)` and `run(args)`.
+_SUBCOMMANDS: dict[str, tuple[str, str]] = {
+    "submit": ("submit", "make a run directory and submit the run to Slurm (or run it here: --cluster local)"),
+    "run": ("run", "run in the foreground: in this Slurm allocation, or on this machine"),
+    "report": ("report", "what failed first, and why"),
+    "why": ("report", "the same as report"),
+    "agent": ("agent", "one node's agent, inside a step of your own"),
+}
+_HIDDEN: dict[str, str] = {"batch": "batch"}
+
+
+def console_main() -> NoReturn:
+    """The console script's entry point."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a subcommand. Returns the exit code; prints every error as one line on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a path that is no UTF-8 must not end in a traceback
+    try:
+        code = _dispatch(list(argv))
+        sys.stdout.flush()
+        return code
+    except UsageError as error:
+        return _say(error, _USAGE)
+    except HpcElasticError as error:
+        return _say(error, 1)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`). Python would complain once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
+        sys.stderr.write(_help())
+        return _USAGE
+    name, rest = argv[0], argv[1:]
+    if name in ("-h", "--help", "help"):
+        sys.stdout.write(_help())
+        return 0
+    if name in ("-V", "--version"):
+        sys.stdout.write(f"{PROGRAM} {__version__}\n")
+        return 0
+    if name in _SUBCOMMANDS:
+        return _run(_SUBCOMMANDS[name][0], name, rest)
+    if name in _HIDDEN:
+        return _run(_HIDDEN[name], name, rest)
+    raise UsageError(f"no subcommand {name!r}{_nearest(name)}; {PROGRAM} --help lists them")
+
+
+def _run(module_name: str, name: str, argv: list[str]) -> int:
+    from importlib import import_module
+
+    module: Any = import_module(f"hpc_elastic.cli.{module_name}")
+    if hasattr(module, "main"):
+        return int(module.main(argv))
+    from hpc_elastic.cli.arguments import argument_parser
+
+    parser = argument_parser(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1])
+    module.add_arguments(parser)
+    try:
+        return int(module.run(parser.parse_args(argv)))
+    except SystemExit as stop:  # --help
+        return int(stop.code or 0)
+
+
+def _say(error: HpcElasticError, code: int) -> int:
+    # On one line, whatever it quotes; never a second failure over a closed stderr.
+    line = " ".join(str(error).splitlines())
+    try:
+        sys.stderr.write(f"{PROGRAM}: error: {line}\n")
+    except OSError:
+        pass
+    return code
+
+
+def _nearest(name: str) -> str:
+    from difflib import get_close_matches
+
+    matches = get_close_matches(name, _SUBCOMMANDS, n=1)
+    if matches:
+        return f"; did you mean {matches[0]}?"
+    return f"; to run a script: {PROGRAM} submit {name}" if name.endswith(".py") else ""
+
+
+def _help() -> str:
+    width = max(map(len, _SUBCOMMANDS)) + 2
+    lines = [f"  {name:<{width}}{text}" for name, (_, text) in _SUBCOMMANDS.items()]
+    return (
+        f"usage: {PROGRAM} SUBCOMMAND ...\n\n"
+        "Fault-tolerant, elastic PyTorch training on Slurm.\n\n" + "\n".join(lines) + "\n\n"
+        f"{PROGRAM} SUBCOMMAND --help says more about one. {PROGRAM} --version prints the version.\n"
+    )

@@ -1,0 +1,239 @@
+"""torchrun's options, with torchrun's names and PET_* variables: how the workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.cli.option_table import Option, Parsed
+from hpc_elastic.errors import UsageError
+from hpc_elastic.processes.std_streams import parse_local_ranks, parse_std_streams
+from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.run_spec import EntryKind, Entrypoint
+
+GROUP = "workers"
+
+OPTIONS = (
+    Option(
+        group=GROUP, names=("--nproc-per-node",), dest="nproc_per_node", metavar="N|auto|gpu|cpu",
+        env="PET_NPROC_PER_NODE",
+        help="workers on each node; auto (the default): the GPUs that Slurm gave, else 1",
+    ),
+    Option(
+        group=GROUP, names=("--max-restarts",), dest="max_restarts", metavar="N", env="PET_MAX_RESTARTS",
+        help="how often the workers may be started again in one attempt of the job, wherever they failed (default 3)",
+    ),
+    Option(
+        group=GROUP, names=("--max-requeues",), dest="max_requeues", metavar="N",
+        help="attempts of the job after the first one (default 3)",
+    ),
+    Option(
+        group=GROUP, names=("--max-same-failures",), dest="max_same_failures", metavar="N",
+        help="the same failure so often with no progress between is a bug, not tried again (default 2; 0: never)",
+    ),
+    Option(
+        group=GROUP, names=("--restart-window",), dest="restart_window", metavar="SECONDS",
+        help="workers that ran this long made progress, where no heartbeat says more (default 600)",
+    ),
+    Option(
+        group=GROUP, names=("-m", "--module"), dest="module", env="PET_MODULE",
+        help="the script is a module's name, as for python -m",
+    ),
+    Option(
+        group=GROUP, names=("--no-python",), dest="no_python", env="PET_NO_PYTHON",
+        help="the script is a command, not for Python",
+    ),
+    Option(
+        group=GROUP, names=("--run-path",), dest="run_path", env="PET_RUN_PATH",
+        help="accepted as in torchrun: a script always runs as __main__",
+    ),
+    Option(
+        group=GROUP, names=("--python",), dest="python", metavar="PATH",
+        help="the workers' interpreter (default: the one that runs this command)",
+    ),
+    Option(
+        group=GROUP, names=("--role",), dest="role", metavar="NAME", env="PET_ROLE",
+        help="the workers' role (default: default)",
+    ),
+    Option(
+        group=GROUP, names=("-r", "--redirects"), dest="redirects", metavar="STREAMS", env="PET_REDIRECTS",
+        help="workers' streams that go to their files only: 0, 1 (stdout), 2 (stderr), 3, or 0:3,1:1 by local rank",
+    ),
+    Option(
+        group=GROUP, names=("--tee",), dest="tee", metavar="STREAMS", env="PET_TEE",
+        help="streams that go to the job log all the same (torchrun's -t, which is sbatch's time limit here)",
+    ),
+    Option(
+        group=GROUP, names=("--local-ranks-filter",), dest="local_ranks_filter", metavar="RANKS",
+        env="PET_LOCAL_RANKS_FILTER",
+        help="only these local ranks reach the job log, as in 0,1",
+    ),
+    Option(
+        group=GROUP, names=("--shutdown-timeout",), dest="shutdown_timeout", metavar="SECONDS",
+        env="PET_SHUTDOWN_TIMEOUT",
+        help="from SIGTERM to SIGKILL when workers are stopped (default 30)",
+    ),
+    Option(
+        group=GROUP, names=("--monitor-interval",), dest="monitor_interval", metavar="SECONDS",
+        env="PET_MONITOR_INTERVAL",
+        help="the fallback's poll interval; workers are watched by events (default 5)",
+    ),
+    Option(
+        group=GROUP, names=("--rdzv-conf",), dest="rdzv_conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF",
+        help="timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, doorbell",
+    ),
+    Option(
+        group=GROUP, names=("--master-addr",), dest="master_addr", metavar="ADDRESS", env="PET_MASTER_ADDR",
+        help="MASTER_ADDR for the workers, instead of the address that another node reached",
+    ),
+    Option(
+        group=GROUP, names=("--master-port",), dest="master_port", metavar="PORT", env="PET_MASTER_PORT",
+        help="MASTER_PORT for the workers, instead of a free one",
+    ),
+    Option(
+        group=GROUP, names=("--start-method",), dest="start_method", metavar="METHOD", env="PET_START_METHOD",
+        help="accepted as in torchrun: scripts are always executed, never forked",
+    ),
+)  # fmt: skip
+
+_NOTHING_TO_POINT_AT = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
+REFUSED: Mapping[str, str] = {
+    "--rdzv-backend": _NOTHING_TO_POINT_AT,
+    "--rdzv-endpoint": _NOTHING_TO_POINT_AT,
+    "--standalone": "not needed: a run is always alone in its run directory; leave it out",
+    "--node-rank": "not needed: Slurm says which node is which; leave it out",
+    "--local-addr": "not needed: a node's address is found and tried from another node; leave it out",
+    "--numa-binding": "not supported yet; leave it out",
+    "--logs-specs": "not supported: each worker has its own files in the run directory",
+    "--event-log-handler": "not supported: events are in the run directory",
+    "--signals-to-handle": "not supported: SIGTERM, SIGINT, SIGHUP and SIGUSR2 are handled",
+    "--log-line-prefix-template": "not supported: lines begin with [host:rank]",
+}
+
+
+def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
+    """What every worker runs.
+
+    Args:
+        parsed: The command line.
+        cwd: What a script's relative path is relative to.
+        interpreter: Where none was given.
+
+    Raises:
+        UsageError: no script, or one that does not exist or can't be read.
+    """
+    if not parsed.command:
+        raise UsageError("no script was given; write it after the options, as in: submit --nodes 4 train.py --lr 0.1")
+    target, args = parsed.command[0], parsed.command[1:]
+    module, command = parsed.flag("module"), parsed.flag("no_python")
+    if module and command:
+        raise UsageError("--module and --no-python can't both be: a module is run by Python")
+    if not target:
+        raise UsageError("the script's name is empty")
+    kind = EntryKind.MODULE if module else EntryKind.COMMAND if command else EntryKind.SCRIPT
+    if kind is EntryKind.SCRIPT:
+        _check_script(target, cwd)
+    elif kind is EntryKind.COMMAND and "/" in target:
+        _check_command(target, cwd)
+    return Entrypoint(kind=kind, target=target, args=tuple(args), python=parsed.get("python") or interpreter)
+
+
+def worker_fields(parsed: Parsed) -> dict[str, Any]:
+    """The fields of `RunSpec` that these options give; those that were not given are left out.
+
+    Raises:
+        UsageError: a value that can't be right; it is named as the user named it.
+    """
+    fields: dict[str, Any] = {"tee": "0"}  # torchrun's: nothing is hidden, so nothing need be shown again
+    nproc = parsed.get("nproc_per_node")
+    if nproc is not None:
+        fields["nproc_per_node"] = _nproc(nproc, parsed.source("nproc_per_node", ""))
+    for dest in ("max_restarts", "max_requeues", "max_same_failures"):
+        _put(fields, dest, _whole(parsed, dest, least=0, most=1_000_000))
+    _put(fields, "master_port", _whole(parsed, "master_port", least=0, most=65535) or None)
+    for dest in ("restart_window", "shutdown_timeout"):
+        _put(fields, dest, _seconds(parsed, dest, zero=True))
+    _put(fields, "monitor_interval", _seconds(parsed, "monitor_interval", zero=False))
+    for dest in ("role", "master_addr"):
+        _put(fields, dest, parsed.get(dest))
+    for dest in ("redirects", "tee"):
+        text = parsed.get(dest)
+        if text is not None:
+            parse_std_streams(text, option=parsed.source(dest, ""))
+            fields[dest] = text
+    ranks = parsed.get("local_ranks_filter")
+    if ranks is not None:
+        fields["local_ranks_filter"] = parse_local_ranks(ranks, option=parsed.source("local_ranks_filter", ""))
+    conf = parsed.get("rdzv_conf")
+    if conf is not None:
+        fields["rdzv_conf"] = _conf(conf, parsed.source("rdzv_conf", ""))
+    return fields
+
+
+def _put(fields: dict[str, Any], dest: str, value: object) -> None:
+    if value is not None:
+        fields[dest] = value
+
+
+def _nproc(text: str, option: str) -> str:
+    if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65536):
+        return text
+    raise UsageError(f"{option} {text}: give a number of workers from 1, or auto, gpu or cpu")
+
+
+def _whole(parsed: Parsed, dest: str, *, least: int, most: int) -> int | None:
+    text = parsed.get(dest)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
+        raise UsageError(f"{parsed.source(dest, '')} {text}: give a whole number from {least} to {most}")
+    return int(text)
+
+
+def _seconds(parsed: Parsed, dest: str, *, zero: bool) -> float | None:
+    text = parsed.get(dest)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (0 <= seconds < 1e9 and (zero or seconds > 0)):
+        raise UsageError(f"{parsed.source(dest, '')} {text}: give seconds, {'0 or more' if zero else 'more than 0'}")
+    return seconds
+
+
+def _conf(text: str, option: str) -> dict[str, str]:
+    conf: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not (equals and key and value):
+            raise UsageError(f"{option} {text}: {item!r} is not of the form key=value")
+        conf[key.strip()] = value.strip()
+    settings_from_conf(conf, RendezvousSettings())
+    return conf
+
+
+def _check_script(target: str, cwd: Path) -> None:
+    path = cwd / target
+    if path.is_dir():
+        raise UsageError(f"{target} is a folder, not a script; for a module use --module")
+    try:
+        with open(path, "rb"):
+            return
+    except FileNotFoundError:
+        hint = "; a module is run with --module, a command with --no-python" if "/" not in target else ""
+        raise UsageError(f"the script {target} does not exist in {cwd}{hint}") from None
+    except OSError as error:
+        raise UsageError(f"the script {target} can't be read: {error.strerror}") from None
+
+
+def _check_command(target: str, cwd: Path) -> None:
+    import os
+
+    path = cwd / target
+    if not path.exists():
+        raise UsageError(f"the command {target} does not exist in {cwd}")
+    if path.is_dir() or not os.access(path, os.X_OK):
+        raise UsageError(f"the command {target} is not executable; run: chmod +x {target}")

@@ -1,0 +1,171 @@
+"""Makes a run directory, and takes it away again where the submission fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.atomic_file import make_private_dir, write_private
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+# Filesystems that no other node can see.
+_LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "devpts")
+_LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """A run directory that was just made, and that nobody uses yet."""
+
+    paths: RunPaths
+    made: tuple[Path, ...]
+    """The folders that were made for it, outermost first."""
+
+    def discard(self) -> None:
+        """Remove it, and the folders that were made for it if they are still empty. Never raises."""
+        import shutil
+
+        shutil.rmtree(self.paths.root, ignore_errors=True)
+        for folder in reversed(self.made):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return  # somebody else uses it by now
+
+
+def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
+    """Make ``<runs_dir>/<run id>`` (0700) with its secret (0600) and run.json.
+
+    Args:
+        spec: What was asked for; names the run.
+        runs_dir: Made where it is missing.
+
+    Raises:
+        UsageError: it exists, is a link, another user's, not writable, or the disk is full: one line, nothing left.
+    """
+    runs = Path(os.path.abspath(runs_dir))
+    paths = RunPaths(runs / spec.run_id)
+    made: list[Path] = []
+    try:
+        for folder in _missing(runs):
+            os.mkdir(folder, 0o700)
+            made.append(folder)
+        _check_runs_dir(runs)
+        _check_new(paths.root)
+        make_private_dir(paths.root, exist_ok=False)
+    except BaseException as error:
+        _remove_empty(made)
+        if isinstance(error, FileExistsError):
+            raise UsageError(f"the run directory {paths.root} exists already; choose another --run-id") from None
+        if isinstance(error, OSError):
+            raise _failed(paths.root, error) from None
+        raise
+    run = NewRun(paths, tuple(made))
+    try:
+        write_private(paths.secret, secrets.token_hex(32) + "\n", durable=True)
+        spec.save(paths.run_json)
+    except OSError as error:
+        run.discard()
+        raise _failed(paths.root, error) from None
+    except BaseException:
+        run.discard()
+        raise
+    return run
+
+
+def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """Why `path` (which may not exist yet) can't be what other nodes see, or None where nothing speaks against it."""
+    real = os.path.realpath(path)
+    for place in _LOCAL_PLACES:
+        if real == place or real.startswith(place + "/"):
+            return f"{place} is every node's own"
+    kind = _filesystem_type(real, mountinfo)
+    return f"it is on {kind}, in this machine's memory" if kind in _LOCAL_TYPES else None
+
+
+def _missing(folder: Path) -> list[Path]:
+    missing: list[Path] = []
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = folder.parent
+    return missing[::-1]
+
+
+def _check_runs_dir(runs: Path) -> None:
+    """Whoever may replace entries of the folder could put a run directory of their own in our place."""
+    link = os.lstat(runs)
+    if stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0):
+        raise UsageError(f"{runs} is a symbolic link of uid {link.st_uid}; give the folder itself with --runs-dir")
+    try:
+        info = os.stat(runs)
+    except FileNotFoundError:
+        raise UsageError(f"{runs} is a symbolic link to nothing; give another folder with --runs-dir") from None
+    if not stat.S_ISDIR(info.st_mode):
+        raise UsageError(f"{runs} is not a folder; give another with --runs-dir")
+    sticky = bool(info.st_mode & stat.S_ISVTX)
+    if info.st_uid not in (os.geteuid(), 0) and not sticky:
+        raise UsageError(
+            f"{runs} belongs to uid {info.st_uid}, who could replace what is in it; "
+            "give a folder of your own with --runs-dir"
+        )
+    if info.st_mode & stat.S_IWOTH and not sticky:
+        raise UsageError(f"{runs} can be written by every user; run: chmod o-w {runs}")
+
+
+def _check_new(path: Path) -> None:
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        return
+    what = "a symbolic link" if stat.S_ISLNK(info.st_mode) else "there already"
+    raise UsageError(f"the run directory {path} is {what}; choose another --run-id, or remove it")
+
+
+def _failed(path: Path, error: OSError) -> UsageError:
+    if error.errno in _FULL:
+        why = "the disk is full, or your quota is used up"
+    elif error.errno == errno.EACCES:
+        why = "you may not write there"
+    else:
+        why = (error.strerror or str(error)).lower()
+    return UsageError(f"can't make the run directory {path}: {why}; choose another folder with --runs-dir")
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in reversed(folders):
+        try:
+            os.rmdir(folder)
+        except OSError:
+            return
+
+
+def _filesystem_type(real: str, mountinfo: str) -> str | None:
+    """By the longest mount point above `real`; the last one mounted there wins."""
+    best, kind = -1, None
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as file:
+            for line in file:
+                left, _, right = line.partition(" - ")
+                cells = left.split(" ")
+                if len(cells) < 5 or not right:
+                    continue
+                mount = _unescaped(cells[4])
+                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+                if inside and len(mount) >= best:
+                    best, kind = len(mount), right.split(" ")[0]
+    except OSError:
+        return None
+    return kind
+
+
+def _unescaped(text: str) -> str:
+    for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        text = text.replace(code, char)
+    return text

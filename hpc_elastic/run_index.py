@@ -1,0 +1,156 @@
+"""Finds a run by its path, its id, or its Slurm job's id: small files under ``$XDG_STATE_HOME/hpc_elastic/jobs``.
+
+Job ids come back (after a controller's restart, and on every cluster), so an entry is keyed by cluster, job id and
+submit time, and the newest wins. The index is a convenience: a home that can't be written never stops a submission, and
+runs are found without it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.run_paths import RunPaths
+
+VERSION = 1
+DEFAULT_RUNS_DIR = "runs"
+_JOB_ID = re.compile(r"\d+(_\d+)?\Z", re.ASCII)
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEntry:
+    """One submitted job."""
+
+    cluster: str
+    """Slurm's name of it; empty where unknown."""
+    job_id: str
+    submitted_ns: int
+    run_dir: Path
+
+
+def record(
+    *, cluster: str, job_id: str, submitted_ns: int, run_dir: Path, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Remember a job's run directory.
+
+    Args:
+        cluster: Slurm's name of the cluster, or empty.
+        job_id: As Slurm's commands take it.
+        submitted_ns: This host's wall clock.
+        run_dir: Absolute.
+        env: For XDG_STATE_HOME and HOME; the process' own by default.
+
+    Returns:
+        None, or why it could not be remembered.
+    """
+    try:
+        folder = _folder(env)
+        if folder is None:
+            return "neither XDG_STATE_HOME nor HOME is set"
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        make_private_dir(folder.parent)
+        make_private_dir(folder)
+        name = f"{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', job_id)}-{submitted_ns}.json"
+        value = {"version": VERSION, "cluster": cluster, "job_id": job_id, "submitted_ns": submitted_ns}
+        write_json(folder / name, {**value, "run_dir": str(run_dir)})
+        return None
+    except (OSError, UnsafePathError) as error:
+        return str(error)
+
+
+def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] | None = None) -> list[JobEntry]:
+    """What is known of a job, newest first; ids of other clusters too unless `cluster` is given."""
+    folder = _folder(env)
+    found: list[JobEntry] = []
+    try:
+        names = os.listdir(folder) if folder is not None else []
+    except OSError:
+        names = []
+    for name in names:
+        if folder is None or f"-{_UNSAFE.sub('-', job_id)}-" not in name or not name.endswith(".json"):
+            continue
+        value = read_json(folder / name)
+        if isinstance(value, str) or value.get("job_id") != job_id:
+            continue
+        if cluster is not None and value.get("cluster") not in (cluster, ""):
+            continue
+        try:
+            entry = JobEntry(
+                cluster=str(value["cluster"]),
+                job_id=job_id,
+                submitted_ns=int(value["submitted_ns"]),
+                run_dir=Path(value["run_dir"]),
+            )
+        except (KeyError, TypeError, ValueError):
+            continue  # a newer format, or a torn one
+        found.append(entry)
+    return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
+
+
+def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path:
+    """The run directory that `text` means: a path to it or into it, a run id (or its beginning), or a job id.
+
+    Args:
+        text: As the user gave it.
+        runs_dir: Where run ids are looked for; ``./runs`` where None.
+        env: As in `record`.
+
+    Returns:
+        An absolute path to a folder with a run.json.
+
+    Raises:
+        UsageError: it means none, or several; it says where was looked.
+    """
+    given = Path(os.path.abspath(text))
+    for folder in (given, *given.parents[:4]):
+        if RunPaths(folder).run_json.is_file():
+            return folder
+    runs = Path(os.path.abspath(runs_dir or DEFAULT_RUNS_DIR))
+    if "/" not in text and text not in ("", ".", ".."):
+        found = _by_run_id(text, runs)
+        if found is not None:
+            return found
+    if _JOB_ID.match(text):
+        known = entries(text, env=env)
+        for entry in known:
+            if RunPaths(entry.run_dir).run_json.is_file():
+                return entry.run_dir
+        if known:
+            raise UsageError(f"the run directory of job {text} is gone: {known[0].run_dir}")
+        raise UsageError(
+            f"no run of job {text} is known on this account (submitted by another, or elsewhere?); "
+            "give its run directory"
+        )
+    raise UsageError(f"{text} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id")
+
+
+def _by_run_id(text: str, runs: Path) -> Path | None:
+    if RunPaths(runs / text).run_json.is_file():
+        return runs / text
+    try:
+        names = sorted(name for name in os.listdir(runs) if name.startswith(text))
+    except OSError:
+        return None
+    matches = [runs / name for name in names if RunPaths(runs / name).run_json.is_file()]
+    if len(matches) > 1 and not _JOB_ID.match(text):
+        raise UsageError(
+            f"{text} begins {len(matches)} runs in {runs}, such as {matches[0].name} and {matches[1].name}"
+        )
+    return matches[0] if len(matches) == 1 and not _JOB_ID.match(text) else None
+
+
+def _folder(env: Mapping[str, str] | None) -> Path | None:
+    env = os.environ if env is None else env
+    state = env.get("XDG_STATE_HOME", "")
+    if not state.startswith("/"):
+        home = env.get("HOME", "")
+        if not home.startswith("/"):
+            return None
+        state = home + "/.local/state"
+    return Path(state) / "hpc_elastic" / "jobs"
