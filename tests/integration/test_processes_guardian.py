@@ -25,6 +25,7 @@ report(guardian=guard.pid, worker=worker.pid, daemon=daemon, sid=os.getsid(guard
        fds=sorted(os.readlink(f"/proc/{guard.pid}/fd/{n}") for n in os.listdir(f"/proc/{guard.pid}/fd")),
        held=tree.look_at(guard.pid).name)
 """
+_STARTER = 'env -u HPC_ELASTIC_NODE_TAG sleep 600 >/dev/null 2>&1 & export SIBLING=$!; "$@"; exit $?'
 _WAIT = "time.sleep(600)\n"
 
 
@@ -169,6 +170,8 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
             guard = guardian.start_guardian(tag)
             own = start("print('ready', flush=True); time.sleep(600)", HPC_ELASTIC_TAG=str(tag))
             read_line(own.stdout_fd)
+            sibling = int(os.environ["SIBLING"])
+            until(lambda: "HPC_ELASTIC_NODE_TAG" not in open(f"/proc/{sibling}/environ").read())
             left = guardian.end_strangers(tag, clock=clock)
             began = time.monotonic()
             guardian.end_strangers(tag, clock=clock)
@@ -176,14 +179,17 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
             alive = [is_alive(own.pid), is_alive(guard.pid)]
             stop.stop_now([own], clock=clock, excluding={guard.pid})
             guard.release()
-            report(left=len(left), alive=alive, again=again)
+            was_alive = is_alive(sibling)
+            os.kill(sibling, 9)
+            report(left=len(left), alive=alive, again=again, sibling=was_alive)
             """,
             env=_env(tmp_path, agent="a2"),
-            # A starter that carries the node's tag too, and waits for the agent: it must survive.
-            prefix=["sh", "-c", '"$@"; exit $?', "sh"],
+            # A starter that carries the node's tag and waits for the agent must survive, with what else it runs.
+            prefix=["sh", "-c", _STARTER, "sh"],
         )
         assert new["left"] == 0
         assert new["alive"] == [True, True]
+        assert new["sibling"]
         assert new["again"] < 0.1, "with nothing to end it takes one look"
         old.process.wait(5)
         assert [pid for pid in prey if is_alive(pid)] == []

@@ -380,7 +380,8 @@ time.sleep(1)
 idle = switches() - before
 stop.stop_now([worker], clock=clock)
 facts = finished()
-report(first=first, last=last, idle=idle, after=threading.active_count(), outputs=len(pump._outputs))
+report(first=first, last=last, idle=idle, after=threading.active_count(), outputs=len(pump._outputs),
+       sources=len(log._sources))
 """,
         env={"WHERE": str(tmp_path)},
     )
@@ -388,3 +389,4 @@ report(first=first, last=last, idle=idle, after=threading.active_count(), output
     assert facts["idle"] <= 2
     assert facts["after"] == 1
     assert facts["outputs"] == 0
+    assert facts["sources"] == 1, "the agent's own"

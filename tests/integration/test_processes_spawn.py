@@ -35,8 +35,7 @@ def test_worker_gets_the_users_settings_and_nothing_of_the_agents(tmp_path: Path
     code = (
         _LOOK_AT_YOURSELF
         + """
-leak = os.open("/dev/null", os.O_RDONLY)
-os.set_inheritable(leak, True)
+os.dup2(os.open("/dev/null", os.O_RDONLY), 50, inheritable=True)  # as srun may hand one down
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 worker = start(look, cwd=sys.argv[1] if len(sys.argv) > 1 else os.environ["WHERE"], GIVEN="a b=ü\\n$x")
