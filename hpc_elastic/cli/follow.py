@@ -1,0 +1,166 @@
+"""``--wait`` and ``--follow``: watch a job through its requeues to the run's end, and take over its exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import dataclass
+
+from hpc_elastic.cli.run_request import say
+from hpc_elastic.clock import Clock
+from hpc_elastic.launch.result import load_result
+from hpc_elastic.outcome import ExitCode
+from hpc_elastic.run_paths import RunPaths, attempt_number
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.hostlist import HostlistError, compress
+from hpc_elastic.slurm.job_state import JobPhase, JobState
+
+_ASK_SLURM_EVERY = 2.0
+_LOOK_AT_LOG_EVERY = 0.5
+_SETTLE = 10.0
+"""An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
+filesystem may show its result late: so long it is watched on."""
+_CHUNK = 1 << 16
+_CODES = {
+    "COMPLETED": ExitCode.OK,
+    "CANCELLED": ExitCode.TERMINATED,
+    "TIMEOUT": ExitCode.TERMINATED,
+    "DEADLINE": ExitCode.TERMINATED,
+    "PREEMPTED": ExitCode.TERMINATED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class End:
+    """How a run ended."""
+
+    code: int
+    why: str
+
+
+def how_it_ended(states: tuple[JobState, ...], result: int | None) -> End:
+    """The run's exit code.
+
+    Args:
+        states: What Slurm last said of the job; empty where it has forgotten it.
+        result: The exit code that the newest attempt stored; None where it stored none.
+    """
+    if result is not None and result != ExitCode.REQUEUED:
+        return End(code=result, why=f"exit code {result}")
+    if not states:
+        return End(code=1, why="Slurm has forgotten the job, and its last attempt left no result")
+    codes = [_code_of(state) for state in states]
+    worst = max(range(len(states)), key=lambda index: codes[index])
+    state = states[worst]
+    reason = f" ({state.reason})" if state.reason else ""
+    return End(code=codes[worst], why=f"{state.state.lower()}{reason} by Slurm, exit code {codes[worst]}")
+
+
+def _code_of(state: JobState) -> int:
+    if state.state in _CODES:
+        return int(_CODES[state.state])
+    if state.exit_signal:
+        return 128 + state.exit_signal
+    return state.exit_code or 1
+
+
+def newest_result(paths: RunPaths) -> int | None:
+    """The exit code that the newest attempt stored; None where it stored none (yet)."""
+    try:
+        numbers = [number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None]
+    except OSError:
+        return None
+    if not numbers:
+        return None
+    result = load_result(paths.attempt(max(numbers)).result_json)
+    return None if result is None else result.exit_code
+
+
+class LogTail:
+    """What a growing file has that was not shown yet."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._offset = 0
+
+    def show(self) -> None:
+        """Write the news to stdout, as bytes. A file that is not there (yet) has none."""
+        try:
+            with open(self._path, "rb") as file:
+                file.seek(self._offset)
+                while chunk := file.read(_CHUNK):
+                    self._offset += len(chunk)
+                    sys.stdout.buffer.write(chunk)
+        except FileNotFoundError:
+            return
+        sys.stdout.buffer.flush()
+
+
+def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, show_log: bool) -> int:
+    """Wait for the run's end; Ctrl-C ends the waiting alone.
+
+    Returns:
+        The run's exit code; 130 after Ctrl-C.
+    """
+    try:
+        end = _wait(client, job, paths, clock=clock, tail=LogTail(str(paths.job_log)) if show_log else None)
+    except KeyboardInterrupt:
+        say(f"job {job} goes on without being watched; to end it: scancel {job}")
+        return int(ExitCode.INTERRUPTED)
+    say(f"run {paths.run_id} ended: {end.why}; report: hpc-elastic report {job}")
+    return end.code
+
+
+def _wait(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tail: LogTail | None) -> End:
+    stop = threading.Event()  # never set: waiting ends by the job's end or by Ctrl-C
+    said = ""
+    ended_since: float | None = None
+    next_question = clock.monotonic()
+    while True:
+        if tail is not None:
+            tail.show()
+        if clock.monotonic() >= next_question:
+            try:
+                states = client.job_states(job)
+                line = _describe(states)
+            except SlurmError as error:
+                states, line = None, f"can't be asked about: {error.why}; trying on"
+            if line != said:
+                say(f"job {job} {line}")
+                said = line
+            now = clock.monotonic()
+            if states is not None and all(state.phase is JobPhase.FINISHED for state in states):
+                result = newest_result(paths)
+                ended_since = now if ended_since is None else ended_since
+                if (result is not None and result != ExitCode.REQUEUED) or now - ended_since >= _SETTLE:
+                    if tail is not None:
+                        tail.show()
+                    return how_it_ended(states, result)
+            elif states is not None:
+                ended_since = None
+            next_question = now + _ASK_SLURM_EVERY
+        clock.wait(stop, _ASK_SLURM_EVERY if tail is None else _LOOK_AT_LOG_EVERY)
+
+
+def _describe(states: tuple[JobState, ...]) -> str:
+    if not states:
+        return "is no longer known to Slurm"
+    if len(states) > 1:
+        counts: dict[str, int] = {}
+        for state in states:
+            counts[state.state.lower()] = counts.get(state.state.lower(), 0) + 1
+        return "has " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+    state = states[0]
+    if state.phase is JobPhase.PENDING:
+        again = f" again (restart {state.restarts})" if state.restarts else ""
+        begin = f", not before {state.start_time}" if state.reason == "BeginTime" and state.start_time else ""
+        return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}"
+    if state.phase is JobPhase.RUNNING:
+        try:
+            return f"is {state.state.lower()} on {compress(state.nodes)}"
+        except HostlistError:
+            return f"is {state.state.lower()}"
+    return f"is {state.state.lower()}{f' ({state.reason})' if state.reason else ''}"

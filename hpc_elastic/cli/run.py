@@ -1,0 +1,123 @@
+"""``hpc-elastic run``: a run in the foreground, in this Slurm allocation or on this machine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_elastic.cli import job_options
+from hpc_elastic.cli.option_table import Parsed
+from hpc_elastic.cli.run_request import (
+    asked_cluster,
+    build_spec,
+    notice_seconds,
+    read_command_line,
+    runs_directory,
+    say,
+    working_directory,
+)
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import create_run, why_not_shared
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
+from hpc_elastic.slurm.node_range import parse_nodes
+
+DESCRIPTION = (
+    "Runs to the end and exits with the run's code: in a Slurm allocation (an sbatch script of your own, or salloc) "
+    "with one agent on each of its nodes, elsewhere with agents side by side on this machine. What follows the script "
+    "is the script's own."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run. Returns the run's exit code."""
+    env = os.environ
+    parsed = read_command_line(argv, subcommand="run", description=DESCRIPTION, env=env)
+    if parsed is None:
+        return 0
+    cluster = asked_cluster(parsed)
+    if cluster == "slurm" and not in_job(env):
+        raise UsageError("--cluster slurm: this is no Slurm allocation; use hpc-elastic submit, or salloc first")
+    if cluster == "local" or not in_job(env):
+        return run_here(parsed, env)
+    return _run_in_allocation(parsed, env)
+
+
+def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -> int:
+    """The run on this machine, requeues included."""
+    ignored = job_options.only_for_slurm(parsed)
+    if ignored:
+        say(f"without Slurm this means nothing: {' '.join(ignored)}")
+    cwd = working_directory(parsed, env)
+    nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
+    spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    runs_dir = runs_directory(parsed, cwd)
+    if dry_run:
+        sys.stdout.write(
+            f"run directory   {runs_dir / spec.run_id}\nnodes           {nodes[1]}, all on this machine\n"
+            f"each worker     {spec.entrypoint}\n"
+        )
+        return 0
+    run_dir = create_run(spec, runs_dir).paths.root
+    from hpc_elastic.launch.local_launch import run_local
+
+    return run_local(run_dir)
+
+
+def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
+    job = JobEnvironment.from_env(env)
+    if job.task is not None and job.task.num_tasks > 1:
+        raise UsageError(
+            f"run was started by srun on {job.task.num_tasks} tasks; start it once, without srun: it starts an "
+            "agent on each node itself"
+        )
+    from hpc_elastic.launch.batch import run_batch
+
+    earlier = _earlier_attempt(job, env)
+    if earlier is not None:
+        return run_batch(earlier)
+    cwd = working_directory(parsed, env)
+    nodes = _nodes_of(parsed, len(job.nodes))
+    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    runs_dir = runs_directory(parsed, cwd)
+    why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None
+    if why is not None:
+        raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
+    paths = create_run(spec, runs_dir).paths
+    _remember(job, paths, spec.created_ns, env)
+    return run_batch(paths.root)
+
+
+def _nodes_of(parsed: Parsed, allocated: int) -> tuple[int, int]:
+    given = parsed.get("nodes")
+    if given is None:
+        return allocated, allocated
+    option = parsed.source("nodes", "--nodes")
+    least, most = parse_nodes(given, option=option)
+    if least > allocated:
+        raise UsageError(f"{option} {given}: this allocation has {allocated} nodes")
+    return least, min(most, allocated)
+
+
+def _earlier_attempt(job: JobEnvironment, env: Mapping[str, str]) -> Path | None:
+    """The run that this very job began before it was requeued: the next attempt belongs to it."""
+    if not job.restart_count:
+        return None
+    from hpc_elastic import run_index
+
+    for entry in run_index.entries(job.requeue_id, cluster=job.cluster, env=env):
+        if RunPaths(entry.run_dir).run_json.is_file():
+            return entry.run_dir
+    return None
+
+
+def _remember(job: JobEnvironment, paths: RunPaths, now_ns: int, env: Mapping[str, str]) -> None:
+    from hpc_elastic import run_index
+
+    problem = run_index.record(
+        cluster=job.cluster or "", job_id=job.requeue_id, submitted_ns=now_ns, run_dir=paths.root, env=env
+    )
+    if problem is not None:
+        say(f"a requeue will begin a new run, and this one can't be found by its job id: {problem}")

@@ -1,0 +1,153 @@
+"""From a command line to a `RunSpec`: what `submit` and `run` have in common."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_elastic.cli import job_options, worker_options
+from hpc_elastic.cli.option_table import Parsed, parse, render_help
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run_index import DEFAULT_RUNS_DIR
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+_GROUPS = {
+    worker_options.GROUP: "workers, as in torchrun (names with _ too; [PET_...]: a variable that gives the default)",
+    job_options.GROUP: "job, as in sbatch",
+    job_options.OWN_GROUP: "run",
+}
+_CLUSTERS = ("auto", "slurm", "local")
+_MAX_GRACE = 65535  # sbatch's own limit for --signal
+
+
+def read_command_line(
+    argv: Sequence[str], *, subcommand: str, description: str, env: Mapping[str, str]
+) -> Parsed | None:
+    """Read it; None where ``--help`` was asked for and printed.
+
+    Raises:
+        UsageError: an option that is unknown, refused or without its value.
+    """
+    options = (*worker_options.OPTIONS, *job_options.OPTIONS)
+    if subcommand == "run":
+        options = tuple(option for option in options if option.dest not in job_options.SUBMIT_ONLY)
+    parsed = parse(argv, options, refused=worker_options.REFUSED, env=env)
+    if not parsed.help:
+        return parsed
+    usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
+    sys.stdout.write(render_help(usage, description, options, _GROUPS))
+    return None
+
+
+def asked_cluster(parsed: Parsed) -> str:
+    """``auto``, ``slurm`` or ``local``."""
+    cluster = parsed.get("cluster") or "auto"
+    if cluster not in _CLUSTERS:
+        raise UsageError(f"--cluster {cluster}: give one of {', '.join(_CLUSTERS)}")
+    return cluster
+
+
+def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
+    """Where the workers run: absolute, by the name that the shell uses, which is the one that all nodes know.
+
+    (A home may be mounted at another path on each host, with one symbolic link for people.)
+    """
+    here = env.get("PWD", "")
+    try:
+        if not here.startswith("/") or not os.path.samefile(here, "."):
+            here = os.getcwd()
+    except OSError:
+        here = os.getcwd()
+    chosen = parsed.get("chdir")
+    path = Path(os.path.normpath(os.path.join(here, chosen or "")))
+    if not path.is_dir():
+        raise UsageError(f"--chdir {chosen}: no such folder")
+    return path
+
+
+def runs_directory(parsed: Parsed, cwd: Path) -> Path:
+    """Where run directories are made: absolute."""
+    return Path(os.path.normpath(cwd / (parsed.get("runs_dir") or DEFAULT_RUNS_DIR)))
+
+
+def build_spec(
+    parsed: Parsed, *, cluster: str, nodes: tuple[int, int], cwd: Path, env: Mapping[str, str], grace: int
+) -> RunSpec:
+    """What run.json will hold.
+
+    Args:
+        parsed: The command line.
+        cluster: ``slurm`` or ``local``.
+        nodes: The least and the most.
+        cwd: From `working_directory`.
+        env: For sbatch's own variables.
+        grace: From `notice_seconds`, or what is left of it in a short job.
+
+    Raises:
+        UsageError: a value that can't be right, no script …
+    """
+    entry = worker_options.entrypoint(parsed, cwd=cwd, interpreter=sys.executable)
+    name = job_name(parsed, entry, env)
+    return RunSpec(
+        run_id=_run_id(parsed) or new_run_id(name),
+        uid=secrets.token_hex(16),
+        name=name,
+        created_ns=time.time_ns(),
+        entrypoint=entry,
+        cwd=str(cwd),
+        cluster=cluster,
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_says_no_requeue(parsed, env)),
+        signal_grace=grace,
+        sbatch_args=parsed.all("sbatch_args"),
+        srun_args=parsed.all("srun_args"),
+        **worker_options.worker_fields(parsed),
+    )
+
+
+def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:
+    """``--job-name``, sbatch's variable for it, or what is run."""
+    given = parsed.get("job_name") or env.get("SBATCH_JOB_NAME")
+    if given:
+        return given
+    if entry.kind is EntryKind.MODULE:
+        return entry.target.rpartition(".")[2] or entry.target
+    name = os.path.basename(entry.target)
+    return name.removesuffix(".py") or name or "run"
+
+
+def notice_seconds(parsed: Parsed) -> int:
+    """``--grace``."""
+    text = parsed.get("grace")
+    if text is None:
+        return 120
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_GRACE):
+        raise UsageError(f"--grace {text}: give whole seconds from 1 to {_MAX_GRACE}")
+    return int(text)
+
+
+def say(text: str) -> None:
+    """One line for the person, on stderr: stdout is for what was asked for."""
+    sys.stderr.write(f"hpc-elastic: {text}\n")
+    sys.stderr.flush()
+
+
+def _site_says_no_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:
+    return parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
+
+
+def _run_id(parsed: Parsed) -> str | None:
+    given = parsed.get("run_id")
+    if given is not None and not _RUN_ID.match(given):
+        raise UsageError(
+            f"{parsed.source('run_id', '--run-id')} {given}: a run id has letters, digits, '.', '_' and '-' only, and at "
+            "most 100"
+        )
+    return given

@@ -1,0 +1,191 @@
+"""``hpc-elastic submit``: a run directory, a batch script, and sbatch; or the same run on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hpc_elastic.atomic_file import write_private
+from hpc_elastic.cli import job_options
+from hpc_elastic.cli.option_table import Parsed
+from hpc_elastic.cli.run_request import (
+    asked_cluster,
+    build_spec,
+    notice_seconds,
+    read_command_line,
+    runs_directory,
+    say,
+    working_directory,
+)
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import NewRun, create_run, why_not_shared
+from hpc_elastic.launch.self_command import own_command
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.commands import JobId, sbatch
+from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
+from hpc_elastic.slurm.node_range import parse_nodes
+from hpc_elastic.slurm.sbatch import SbatchOptions, notice_grace, render_script, sbatch_arguments
+
+DESCRIPTION = (
+    "Makes a run directory, writes the batch script into it, and submits it. What follows the script is the script's "
+    "own. Without Slurm the run is done here and now, with agents side by side on this machine."
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Submit, or run here. Returns 0, or with --wait, --follow and on this machine the run's exit code."""
+    env = os.environ
+    parsed = read_command_line(argv, subcommand="submit", description=DESCRIPTION, env=env)
+    if parsed is None:
+        return 0
+    cluster = asked_cluster(parsed)
+    have_sbatch = shutil.which("sbatch", path=env.get("PATH")) is not None
+    if cluster == "auto":
+        cluster = "slurm" if have_sbatch else "local"
+        if not have_sbatch:
+            say("no sbatch here, so the run is done on this machine (--cluster local)")
+    if cluster == "local":
+        from hpc_elastic.cli.run import run_here
+
+        return run_here(parsed, env, dry_run=parsed.flag("dry_run"))
+    return _submit(parsed, env, have_sbatch=have_sbatch)
+
+
+def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int:
+    cwd = working_directory(parsed, env)
+    runs_dir = runs_directory(parsed, cwd)
+    nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
+    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    options, spec = _options(parsed, spec)
+    if not parsed.flag("allow_local_runs_dir"):
+        why = why_not_shared(runs_dir)
+        if why is not None:
+            raise UsageError(
+                f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir "
+                "(or --allow-local-runs-dir where they can)"
+            )
+    paths = RunPaths(runs_dir / spec.run_id)
+    script = _script(options, paths)
+    if parsed.flag("dry_run"):
+        sys.stdout.write(f"{script}\n# {shlex.join(sbatch(str(paths.script)))}\n")
+        return 0
+    if not have_sbatch:
+        raise UsageError("sbatch is not on PATH: no Slurm here; run on this machine with --cluster local")
+    from hpc_elastic.clock import SystemClock
+
+    clock = SystemClock()
+    client = CommandSlurmClient(SubprocessRunner(env, overruled=options.overruled_variables()), clock)
+    _check_node_count(client, options, nodes[0], env)
+    with _interrupts_deferred():
+        job = _submit_run(client, spec, runs_dir, script)
+        _remember(job, paths, clock.time_ns(), env)
+    _say_where(job, paths, options)
+    if not (parsed.flag("wait") or parsed.flag("follow")):
+        return 0
+    from hpc_elastic.cli.follow import follow
+
+    return follow(client, job, paths, clock=clock, show_log=parsed.flag("follow") and options.output is None)
+
+
+def _options(parsed: Parsed, spec: RunSpec) -> tuple[SbatchOptions, RunSpec]:
+    options = job_options.sbatch_options(parsed, job_name=spec.name, grace=spec.signal_grace)
+    options = dataclasses.replace(options, requeue=spec.requeue)
+    if parsed.get("chdir") is not None:
+        options = dataclasses.replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
+    spec = dataclasses.replace(spec, signal_grace=notice_grace(options), sbatch_args=tuple(sbatch_arguments(options)))
+    return options, spec
+
+
+def _script(options: SbatchOptions, paths: RunPaths) -> str:
+    """With the run directory in the job's comment, by which support staff find it."""
+    run_dir = str(paths.root)
+    if options.comment is None:
+        options = dataclasses.replace(options, comment=f"hpc-elastic {run_dir}")
+    return render_script(options, run_dir=run_dir, command=own_command("batch", run_dir))
+
+
+def _submit_run(client: SlurmClient, spec: RunSpec, runs_dir: Path, script: str) -> JobId:
+    run: NewRun = create_run(spec, runs_dir)
+    try:
+        write_private(run.paths.script, script)
+        return client.submit(str(run.paths.script))
+    except SlurmMissingError as error:
+        run.discard()
+        raise UsageError(f"{error.why}; run on this machine with --cluster local") from None
+    except OSError as error:
+        run.discard()
+        raise UsageError(f"can't write {run.paths.script}: {error.strerror}") from None
+    except BaseException:
+        run.discard()
+        raise
+
+
+def _check_node_count(client: SlurmClient, options: SbatchOptions, least: int, env: Mapping[str, str]) -> None:
+    """20.11, 22.05 and 26.05 accept more nodes than there are, and the job pends for ever."""
+    elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in options.extra)
+    if elsewhere or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS"):
+        return
+    names = options.partition or env.get("SBATCH_PARTITION")
+    try:
+        partitions = client.partitions(names)
+    except SlurmError:
+        return  # sbatch will say it better
+    eligible = [partition for partition in partitions if names or partition.default]
+    largest = max(eligible, key=lambda partition: partition.total, default=None)
+    if largest is None:
+        return
+    if largest.total < least:
+        raise UsageError(
+            f"--nodes {options.nodes}: partition {largest.name} has {largest.total} nodes, so the job would wait for ever"
+        )
+    if largest.usable < least:
+        say(
+            f"only {largest.usable} of the {largest.total} nodes of partition {largest.name} are up now; the job will wait"
+        )
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """A Ctrl-C between sbatch and its answer would leave a job that nobody knows of: it takes effect afterwards."""
+    waiting = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _remember(job: JobId, paths: RunPaths, now_ns: int, env: Mapping[str, str]) -> None:
+    from hpc_elastic import run_index
+
+    problem = run_index.record(
+        cluster=job.cluster or env.get("SLURM_CLUSTER_NAME", ""),
+        job_id=job.number,
+        submitted_ns=now_ns,
+        run_dir=paths.root,
+        env=env,
+    )
+    if problem is not None:
+        say(f"the run can't be found by its job id later, only by its directory: {problem}")
+
+
+def _say_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
+    log = options.output or (str(paths.root / "job-TASK.log") if options.array else str(paths.job_log))
+    sys.stdout.write(
+        f"job             {job}{f' on cluster {job.cluster}' if job.cluster else ''}\n"
+        f"run directory   {paths.root}\n"
+        f"job log         {log}\n"
+        f"workers' logs   {paths.root}/attempt-*/round-*/rank-*/\n"
+        f"report          hpc-elastic report {job}\n"
+        f"cancel          scancel {job}\n"
+    )
+    sys.stdout.flush()
