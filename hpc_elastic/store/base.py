@@ -35,7 +35,7 @@ class Store(Protocol):
             looked like a failure (a lost reply). False: somebody else's value is there.
 
         Raises:
-            StoreError: no space, no permission: nothing was written.
+            StoreError: no space, or a filesystem that is read-only: nothing was written.
         """
         ...
 
@@ -45,6 +45,11 @@ class Store(Protocol):
 
     def list(self, folder: str) -> list[str]:
         """The names in `folder`, in no order, fresh from the server; empty where the folder is not there."""
+        ...
+
+    def version(self, key: str) -> str | None:
+        """What tells one state of a cell from the next, or None where there is none: it changes with each `overwrite`,
+        also one that found no room for the new value."""
         ...
 
     def overwrite(self, key: str, value: str) -> None:

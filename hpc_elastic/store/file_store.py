@@ -26,7 +26,7 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.store.base import StoreError
 
 LONGEST_SYMLINK = 900
-"""Characters of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
+"""Bytes of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
 SETTLE_SECONDS = 5.0
 """How long a name that a failed create may have left behind is looked for before the create is tried again."""
 
@@ -60,12 +60,12 @@ class FileStore:
 
     def put_if_absent(self, key: str, value: str) -> bool:
         path = self._path(key)
-        text = f"{zlib.crc32(value.encode('utf-8', 'surrogateescape')):08x} {value}"
+        raw = _encode(value)
         self._make_folder(key)
         failure: OSError | None = None
         for _ in range(20):
             try:
-                self._create(path, text)
+                self._create(path, raw)
                 return True
             except OSError as error:
                 if error.errno in _HOPELESS:
@@ -82,10 +82,10 @@ class FileStore:
                 break
         raise failure or OSError(errno.EIO, "the create was never tried")
 
-    def _create(self, path: str, text: str) -> None:
-        if self._symlinks and len(text.encode("utf-8", "surrogateescape")) <= LONGEST_SYMLINK:
+    def _create(self, path: str, raw: bytes) -> None:
+        if self._symlinks and len(raw) <= LONGEST_SYMLINK:
             try:
-                os.symlink(text, path)
+                os.symlink(raw, os.fsencode(path))  # bytes: the text must not depend on this node's locale
                 return
             except OSError as error:
                 # EPERM is "no symlinks here" on some filesystems and "you lost" on sshfs: only the former has no file.
@@ -95,7 +95,6 @@ class FileStore:
                     raise
                 self._symlinks = False
         folder = os.path.dirname(path)
-        raw = text.encode("utf-8", "surrogateescape")
         if self._hard_links:
             temporary = os.path.join(folder, f".{secrets.token_hex(8)}")
             _write_new(temporary, raw)
@@ -116,14 +115,15 @@ class FileStore:
         folder, _, name = key.rpartition("/")
         delay = 0.01
         while True:
-            found = self.get(key)
-            if found is not None or self._clock.monotonic() >= deadline:
-                return found
+            found = None
             try:
-                if name not in self.list(folder):
+                found = self.get(key)
+                if found is None and name not in self.list(folder):
                     return None
             except OSError:
                 pass  # a passing fault: look again until the deadline
+            if found is not None or self._clock.monotonic() >= deadline:
+                return found
             if self._clock.wait(self._stop, delay):
                 return None
             delay = min(0.2, delay * 2)
@@ -131,43 +131,41 @@ class FileStore:
     def get(self, key: str) -> str | None:
         path = self._path(key)
         try:
-            text = os.readlink(path)
+            return _decode(os.readlink(os.fsencode(path)))
         except OSError as error:
             if error.errno in _GONE:
                 return None
             if error.errno != errno.EINVAL:
                 raise
-            raw = self._read_file(path)
-            if raw is None:
-                return None
-            text = raw.decode("utf-8", "surrogateescape")
-        checksum, _, value = text.partition(" ")
-        if len(checksum) != 8 or f"{zlib.crc32(value.encode('utf-8', 'surrogateescape')):08x}" != checksum:
-            return None
-        return value
+        found = self._read_file(path)
+        return _decode(found[0]) if found else None
 
-    def _read_file(self, path: str) -> bytes | None:
+    def version(self, key: str) -> str | None:
+        # The time too, for the owner that could only touch it: compared with this file's own former time, never with a
+        # clock.
+        found = self._read_file(self._path(key))
+        return f"{found[1]} {found[0].decode('utf-8', 'replace')}" if found else None
+
+    def _read_file(self, path: str) -> tuple[bytes, int] | None:
+        """The whole file and its time in nanoseconds; None where it is gone or not there yet."""
         # Opened anew for each read: only open() makes an NFS client ask the server (close-to-open).
+        fd = -1
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno in _GONE:
-                return None
-            raise
-        try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                 raise StoreError(root=self._root, why=f"{path} is not a file of ours")
             chunks = []
             while chunk := os.read(fd, 1 << 20):
                 chunks.append(chunk)
-            return b"".join(chunks)
+            return b"".join(chunks), info.st_mtime_ns
         except OSError as error:
             if error.errno in _GONE:
                 return None
             raise
         finally:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
 
     def list(self, folder: str) -> list[str]:
         try:
@@ -178,7 +176,7 @@ class FileStore:
             raise
 
     def overwrite(self, key: str, value: str) -> None:
-        raw = f"{zlib.crc32(value.encode()):08x} {value}".encode()
+        raw = _encode(value)
         self._make_folder(key)
         path = self._path(key)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -232,6 +230,17 @@ class FileStore:
             except FileExistsError:
                 pass  # also with a stale negative entry on NFS, where the look-up said that it was not there
         self._folders.add(folder)
+
+
+def _encode(value: str) -> bytes:
+    text = value.encode("utf-8", "surrogateescape")
+    return b"%08x %b" % (zlib.crc32(text), text)
+
+
+def _decode(raw: bytes) -> str | None:
+    """The value, or None where the checksum says that it is not whole."""
+    checksum, _, text = raw.partition(b" ")
+    return text.decode("utf-8", "surrogateescape") if checksum == b"%08x" % zlib.crc32(text) else None
 
 
 def _write_new(path: str, raw: bytes) -> None:

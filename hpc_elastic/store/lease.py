@@ -66,7 +66,7 @@ class Liveness:
     def look(self, uid: str, now: float) -> None:
         """Read `uid`'s cell. Not having been able to is no evidence: the age starts anew."""
         try:
-            value = self._store.get(f"{_FOLDER}/{uid}")
+            value = self._store.version(f"{_FOLDER}/{uid}")
         except OSError:
             self._seen.pop(uid, None)
             return

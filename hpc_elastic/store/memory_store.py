@@ -20,6 +20,9 @@ class MemoryStore:
         with self._lock:
             return self._values.get(key)
 
+    def version(self, key: str) -> str | None:
+        return self.get(key)
+
     def list(self, folder: str) -> list[str]:
         prefix = folder + "/"
         with self._lock:

@@ -6,6 +6,8 @@ run first. After every step the invariants of the log are checked.
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +48,9 @@ class GatedStore:
 
     def get(self, key: str) -> str | None:
         return self._inner.get(key)
+
+    def version(self, key: str) -> str | None:
+        return self._inner.version(key)
 
     def list(self, folder: str) -> list[str]:
         return self._inner.list(folder)
@@ -192,15 +197,11 @@ class World:
         numbers = sorted(int(name) for name in self.store.list("log"))
         for number in numbers:
             if number not in self.history:
-                raw = RecordLog(self.store)
-                found = raw.latest()
-                assert found is not None
-                self.history[number] = decode_record(
-                    number, __import__("json").loads(self.store.get(f"log/{number:016d}") or ""), run_id="model"
-                )
+                value = json.loads(self.store.get(f"log/{number:016d}") or "")
+                self.history[number] = decode_record(number, value, run_id="model")
         records = [self.history[number] for number in sorted(self.history)]
         members_of: dict[int, tuple[str, ...]] = {}
-        for before, after in zip(records, records[1:], strict=False):
+        for before, after in itertools.pairwise(records):
             assert after.number == before.number + 1
             assert after.term >= before.term, "terms never go back"
             assert after.round >= before.round, "rounds never go back"

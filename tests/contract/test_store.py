@@ -1,0 +1,596 @@
+"""One suite for every `Store`: in memory, and as files by symlinks, by hard links, and by exclusive creation alone."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.store import file_store
+from hpc_elastic.store.base import Store, StoreError, fits_key
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.fake_clock import FakeClock
+
+KINDS = ("symlinks", "hard links", "exclusive creation")
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+
+Hook = Callable[..., Any]
+
+
+class Filesystem:
+    """Stands where `os` does in file_store: passes everything on, but for the calls that a test takes over."""
+
+    def __init__(self, *, symlinks: bool = True, hard_links: bool = True, refusal: int = errno.EOPNOTSUPP) -> None:
+        self.hooks: dict[str, Hook] = {}
+        self.calls: list[str] = []
+        if not symlinks:
+            self.hooks["symlink"] = self.refuse(refusal)
+        if not hard_links:
+            self.hooks["link"] = self.refuse(refusal)
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        hook = self.hooks.get(name)
+        if hook is None:
+            return real
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            self.calls.append(name)
+            return hook(real, *args, **kwargs)
+
+        return called
+
+    @staticmethod
+    def refuse(number: int, *, times: int | None = None) -> Hook:
+        """Fail without doing it; `times` calls, or always."""
+        left = [times]
+
+        def hook(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if left[0] is not None:
+                if left[0] == 0:
+                    return real(*args, **kwargs)
+                left[0] -= 1
+            raise OSError(number, os.strerror(number))
+
+        return hook
+
+    @staticmethod
+    def lose_reply(number: int) -> Hook:
+        """Do it, and say once that it failed: the server's answer was lost."""
+        lost = [False]
+
+        def hook(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            if not lost[0]:
+                lost[0] = True
+                raise OSError(number, os.strerror(number))
+            return result
+
+        return hook
+
+
+def filesystem(kind: str) -> Filesystem:
+    return Filesystem(symlinks=kind == "symlinks", hard_links=kind != "exclusive creation")
+
+
+@pytest.fixture(params=KINDS)
+def fs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Filesystem:
+    """A filesystem that can create in one way, or in more."""
+    found = filesystem(request.param)
+    monkeypatch.setattr(file_store, "os", found)
+    return found
+
+
+@pytest.fixture
+def plain_fs(monkeypatch: pytest.MonkeyPatch) -> Filesystem:
+    """One that has symlinks."""
+    found = Filesystem()
+    monkeypatch.setattr(file_store, "os", found)
+    return found
+
+
+@pytest.fixture
+def files(fs: Filesystem, tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "store", clock=FakeClock())
+
+
+@pytest.fixture(params=("memory", *KINDS))
+def open_store(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Store]]:
+    """Opens the same store for one participant after another."""
+    if request.param == "memory":
+        shared = MemoryStore()
+        yield lambda: shared
+        return
+    monkeypatch.setattr(file_store, "os", filesystem(request.param))
+    yield lambda: FileStore(tmp_path / "store", clock=SystemClock())
+
+
+@pytest.fixture
+def store(open_store: Callable[[], Store]) -> Store:
+    return open_store()
+
+
+# -- values that are written once
+
+
+def test_a_key_has_no_value_before_it_is_put(store: Store) -> None:
+    assert store.get("log/1") is None
+    assert store.list("log") == []
+    assert store.list("round/000001") == []
+
+
+def test_the_first_value_holds_for_ever(open_store: Callable[[], Store]) -> None:
+    first, second = open_store(), open_store()
+    assert first.put_if_absent("log/1", "mine") is True
+    assert second.put_if_absent("log/1", "yours") is False
+    assert first.get("log/1") == second.get("log/1") == "mine"
+    assert first.put_if_absent("log/1", "mine") is True, "the same caller's second try"
+    assert first.put_if_absent("log/1", "other") is False
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x",
+        "two words",
+        "ends with a space ",
+        "grüße 東京 🎉",
+        "a/b/../c",
+        "line\nbreak\ttab",
+        '{"json": [1, 2, "\\u0000"]}',
+        "not UTF-8: \udcff",
+        "s" * 880,
+        "m" * 1000,
+        "ü" * 450,
+        "l" * 200_000,
+    ],
+    ids=lambda value: f"{len(value)}:{value[:8]!r}",
+)
+def test_values_come_back_as_they_were(open_store: Callable[[], Store], value: str) -> None:
+    assert open_store().put_if_absent("kv/a", value)
+    assert open_store().get("kv/a") == value
+    assert not open_store().put_if_absent("kv/a", value + "!")
+
+
+def test_a_listing_holds_the_names_of_one_folder(store: Store) -> None:
+    for key in ("round/000001/join+a", "round/000001/join+b", "round/000002/ack+a", "node/a"):
+        store.put_if_absent(key, "v")
+    store.overwrite("hb/a", "1")
+    assert sorted(store.list("round/000001")) == ["join+a", "join+b"]
+    assert sorted(store.list("round/000002")) == ["ack+a"]
+    assert sorted(store.list("round")) == ["000001", "000002"]
+    assert store.list("hb") == ["a"]
+
+
+def test_deleted_keys_are_gone_and_may_be_deleted_again(store: Store) -> None:
+    store.put_if_absent("log/1", "v")
+    store.put_if_absent("log/2", "v")
+    store.delete("log/1")
+    store.delete("log/1")
+    store.delete("nosuch/1")
+    assert store.get("log/1") is None
+    assert store.list("log") == ["2"]
+
+
+# -- cells
+
+
+def test_cells_hold_what_was_written_last(open_store: Callable[[], Store]) -> None:
+    owner, reader = open_store(), open_store()
+    for value in ("0 abcd", "1 abcd", "10 abcd", "a longer text than before", "short"):
+        owner.overwrite("hb/a", value)
+        assert reader.get("hb/a") == value
+
+
+def test_a_cell_changes_with_each_write_and_with_nothing_else(open_store: Callable[[], Store]) -> None:
+    owner, reader = open_store(), open_store()
+    assert reader.version("hb/a") is None
+    seen = set()
+    for count in range(3):
+        owner.overwrite("hb/a", f"{count} abcd")
+        now = reader.version("hb/a")
+        assert now is not None
+        assert now == reader.version("hb/a")
+        seen.add(now)
+    assert len(seen) == 3
+    before = reader.version("hb/a")
+    owner.overwrite("hb/b", "0 abcd")
+    owner.put_if_absent("hb/c", "x")
+    assert reader.version("hb/a") == before
+
+
+# -- races
+
+
+def test_exactly_one_of_eight_threads_wins(open_store: Callable[[], Store]) -> None:
+    rounds, threads = 50, 8
+    stores = [open_store() for _ in range(threads)]
+    barrier = threading.Barrier(threads)
+    won: list[list[bool]] = [[] for _ in range(threads)]
+    read: list[list[str | None]] = [[] for _ in range(threads)]
+
+    def race(me: int) -> None:
+        for number in range(rounds):
+            barrier.wait(30)
+            won[me].append(stores[me].put_if_absent(f"log/{number:04d}", f"of {me}"))
+            read[me].append(stores[me].get(f"log/{number:04d}"))
+
+    running = [threading.Thread(target=race, args=(me,), daemon=True) for me in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(60)
+    _one_winner(won, read, rounds)
+    assert len(stores[0].list("log")) == rounds
+
+
+def _race_in_a_process(root: Path, me: int, rounds: int, barrier: Any, results: Any) -> None:
+    store = FileStore(root, clock=SystemClock())
+    won, read = [], []
+    for number in range(rounds):
+        barrier.wait(30)
+        won.append(store.put_if_absent(f"log/{number:04d}", f"of {me}"))
+        read.append(store.get(f"log/{number:04d}"))
+    results.put((me, won, read))
+
+
+def test_exactly_one_of_eight_processes_wins(fs: Filesystem, tmp_path: Path) -> None:
+    rounds, processes = 50, 8
+    context = multiprocessing.get_context("fork")  # the replaced `os` goes with it
+    barrier, results = context.Barrier(processes), context.Queue()
+    racers = [
+        context.Process(target=_race_in_a_process, args=(tmp_path / "store", me, rounds, barrier, results))
+        for me in range(processes)
+    ]
+    for racer in racers:
+        racer.start()
+    found = sorted(results.get(timeout=60) for _ in racers)
+    for racer in racers:
+        racer.join(30)
+    _one_winner([won for _, won, _ in found], [read for _, _, read in found], rounds)
+
+
+def _one_winner(won: list[list[bool]], read: list[list[str | None]], rounds: int) -> None:
+    for number in range(rounds):
+        winners = [me for me, results in enumerate(won) if results[number]]
+        assert len(winners) == 1, f"round {number}: {winners}"
+        assert {results[number] for results in read} == {f"of {winners[0]}"}
+
+
+# -- what filesystems do
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EEXIST, errno.ETIMEDOUT], ids=errno.errorcode.get)
+@pytest.mark.parametrize(("kind", "create"), [("symlinks", "symlink"), ("hard links", "link")])
+def test_a_lost_reply_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, create: str, number: int
+) -> None:
+    fs = filesystem(kind)
+    monkeypatch.setattr(file_store, "os", fs)
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    fs.hooks[create] = Filesystem.lose_reply(number)
+    assert files.put_if_absent("log/1", "mine") is True
+    assert files.get("log/1") == "mine"
+    assert fs.calls.count(create) == 1, "not tried again"
+    assert not [name for name in os.listdir(Path(files._root) / "log") if name.startswith(".")], "nothing left behind"
+
+
+def test_a_lost_reply_is_no_loss_even_where_the_first_look_fails_too(plain_fs: Filesystem, tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    plain_fs.hooks["symlink"] = Filesystem.lose_reply(errno.EIO)
+    plain_fs.hooks["readlink"] = Filesystem.refuse(errno.EIO, times=2)
+    assert files.put_if_absent("log/1", "mine") is True
+
+
+def test_a_create_that_failed_is_made_again(plain_fs: Filesystem, tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    plain_fs.hooks["symlink"] = Filesystem.refuse(errno.EIO, times=3)
+    assert files.put_if_absent("log/1", "mine") is True
+    assert files.get("log/1") == "mine"
+
+
+def test_a_create_that_always_fails_is_a_passing_fault_for_the_caller(plain_fs: Filesystem, tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    plain_fs.hooks["symlink"] = Filesystem.refuse(errno.EIO)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        files.put_if_absent("log/1", "mine")
+    assert not isinstance(caught.value, StoreError)
+    assert files.get("log/1") is None
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EEXIST, errno.EIO], ids=errno.errorcode.get)
+def test_a_loser_is_told_so_by_any_errno(plain_fs: Filesystem, tmp_path: Path, number: int) -> None:
+    """sshfs gives EPERM where the others give EEXIST."""
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+
+    def hook(real: Hook, target: Any, path: Any) -> None:
+        if os.path.lexists(path):
+            raise OSError(number, os.strerror(number))
+        real(target, path)
+
+    plain_fs.hooks["symlink"] = hook
+    assert files.put_if_absent("log/1", "mine") is True
+    assert files.put_if_absent("log/1", "yours") is False
+    assert files.put_if_absent("log/2", "after") is True
+    assert stat.S_ISLNK(os.lstat(tmp_path / "store/log/2").st_mode), "a lost race is no lack of symlinks"
+
+
+@pytest.mark.parametrize(
+    "refusal", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM, errno.EINVAL], ids=errno.errorcode.get
+)
+def test_a_filesystem_that_has_no_links_is_found_out_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refusal: int
+) -> None:
+    fs = Filesystem(symlinks=False, hard_links=False, refusal=refusal)
+    monkeypatch.setattr(file_store, "os", fs)
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    assert files.put_if_absent("log/1", "mine")
+    assert not files.put_if_absent("log/1", "yours")
+    assert files.put_if_absent("log/2", "mine")
+    assert fs.calls.count("symlink") == fs.calls.count("link") == 1
+    assert sorted(os.listdir(tmp_path / "store/log")) == ["1", "2"]
+
+
+def test_a_loser_reads_the_winners_value_however_late_it_shows(plain_fs: Filesystem, tmp_path: Path) -> None:
+    """A negative entry in the cache: listed, and yet ENOENT (GlusterFS and MooseFS, up to a second)."""
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.put_if_absent("log/1", "theirs")
+    plain_fs.hooks["readlink"] = Filesystem.refuse(errno.ENOENT, times=8)
+    assert files.put_if_absent("log/1", "mine") is False
+    plain_fs.hooks["readlink"] = Filesystem.refuse(errno.ENOENT, times=8)
+    assert files.put_if_absent("log/1", "theirs") is True
+
+
+def test_a_stop_ends_the_wait_for_a_name_that_never_shows(plain_fs: Filesystem, tmp_path: Path) -> None:
+    stop = threading.Event()
+    clock = FakeClock()
+    files = FileStore(tmp_path / "store", clock=clock, stop=stop)
+    files.put_if_absent("log/1", "theirs")
+    plain_fs.hooks["readlink"] = Filesystem.refuse(errno.ENOENT)
+    stop.set()
+    with pytest.raises(FileExistsError):
+        files.put_if_absent("log/1", "mine")
+    assert clock.now < 1001, "at once"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE], ids=errno.errorcode.get)
+def test_what_is_gone_or_stale_is_not_there_yet(fs: Filesystem, files: FileStore, number: int) -> None:
+    files.put_if_absent("log/1", "v")
+    files.overwrite("hb/a", "1")
+    for name in ("readlink", "open", "listdir"):
+        fs.hooks[name] = Filesystem.refuse(number)
+    assert files.get("log/1") is None
+    assert files.version("hb/a") is None
+    assert files.list("log") == []
+    fs.hooks["unlink"] = Filesystem.refuse(number)
+    files.delete("log/1")
+
+
+def test_a_stale_handle_in_mid_read_is_not_there_yet(fs: Filesystem, files: FileStore) -> None:
+    files.overwrite("hb/a", "1")
+    fs.hooks["read"] = Filesystem.refuse(errno.ESTALE)
+    assert files.get("hb/a") is None
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ETIMEDOUT], ids=errno.errorcode.get)
+def test_a_passing_fault_is_told(fs: Filesystem, files: FileStore, number: int) -> None:
+    """And not taken for absence: absence is evidence."""
+    files.put_if_absent("log/1", "v")
+    for name in ("readlink", "open", "listdir", "unlink"):
+        fs.hooks[name] = Filesystem.refuse(number)
+    for call in (lambda: files.get("log/1"), lambda: files.list("log"), lambda: files.delete("log/1")):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == number
+
+
+def test_a_torn_file_is_not_there_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_store, "os", filesystem("exclusive creation"))
+    clock = FakeClock()
+    files = FileStore(tmp_path / "store", clock=clock)
+    files.put_if_absent("log/1", "a value of some length")
+    path = tmp_path / "store/log/1"
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        assert files.get("log/1") is None
+    began = clock.now
+    path.write_bytes(whole[:10])
+
+    def finish(stop: threading.Event, seconds: float) -> bool:
+        clock.now += seconds
+        if clock.now - began > 0.5:
+            path.write_bytes(whole)  # its writer was only slow
+        return False
+
+    monkeypatch.setattr(clock, "wait", finish)
+    assert files.put_if_absent("log/1", "another") is False
+    assert files.get("log/1") == "a value of some length"
+
+
+def test_garbage_is_not_there_yet(files: FileStore) -> None:
+    files.put_if_absent("log/1", "v")
+    folder = Path(files._root) / "log"
+    for name, raw in (("2", b""), ("3", b"\xff\xfe\x00"), ("4", b"00000000 wrong"), ("5", b"nochecksum")):
+        (folder / name).write_bytes(raw)
+        assert files.get(f"log/{name}") is None
+    (folder / "6").symlink_to("deadbeef wrong")
+    assert files.get("log/6") is None
+
+
+def test_a_create_that_fails_half_way_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = filesystem("exclusive creation")
+    monkeypatch.setattr(file_store, "os", fs)
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    fs.hooks["fsync"] = Filesystem.refuse(errno.EIO, times=1)
+    assert files.put_if_absent("log/1", "mine") is True
+    assert files.get("log/1") == "mine"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS], ids=errno.errorcode.get)
+def test_no_room_is_told_at_once_and_leaves_nothing(fs: Filesystem, files: FileStore, number: int) -> None:
+    files.put_if_absent("log/1", "v")
+    fs.hooks.setdefault("symlink", Filesystem.refuse(number))
+    fs.hooks["write"] = Filesystem.refuse(number)
+    with pytest.raises(StoreError, match=r"can't create log/2: ") as caught:
+        files.put_if_absent("log/2", "v" * 100)
+    assert os.strerror(number) in str(caught.value)
+    assert os.listdir(Path(files._root) / "log") == ["1"]
+
+
+def test_a_cell_on_a_full_disk_still_shows_that_its_owner_lives(fs: Filesystem, files: FileStore) -> None:
+    """On a filesystem that never writes in place (btrfs, ZFS) a full disk refuses this too; a time it can set."""
+    files.overwrite("hb/a", "1 abcd")
+    os.utime(Path(files._root) / "hb/a", ns=(0, 0))
+    before = files.version("hb/a")
+    fs.hooks["pwrite"] = Filesystem.refuse(errno.ENOSPC)
+    files.overwrite("hb/a", "2 abcd")
+    assert files.get("hb/a") == "1 abcd"
+    assert files.version("hb/a") != before
+
+
+def test_a_cell_that_can_not_be_written_is_told(fs: Filesystem, files: FileStore) -> None:
+    fs.hooks["pwrite"] = Filesystem.refuse(errno.EIO)
+    with pytest.raises(OSError, match="Input/output"):
+        files.overwrite("hb/a", "1")
+
+
+def test_a_folder_that_was_removed_meanwhile_is_made_again(files: FileStore) -> None:
+    files.put_if_absent("round/000001/join+a", "in")
+    os.unlink(Path(files._root) / "round/000001/join+a")
+    os.rmdir(Path(files._root) / "round/000001")
+    assert files.put_if_absent("round/000001/join+a", "in") is True
+
+
+def test_names_with_a_dot_first_are_nobodys(files: FileStore) -> None:
+    files.put_if_absent("log/1", "v" * 2000)  # by a temporary file, also where there are symlinks
+    folder = Path(files._root) / "log"
+    (folder / ".nfs000000000001").touch()  # what NFS makes of a file that was removed while open
+    (folder / ".0123456789abcdef").touch()
+    assert files.list("log") == ["1"]
+
+
+def test_stirring_changes_the_folders_time_and_leaves_nothing(plain_fs: Filesystem, tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.put_if_absent("log/1", "v")
+    folder = tmp_path / "store/log"
+    os.utime(folder, ns=(0, 0))
+    files.stir("log")
+    assert os.stat(folder).st_mtime_ns > 0
+    assert os.listdir(folder) == ["1"]
+    plain_fs.hooks["symlink"] = Filesystem.refuse(errno.EIO)
+    files.stir("log")  # it only makes a cache fresher
+    files.stir("nosuch")
+
+
+def test_text_is_utf8_on_disk_whatever_the_locale(tmp_path: Path) -> None:
+    """Two nodes may have different ones."""
+    code = (
+        "import sys; from pathlib import Path; from hpc_elastic.clock import SystemClock\n"
+        "from hpc_elastic.store.file_store import FileStore\n"
+        "store = FileStore(Path(sys.argv[1]), clock=SystemClock())\n"
+        "assert store.get('kv/a') == 'gr\\u00fc\\u00dfe', ascii(store.get('kv/a'))\n"
+        "assert store.put_if_absent('kv/b', '\\u6771\\u4eac')\n"
+    )
+    files = FileStore(tmp_path / "store", clock=SystemClock())
+    files.put_if_absent("kv/a", "grüße")
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "store")], env=ascii_only, check=True)
+    assert files.get("kv/b") == "東京"
+
+
+# -- who may do what
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022])
+def test_everything_is_ours_alone_whatever_the_umask(fs: Filesystem, tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        files = FileStore(tmp_path / "store", clock=FakeClock())
+        files.put_if_absent("round/000001/ack+a", "v" * 2000)
+        files.overwrite("hb/a", "1")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "store", *(tmp_path / "store").rglob("*")):
+        mode = os.lstat(path).st_mode
+        assert stat.S_IMODE(mode) == (0o700 if stat.S_ISDIR(mode) else 0o600), path
+
+
+def test_a_link_in_place_of_the_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "store").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafePathError, match="symbolic link"):
+        FileStore(tmp_path / "store", clock=FakeClock())
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o750, 0o755])
+def test_a_store_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(mode)
+    with pytest.raises(UnsafePathError, match="open to other users"):
+        FileStore(tmp_path / "store", clock=FakeClock())
+
+
+@as_root
+def test_another_users_store_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir(mode=0o700)
+    os.chown(tmp_path / "store", 65534, 65534)
+    with pytest.raises(UnsafePathError, match="belongs to uid 65534"):
+        FileStore(tmp_path / "store", clock=FakeClock())
+
+
+@as_root
+def test_another_users_file_is_refused(tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.overwrite("hb/a", "1")
+    os.chown(tmp_path / "store/hb/a", 65534, 65534)
+    with pytest.raises(StoreError, match="is not a file of ours"):
+        files.get("hb/a")
+
+
+def test_a_fifo_in_place_of_a_value_holds_nobody_up(files: FileStore) -> None:
+    files.put_if_absent("log/1", "v")
+    os.mkfifo(Path(files._root) / "log/2")
+    with pytest.raises(StoreError, match="is not a file of ours"):
+        files.get("log/2")
+
+
+@as_root
+def test_a_store_that_was_replaced_is_noticed(tmp_path: Path) -> None:
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.check()
+    os.rename(tmp_path / "store", tmp_path / "aside")
+    with pytest.raises(FileNotFoundError):
+        files.check()
+    (tmp_path / "store").mkdir(mode=0o700)
+    os.chown(tmp_path / "store", 65534, 65534)
+    with pytest.raises(UnsafePathError):
+        files.check()
+
+
+# -- names
+
+
+@pytest.mark.parametrize("name", ["a", "00003-n3-18a0-9f3c", "join+00003-n3", "x.y_z", "n" * 200])
+def test_names_that_fit(name: str) -> None:
+    assert fits_key(name)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "ü", "a\n", "n" * 201, "a\0"])
+def test_names_that_do_not_fit(name: str) -> None:
+    assert not fits_key(name)
