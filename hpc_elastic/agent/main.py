@@ -150,9 +150,7 @@ def node_key(cluster: str, node: int) -> str:
 def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
     """The same on every node, and for the supervisor."""
     launched = len(attempt.nodes)
-    base = RendezvousSettings(
-        min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched
-    )
+    base = RendezvousSettings(min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched)
     return settings_from_conf(spec.rdzv_conf, base)
 
 

@@ -21,7 +21,7 @@ from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.agent.local_workers import LocalWorkers, Place, Pump, sum_up
 from hpc_elastic.agent.ranks import assign_ranks
 from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.agent.store_server import StoreBindError, StoreServer
+from hpc_elastic.agent.store_server import StoreBindError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
@@ -89,6 +89,8 @@ class NodeAgent:
         self._failure: Exception | None = None
         self._ended_by: signal.Signals | None = None
         self._why_ended = ""
+        self._platform_failure = ""
+        """What of our own failed in this round."""
         self._stop_due: float | None = None
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
@@ -119,7 +121,7 @@ class NodeAgent:
             self._handle_workers()
             self._handle_notices()
             self._handle_stop()
-            c.store_server.handle()
+            self._handle_store()
         return self._leave()
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -222,6 +224,15 @@ class NodeAgent:
         if self._phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
 
+    def _handle_store(self) -> None:
+        server = self._.store_server
+        if server.handle() is not StoreState.FAILED or self._phase is not Phase.RUNNING or self._platform_failure:
+            return
+        # Workers that connect would retry for five minutes before they fail.
+        self._platform_failure = f"the workers' TCPStore is gone: {server.failure}"
+        logger.error("%s", self._platform_failure)
+        self._happens(Event.FAILED, self._platform_failure)
+
     # -- what follows --------------------------------------------------------------------------------------------
 
     def _happens(self, event: Event, reason: str) -> None:
@@ -297,8 +308,10 @@ class NodeAgent:
             tag=c.tag,
         )
         first = layout.group_rank == 0
-        if first and not facts.agent_store:
-            c.store_server.release()  # rank 0 opens it itself
+        if not first or not facts.agent_store:
+            # Rank 0 opens it itself, or it is another node's now. Not sooner: workers elsewhere that were still being
+            # ended would have told of a lost connection.
+            c.store_server.release()
         workers = LocalWorkers(
             c.place,
             round_index=record.round,
@@ -311,6 +324,7 @@ class NodeAgent:
         )
         self._workers = workers
         self._has_run = True
+        self._platform_failure = ""
         ranks = list(layout.global_ranks)
         c.events.write(
             "round_final",
@@ -430,13 +444,24 @@ class NodeAgent:
             for failure in failures:
                 self._write_failure(failure)
             told = [failure for failure in failures if not failure.stopped_by_agent]
-            if told:
-                summary = sum_up(told, node=c.info.node, seconds=seconds)
+            summary = sum_up(told, node=c.info.node, seconds=seconds) if told else self._own_failure(seconds)
+            if summary is not None:
                 index = workers.round
                 c.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
-            c.store_server.release()
         if self._phase is Phase.JOINING:
             self._join()
+
+    def _own_failure(self, seconds: float) -> NodeFailure | None:
+        if not self._platform_failure:
+            return None
+        return NodeFailure(
+            node=self._.info.node,
+            fingerprint="",
+            failure_class="infrastructure",
+            retryable=True,
+            message=self._platform_failure,
+            seconds=seconds,
+        )
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -446,6 +471,7 @@ class NodeAgent:
         code = self._exit_code()
         c.store_server.close()
         c.events.write("agent_ended", reason=self._why_ended, code=code)
+        c.coordination.ask(lambda participant: participant.say_goodbye())
         if not c.coordination.stop(within=LAST_WORDS_SECONDS):
             logger.warning("the shared filesystem does not answer; leaving without it")
         return code

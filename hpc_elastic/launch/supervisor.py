@@ -30,6 +30,8 @@ ORPHANED_SECONDS = 5.0
 """With no agent left and no verdict: how long one is still waited for."""
 END_RESERVE = 15.0
 """Beyond the workers' grace: how long agents may take to end after the verdict."""
+DEPARTED_SECONDS = 1.0
+"""After every agent has said goodbye: how long the launcher may take to notice."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
@@ -153,7 +155,11 @@ class Supervisor:
                 self._record = notice
                 if notice.status is Status.CLOSED:
                     self._set_end()
-            elif isinstance(notice, Exception):
+            elif isinstance(notice, tuple):
+                if notice[0] == "agents_departed":
+                    # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
+                    self._end_by = self._clock.monotonic() + DEPARTED_SECONDS
+            else:
                 self._failure = notice
                 logger.error("the store can't be read any more: %s", notice)
                 self._set_end()

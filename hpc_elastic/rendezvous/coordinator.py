@@ -39,6 +39,8 @@ class View:
     """Nodes for which the launcher will bring no further agent."""
     dead: frozenset[str]
     """Those whose heartbeat has stopped."""
+    names: Mapping[int, str]
+    """Node index → name, of the nodes that have said who they are."""
     since_status: float
     """Seconds since this coordinator first saw this round in this status."""
     since_lost: float
@@ -128,7 +130,8 @@ def _freeze(
             record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
         )
     members = assign_slots(record.members, present, max_nodes=settings.max_nodes)
-    missing = f"; without nodes {_ranges(awaited | away)}" if awaited | away else ""
+    without = ", ".join(_name(node, view) for node in sorted(awaited | away))
+    missing = f"; without {without}" if without else ""
     return Proposal(
         event=RoundEvent.FREEZE,
         record=record.successor(
@@ -149,7 +152,7 @@ def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
     if not out and view.since_status > 2 * settings.heartbeat_ttl:
         out = {m.node: "did not confirm" for m in record.members if m.uid not in view.acked}
     if out:
-        return _reopen(record, "; ".join(f"node {n} {why}" for n, why in sorted(out.items())), lost=out)
+        return _reopen(record, _told(out, view), lost=out)
     if all(m.uid in view.acked for m in record.members):
         return Proposal(
             event=RoundEvent.CONFIRM,
@@ -166,10 +169,10 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
     if view.failures:
         strength = {"root": 0, "infrastructure": 1}
         first = min(view.failures.values(), key=lambda failure: strength.get(failure.failure_class, 2))
-        return _reopen(record, f"worker failure on node {first.node}: {first.message}", lost=_lost_members(view))
+        return _reopen(record, f"{first.message} on {_name(first.node, view)}", lost=_lost_members(view))
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
-        return _reopen(record, "; ".join(f"node {n} {why}" for n, why in sorted(lost.items())), lost=lost)
+        return _reopen(record, _told(lost, view), lost=lost)
     if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
@@ -177,7 +180,7 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
     waiting = [uid for uid in view.joined if uid not in view.dead]
     if waiting and not view.done and len(record.members) < settings.max_nodes:
         nodes = sorted({node_of(uid) for uid in waiting})
-        return _reopen(record, f"node {_ranges(nodes)} came", lost={})
+        return _reopen(record, f"{', '.join(_name(node, view) for node in nodes)} came", lost={})
     if len(waiting) != record.waiting:
         return Proposal(
             event=RoundEvent.ANNOUNCE,
@@ -210,6 +213,14 @@ def _lost_members(view: View) -> dict[int, str]:
         elif member.node in view.gone:
             out[member.node] = "has no agent any more"
     return out
+
+
+def _name(node: int, view: View) -> str:
+    return view.names.get(node, f"node {node}")
+
+
+def _told(nodes: Mapping[int, str], view: View) -> str:
+    return "; ".join(f"{_name(node, view)} {why}" for node, why in sorted(nodes.items()))
 
 
 def _node_done(view: View, node: int) -> bool:

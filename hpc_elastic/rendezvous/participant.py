@@ -99,6 +99,7 @@ class Participant:
         self._status_since = self._started_at
         self._lost_since = self._started_at
         self._patience = rng.uniform(0.0, 0.1)
+        self._all_departed = False
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
@@ -133,6 +134,10 @@ class Participant:
     def give_up_node(self, node: int) -> None:
         """The launcher will bring no further agent to `node`."""
         self._claims.append((f"gone/{node:05d}", "gone"))
+
+    def say_goodbye(self) -> None:
+        """This node's agent ends now, and leaves nothing running."""
+        self._claims.append((f"bye/{self._info.uid}", "bye"))
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
@@ -252,6 +257,8 @@ class Participant:
         record = self._record
         if record is None:
             return 0.02 if self._info.node <= 0 else 0.1
+        if record.status is Status.CLOSED and not self._all_departed:
+            return 0.1
         if record.status in (Status.JOINABLE, Status.FROZEN) and record.leader == self._info.uid:
             return min(0.25, self._settings.poll_interval)
         return self._settings.poll_interval
@@ -260,9 +267,10 @@ class Participant:
 
     def _coordinate(self) -> bool:
         """Commit what is to be committed. Returns whether something was, or was lost to another."""
-        if self._info.node == OBSERVER_NODE:
-            return False
         record = self._record
+        if self._info.node == OBSERVER_NODE:
+            self._watch_departures(record)
+            return False
         if record is None:
             return self._open_first_round()
         if record.status is Status.CLOSED:
@@ -276,6 +284,21 @@ class Participant:
             return False
         self._commit(proposal)
         return True
+
+    def _watch_departures(self, record: RoundRecord | None) -> None:
+        """Tell the supervisor when no agent that lives is left: srun might never say so."""
+        if record is None or record.status is not Status.CLOSED or self._all_departed:
+            return
+        newest: dict[int, str] = {}
+        for uid in self._store.list("node"):
+            node = node_of(uid)
+            if node in record.lost or uid == self._info.uid:
+                continue
+            if node not in newest or supersedes(uid, newest[node]):
+                newest[node] = uid
+        if set(newest.values()) <= set(self._store.list("bye")):
+            self._all_departed = True
+            self._listener.on_event("agents_departed", {"nodes": sorted(newest)})
 
     def _open_first_round(self) -> bool:
         if self._clock.monotonic() - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
@@ -330,6 +353,7 @@ class Participant:
             leaving=dict.fromkeys(here.get("leave", ()), "left"),
             gone=frozenset(int(n) for n in self._store.list("gone") if n.isdecimal()),
             dead=dead,
+            names={node.node: node.host for node in self._nodes.values()},
             since_status=self._mark - self._status_since,
             since_lost=self._mark - self._lost_since,
         )
