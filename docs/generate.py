@@ -1,0 +1,109 @@
+"""Writes the pages that follow from the code: docs/reference/cli.md and docs/reference/states.md.
+
+::
+
+    python docs/generate.py
+
+A test fails where a page and the code differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
+
+from hpc_elastic.agent import supervision  # noqa: E402
+from hpc_elastic.agent.supervision import Phase  # noqa: E402
+from hpc_elastic.cli import main as cli  # noqa: E402
+from hpc_elastic.rendezvous import transitions  # noqa: E402
+from hpc_elastic.rendezvous.state import Status  # noqa: E402
+
+CLI_INTRODUCTION = """\
+# Command line
+
+<!-- Written by docs/generate.py; do not edit. -->
+
+Long options are taken with `-` and with `_`. The script, or `--`, ends our options: what follows is the script's own,
+untouched. A variable in brackets, as in `[PET_NNODES]`, gives the value where the option is not there. Wrong usage is
+one line on stderr and exit code 2; the other codes are [here](exit-codes.md).
+"""
+
+STATES_INTRODUCTION = """\
+# States
+
+<!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/transitions.py and
+hpc_elastic/agent/supervision.py; do not edit. -->
+"""
+
+
+def help_text(*arguments: str) -> str:
+    """What ``--help`` prints, at a fixed width."""
+    printed = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main([*arguments, "--help"])
+    finally:
+        if before is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = before
+    return printed.getvalue().rstrip("\n")
+
+
+def cli_page() -> str:
+    parts = [CLI_INTRODUCTION, f"```text\n{help_text()}\n```\n"]
+    shown: dict[str, str] = {}
+    for name, (module, _) in cli._SUBCOMMANDS.items():
+        if module in shown:
+            parts.append(f"## {name}\n\nThe same as [{shown[module]}](#{shown[module]}).\n")
+            continue
+        shown[module] = name
+        parts.append(f"## {name}\n\n```text\n{help_text(name)}\n```\n")
+    return "\n".join(parts)
+
+
+def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
+    """A table of transitions as a Mermaid state diagram. Events between the same two states share an arrow."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.value}"]
+    for state, row in table.items():
+        arrows: dict[Enum, list[str]] = {}
+        for event, target in row.items():
+            arrows.setdefault(target, []).append(str(event.value))
+        lines += [f"    {state.value} --> {target.value}: {', '.join(events)}" for target, events in arrows.items()]
+        if not row:
+            lines.append(f"    {state.value} --> [*]")
+    return "\n".join([*lines, "```", ""])
+
+
+def states_page() -> str:
+    return "\n".join(
+        [
+            STATES_INTRODUCTION,
+            "## A rendezvous\n\nWhat the log of a run's rounds says; the coordinator alone writes it.\n",
+            diagram(transitions.TRANSITIONS, Status.JOINABLE),
+            "## An agent\n\nWhat the agent of one node is doing.\n",
+            diagram(supervision.TRANSITIONS, Phase.JOINING),
+        ]
+    )
+
+
+PAGES = {"docs/reference/cli.md": cli_page, "docs/reference/states.md": states_page}
+
+
+def main() -> None:
+    for name, page in PAGES.items():
+        (ROOT / name).write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

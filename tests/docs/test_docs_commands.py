@@ -1,0 +1,99 @@
+"""What the documentation says to type is understood, and the generated pages are those of this code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from hpc_elastic.cli import job_options, option_table, worker_options
+from hpc_elastic.cli import main as cli
+from hpc_elastic.cli.arguments import argument_parser
+from hpc_elastic.errors import UsageError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.sh")])
+RUN_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
+ELSEWHERE = {"--help", "--version", "--run-dir", "--kill", "--name"}
+"""Options that are no subcommand's or no real ones (the example's are looked up in it)."""
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def text_of(page: Path) -> str:
+    """A page without what a program printed: help texts are generated, sample output is no command."""
+    return re.sub(r"^```text$.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    """Every command line of ours: after a prompt, or as inline code."""
+    text = text_of(page)
+    found = re.findall(r"^\$ (hpc-elastic .*)$", text, re.MULTILINE)
+    found += re.findall(r"(?<!`)`(hpc-elastic [^`]+)`", text)
+    found += re.findall(r"\.venv/bin/(hpc-elastic [^\n)]+)", text)
+    return [command for command in found if not command.split()[1].isupper()]
+
+
+def parse(command: str) -> None:
+    """Read a command line as the CLI does. Raises UsageError where the CLI would."""
+    _, name, *argv = shlex.split(command, comments=True)
+    assert name in cli._SUBCOMMANDS, f"{name} is no subcommand"
+    if name in ("submit", "run"):
+        option_table.parse(argv, RUN_OPTIONS, refused=worker_options.REFUSED, env={})
+        return
+    module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
+    if argv and hasattr(module, "add_arguments"):
+        parser = argument_parser(name, "")
+        module.add_arguments(parser)
+        parser.parse_args(argv)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_understood(page: Path) -> None:
+    for command in commands(page):
+        parse(command)
+
+
+def test_commands_are_found_at_all() -> None:
+    assert sum(len(commands(page)) for page in PAGES) >= 8
+    assert any("--cluster local" in command for command in commands(ROOT / "docs" / "examples" / "quickstart.sh"))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
+def test_options_that_are_named_exist(page: Path) -> None:
+    known = {name for option in RUN_OPTIONS for name in option.names} | set(worker_options.REFUSED) | ELSEWHERE
+    example = (ROOT / "docs" / "examples" / "train_digits.py").read_text(encoding="utf-8")
+    known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
+    known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / "check.py").read_text(encoding="utf-8")))
+    for name in ("report",):
+        parser = argument_parser(name, "")
+        importlib.import_module(f"hpc_elastic.cli.{name}").add_arguments(parser)
+        known |= set(parser._option_string_actions)
+    named = {word.split("=")[0] for word in re.findall(r"`(--[^`\s]+)", text_of(page))}
+    assert not named - known
+
+
+@pytest.mark.parametrize("name", ["docs/reference/cli.md", "docs/reference/states.md"])
+def test_generated_pages_are_those_of_this_code(name: str) -> None:
+    module = generator()
+    assert (ROOT / name).read_text(encoding="utf-8") == module.PAGES[name](), "run: python docs/generate.py"
+
+
+@pytest.mark.parametrize(
+    "command", ["hpc-elastic submit --ndoes 4 train.py", "hpc-elastic sbmit train.py", "hpc-elastic report --nodes 4 x"]
+)
+def test_a_command_that_is_wrong_is_seen(command: str) -> None:
+    with pytest.raises((AssertionError, UsageError)):
+        parse(command)
