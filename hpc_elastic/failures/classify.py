@@ -192,9 +192,9 @@ def classify(
     elif number == signal.SIGKILL and oom_kills > 0:
         failure_class, reason = FailureClass.INFRASTRUCTURE, "killed by the kernel: the job's memory limit was reached"
     else:
-        text = "\n".join([f"{exception_type}: {message}", *causes]) if exception_type else ""
+        text = "\n".join([_ends(f"{exception_type}: {message}"), *causes]) if exception_type else ""
         if not exception_type and number not in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS):
-            text = f"{message}\n{stderr_tail}"
+            text = _ends(f"{message}\n{stderr_tail}")
         infrastructure, symptom = _first_match(INFRASTRUCTURE_WORDS, text), _first_match(SYMPTOM_WORDS, text)
         if infrastructure:
             failure_class, reason = FailureClass.INFRASTRUCTURE, infrastructure
@@ -215,6 +215,11 @@ def classify(
             reason = _root_reason(exitcode, number, exception_type, wrong_call=wrong_call)
     category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
     return Classification(failure_class=failure_class, category=category, retryable=retryable, reason=reason)
+
+
+def _ends(text: str) -> str:
+    """The parts of a long text where it says what it is: the tables cost 0.7 ms for each thousand characters."""
+    return text if len(text) <= 4000 else f"{text[:2500]}\n{text[-1500:]}"
 
 
 def _first_match(table: _Table, text: str) -> str:

@@ -120,6 +120,12 @@ def test_the_cause_of_an_exception_counts_too() -> None:
     assert found.failure_class is FailureClass.SYMPTOM
 
 
+def test_a_long_message_is_searched_at_both_ends() -> None:
+    filler = "x" * 1_000_000
+    assert exception("RuntimeError", f"{filler} Connection closed by peer").failure_class is FailureClass.SYMPTOM
+    assert exception("RuntimeError", f"Connection closed by peer {filler}").failure_class is FailureClass.SYMPTOM
+
+
 def test_stderr_is_not_searched_where_an_exception_is_known() -> None:
     found = exception("ValueError", "bad", stderr_tail="Connection closed by peer\nValueError: bad")
     assert found.failure_class is FailureClass.ROOT

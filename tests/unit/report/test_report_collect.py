@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.worker_failure import EvidenceSource
+from hpc_elastic.report.collect import collect_run
+from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> RunBuilder:
+    return RunBuilder(tmp_path / "run-1")
+
+
+def two_rounds(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=30, exception="ValueError: bad"))
+    builder.fail(make_failure(0, at=30.1, exception=f"RuntimeError: {GLOO.format(rank=0)}"))
+    builder.stopped(0, 0, at=31)
+    builder.round(0, 1, at=32, reason="restart 1 of 3 (2 left) after: ValueError: bad")
+    builder.succeeded(0, 1, at=132)
+    builder.end(0, at=140, outcome="succeeded", code=0, decision="end: the run succeeded")
+
+
+def test_a_whole_run(builder: RunBuilder) -> None:
+    two_rounds(builder)
+    history = collect_run(builder.root)
+    assert (history.run_id, history.name, history.max_requeues, history.problems) == ("run-1", "train.py", 3, ())
+    (attempt,) = history.attempts
+    assert (attempt.number, attempt.job_id, attempt.nodes) == (0, "4242", ("n1", "n2", "n3", "n4"))
+    assert (attempt.outcome, attempt.exit_code, attempt.decision) == ("succeeded", 0, "end: the run succeeded")
+    assert (attempt.started_ns, attempt.ended_ns) == (START_NS, START_NS + 140 * 10**9)
+    assert attempt.problems == ()
+    first, second = attempt.rounds
+    assert (first.world_size, [node.host for node in first.nodes]) == (4, ["n1", "n2", "n3", "n4"])
+    assert [node.ranks for node in first.nodes] == [(0,), (1,), (2,), (3,)]
+    assert [(failure.global_rank, failure.message) for failure in first.failures][1] == (2, "ValueError: bad")
+    assert first.failures[1] == make_failure_read_back(builder)
+    assert (first.seconds, second.seconds) == (30.0, 100.0)
+    assert first.broken
+    assert not first.succeeded
+    assert second.succeeded
+    assert not second.broken
+    assert first.decision is not None
+    assert (first.decision.action, first.decision.restarts_used) == ("restart", 1)
+    assert first.decision.reason == "restart 1 of 3 (2 left) after: ValueError: bad"
+    assert first.stopping_reasons == ("a peer failed",)
+
+
+def make_failure_read_back(builder: RunBuilder) -> object:
+    from dataclasses import replace
+
+    path = builder.paths.attempt(0).rank(0, 2).error_file
+    return replace(make_failure(2, at=30, exception="ValueError: bad"), error_file=str(path), traceback=TRACE)
+
+
+TRACE = make_failure(2, at=30, exception="ValueError: bad").traceback
+
+
+def test_a_decision_that_says_so_itself(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=30, exitcode=3))
+    decided = {"round": 0, "action": "close", "reason": "not retryable", "restarts_used": 0, "max_restarts": 3}
+    builder.event(0, "agent", 1, 31, "restart_decision", **{**decided, "action": "restart", "reason": "old word"})
+    builder.event(0, "agent", 0, 32, "restart_decision", **decided)
+    (part,) = collect_run(builder.root).attempts[0].rounds
+    assert part.decision is not None
+    assert (part.decision.action, part.decision.reason, part.decision.max_restarts) == ("close", "not retryable", 3)
+
+
+def test_a_closed_run_is_the_decision_about_its_last_round(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=30, exitcode=3))
+    builder.event(0, "agent", 0, 31, "round_opened", round=1, reason="worker failure on node 2", restarts_used=0)
+    builder.event(0, "agent", 0, 32, "closed", round=1, outcome="failed", reason="restarts exhausted (0 of 0)")
+    (attempt,) = collect_run(builder.root).attempts
+    assert attempt.outcome == "failed"
+    (part,) = attempt.rounds  # a round that never began is none
+    assert part.decision is not None
+    assert (part.decision.action, part.decision.reason) == ("close", "restarts exhausted (0 of 0)")
+
+
+def test_a_lost_node_is_named_and_its_agents_end_told(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.event(0, "supervisor", -1, 30, "agent_ended", node=2, name="n3", code=137)
+    builder.event(0, "agent", 0, 33, "node_lost", round=0, node=2, host="", age=3.5)
+    (part,) = collect_run(builder.root).attempts[0].rounds
+    (loss,) = part.lost_nodes
+    assert (loss.node, loss.host, loss.age) == (2, "n3", 3.5)
+    assert loss.detail == "its agent ended with code 137 (SIGKILL)"
+    assert loss.gone_ns == START_NS + int(29.5 * 10**9)
+
+
+def test_an_event_without_an_error_file_counts(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=30, exitcode=-11), error_file=False)
+    (failure,) = collect_run(builder.root).attempts[0].rounds[0].failures
+    assert (failure.global_rank, failure.signal, failure.host) == (2, "SIGSEGV", "n3")
+    assert failure.source is EvidenceSource.EVENT
+    assert "error.json is missing" in failure.problem
+
+
+def test_an_error_file_that_no_agent_completed_counts(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(0, at=30, exitcode=3))
+    folder = builder.paths.attempt(0).rank(0, 2).root
+    folder.mkdir(mode=0o700)
+    inner = {"message": "ValueError: x", "extraInfo": {"py_callstack": TRACE, "timestamp": "1795000030"}}
+    (folder / "error.json").write_text(json.dumps({"message": inner}))
+    failure = collect_run(builder.root).attempts[0].rounds[0].failures[1]
+    assert (failure.message, failure.global_rank, failure.host, failure.node) == ("ValueError: x", 2, "n3", 2)
+
+
+def test_where_a_file_lies_is_the_truth_about_its_place(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.fail(make_failure(2, at=30, exitcode=3))
+    here = builder.paths.attempt(0).rank(0, 2).root
+    os.rename(here, here.with_name("rank-00007"))
+    failures = collect_run(builder.root).attempts[0].rounds[0].failures
+    assert 7 in [failure.global_rank for failure in failures if failure.source is not EvidenceSource.EVENT]
+
+
+def test_half_of_the_files_missing_or_torn(builder: RunBuilder) -> None:
+    two_rounds(builder)
+    builder.paths.run_json.write_text("{")
+    attempt = builder.paths.attempt(0)
+    attempt.attempt_json.unlink()
+    for name in os.listdir(attempt.events):
+        path = attempt.events / name
+        if name.startswith("supervisor"):
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-20] + b"\n\xff{]\n[1]\n")
+    attempt.rank(0, 2).error_file.write_text('{"message": {"message": "ValueErr')
+    history = collect_run(builder.root)
+    assert history.name == "run-1"
+    assert history.problems[0].startswith("run.json: unreadable")
+    assert history.attempts[0].problems == ("attempt.json: missing",)
+    assert history.attempts[0].outcome == ""
+    failure = history.attempts[0].rounds[0].failures[1]
+    assert failure.message == "ValueErr"
+    assert failure.problem.startswith("torn")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"round": "x"},
+        {"round": -1},
+        {"round": None},
+        {"round": True},
+        {"round": 0, "rank": "5", "exitcode": [], "message": {"a": 1}, "failure_class": 7},
+        {"round": 0, "rank": 5, "exitcode": "no", "message": {"a": 1}, "failure_class": 7, "pid": None},
+        {"round": 0, "ranks": "all", "world_size": "4"},
+        {"round": 0, "ranks": [None, "a", 3]},
+        {"round": 0, "node": "n3", "age": "long"},
+        {"round": 0, "node": 2, "age": float("nan")},
+    ],
+)
+@pytest.mark.parametrize(
+    "name", ["round_final", "worker_failed", "node_lost", "restart_decision", "round_opened", "workers_stopped", "new"]
+)
+def test_events_of_any_shape_raise_nothing(builder: RunBuilder, name: str, fields: dict[str, object]) -> None:
+    builder.attempt(0)
+    builder.event(0, "agent", 0, 5, name, **fields)
+    builder.event(0, "supervisor", -1, 5, "agent_ended", **fields)
+    builder.event(0, "supervisor", -1, 6, "attempt_ended", outcome=3, exit_code="x")
+    history = collect_run(builder.root)
+    assert history.attempts[0].exit_code is None
+
+
+def test_attempts_beyond_999_and_other_names(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    for name in ("attempt-1000", "attempt-1", "attempt-x", "other"):
+        (builder.root / name).mkdir()
+    (builder.root / "latest").symlink_to("attempt-1000")
+    assert [attempt.number for attempt in collect_run(builder.root).attempts] == [0, 1000]
+
+
+def test_identical_texts_are_kept_once(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    for rank in range(3):
+        builder.fail(make_failure(rank, at=30, exception="ValueError: bad"))
+    failures = collect_run(builder.root).attempts[0].rounds[0].failures
+    assert failures[0].traceback is failures[2].traceback
+    assert failures[0].failure_class is FailureClass.ROOT
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        collect_run(tmp_path / "none")

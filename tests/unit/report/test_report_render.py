@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.render_json import render_json
+from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.write import write_report
+from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> RunBuilder:
+    return RunBuilder(tmp_path / "run-1")
+
+
+def big_run(root: Path) -> RunBuilder:
+    """512 ranks; rank 37 raised, its node's others were stopped, all the rest lost their peer. It recovered."""
+    builder = RunBuilder(root, nodes=64, per_node=8)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in range(512):
+        if rank == 37:
+            failure = make_failure(rank, at=61.2, exception="ValueError: bad batch 17", per_node=8, last_step=4711)
+        elif rank // 8 == 4:
+            failure = make_failure(rank, at=61.25, exitcode=-15, stopped_by_agent=True, per_node=8)
+        else:
+            failure = make_failure(
+                rank, at=61.4 + rank / 1000, exception=f"RuntimeError: {GLOO.format(rank=rank % 250)}", per_node=8
+            )
+        builder.fail(failure)
+    builder.stopped(0, 0, at=63)
+    builder.round(0, 1, at=65, reason="restart 1 of 3 (2 left) after: ValueError: bad batch 17")
+    return builder
+
+
+def exhausted_run(builder: RunBuilder) -> None:
+    """The same failure four times, then given up and requeued; the second attempt runs."""
+    builder.attempt(0)
+    for index in range(4):
+        reason = f"restart {index} of 3 ({3 - index} left) after: ValueError: bad" if index else ""
+        builder.round(0, index, at=1 + 20 * index, reason=reason)
+        builder.fail(make_failure(2, at=15 + 20 * index, exception="ValueError: bad", round_index=index))
+        for rank in (0, 1, 3):
+            text = f"RuntimeError: {GLOO.format(rank=rank)}"
+            builder.fail(make_failure(rank, at=15.05 + 20 * index, exception=text, round_index=index))
+        builder.stopped(0, index, at=16 + 20 * index)
+    builder.event(0, "agent", 0, 81, "closed", round=4, outcome="failed", reason="restarts exhausted (3 of 3)")
+    builder.end(0, at=83, outcome="failed", code=75, decision="requeue: requeue 1 of 3 (2 left): restarts exhausted")
+
+
+def test_512_ranks_on_one_screen(tmp_path: Path) -> None:
+    builder = big_run(tmp_path / "big")
+    text = render_text(collect_run(builder.root))
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert text.endswith("=\n")
+    assert text.isascii()
+    assert "Root Cause (first observed failure):" in lines
+    error_file = builder.paths.attempt(0).rank(0, 37).error_file
+    for line in (
+        "  ValueError: bad batch 17",
+        "  host      : n5 (node 4), in round 0 of attempt 0",
+        "  rank      : 37 (local_rank: 5)",
+        "  exitcode  : 1 (pid: 4037)",
+        f"  error_file: {error_file}",
+        "  traceback : Traceback (most recent call last):",
+        "    ValueError: bad batch 17",
+        "  last step : 4711",
+        "Other failures in that round: 511",
+        "  restart 1 of 3 (2 left) after: ValueError: bad batch 17 -> round 1",
+    ):
+        assert line in lines
+    assert any(line.startswith("  time      : 20") and line.endswith("(n5's clock)") for line in lines)
+    assert any(line.startswith("  ranks 0-31,40-511 on 63 hosts, from ") and "[consequence]" in line for line in lines)
+    assert any(line.startswith("  ranks 32-36,38-39 on n5, from ") and "[ended by this job]" in line for line in lines)
+    assert all(len(line) <= 120 for line in lines if "error_file" not in line and "directory" not in line)
+
+
+def test_the_root_cause_stands_before_the_others(tmp_path: Path) -> None:
+    text = render_text(collect_run(big_run(tmp_path / "big").root))
+    order = ["Root Cause (first", "Other failures", "What was done about it:", "Attempts and rounds:"]
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("kinds", [1, 10])
+def test_at_most_40_lines_whatever_happened(tmp_path: Path, kinds: int) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=10)
+    for number in range(5):
+        builder.attempt(number, at=1000 * number)
+        for index in range(6):
+            builder.round(number, index, at=1000 * number + 20 * index, reason=f"restart {index}" if index else "")
+            for rank in range(10):
+                name = f"Kind{'abcdefghij'[(rank + index) % 10]}Error" if kinds > 1 else "ValueError"
+                at = 1000 * number + 20 * index + rank
+                text = f"{name}: odd\n" + "more words " * 1000
+                builder.fail(make_failure(rank, at=at, exception=text, round_index=index, attempt=number))
+        builder.end(number, at=1000 * number + 900, outcome="failed", code=75, decision="requeue: requeue 1 of 3")
+    history = collect_run(builder.root)
+    text = render_text(history)
+    assert len(text.splitlines()) <= 40
+    assert ("more kinds (--all shows them)" in text) == (kinds > 1)
+    whole = render_text(history, max_lines=None)
+    assert "--all shows" not in whole
+    assert len(whole.splitlines()) >= len(text.splitlines()) + (25 if kinds > 1 else 0)
+    assert len(render_text(history, width=10).splitlines()) <= 40
+
+
+def test_history_spans_attempts_and_folds_rounds_that_went_alike(builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    builder.attempt(1, at=200)
+    builder.round(1, 0, at=201)
+    lines = render_text(collect_run(builder.root)).splitlines()
+    assert lines[1] == "train.py is still running (or its supervisor died) - attempt 1, job 4242"
+    assert "  host      : n3 (node 2), in round 3 of attempt 0" in lines
+    assert "  given up: restarts exhausted (3 of 3)" in lines
+    assert "  requeue 1 of 3 (2 left): restarts exhausted" in lines
+    past = lines[lines.index("Attempts and rounds:") + 1 :]
+    assert past[0].endswith("4 nodes, 83.0 s: failed, exit code 75")
+    assert past[1] == (
+        "    rounds 0-3: 4 nodes, 4 workers, 15.0 s: rank 2 on n3: ValueError: bad (+3 more), the same 4 times"
+    )
+    assert past[2].startswith("  attempt 1 (job 4242) ")
+    assert past[3].startswith("    round 0: 4 nodes, 4 workers: running since ")
+
+
+def test_an_attempt_can_be_asked_for(builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    builder.attempt(1, at=200)
+    builder.round(1, 0, at=201)
+    builder.succeeded(1, 0, at=301)
+    builder.end(1, at=302, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    text = render_text(history, attempt=1)
+    assert "train.py SUCCEEDED (exit code 0) - attempt 1, job 4242" in text
+    assert "No worker failed by itself." in text
+    assert "Root Cause" not in text
+    assert "train.py FAILED (exit code 75) - attempt 0, job 4242" in render_text(history, attempt=0)
+    # Asked for none, the failure that was survived is told.
+    text = render_text(history)
+    assert "The failure below was survived; the run went on and succeeded." in text
+    assert "Root Cause (first observed failure):\n  ValueError: bad\n" in text
+
+
+def test_a_lost_node(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in (0, 1, 3):
+        builder.fail(make_failure(rank, at=30.05, exception=f"RuntimeError: {GLOO.format(rank=rank)}"))
+    builder.event(0, "agent", 0, 33, "node_lost", round=0, node=2, host="n3", age=3.1)
+    builder.round(0, 1, at=34, without=(2,), reason="node 2 stopped its heartbeat")
+    lines = render_text(collect_run(builder.root)).splitlines()
+    at = lines.index("Root Cause (first observed failure):")
+    assert lines[at + 1] == "  node n3 was lost"
+    assert "  host      : n3 (node 2), in round 0 of attempt 0" in lines
+    assert "  a new round, which costs no restart: node 2 stopped its heartbeat -> round 1" in lines
+    assert "  round 1 has 3 nodes instead of 4: without n3" in lines
+    assert "    round 0: 4 nodes, 4 workers: node n3 was lost (+3 more)" in lines
+
+
+def test_nothing_known_yet(builder: RunBuilder) -> None:
+    text = render_text(collect_run(builder.root))
+    assert "train.py has no attempt yet" in text
+    assert "No worker failed by itself." in text
+
+
+def test_an_attempt_that_failed_without_a_worker(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.event(0, "supervisor", -1, 600, "agent_ended", node=2, name="n3", code=1)
+    builder.end(0, at=602, outcome="too_few_nodes", code=1, reason="2 of 3 nodes had not joined after 600 s")
+    lines = render_text(collect_run(builder.root)).splitlines()
+    assert "train.py TOO FEW NODES (exit code 1) - attempt 0, job 4242" in lines
+    assert "Root Cause (first observed failure):" in lines
+    assert "  reason    : 2 of 3 nodes had not joined after 600 s" in lines
+    assert "  the agent on n3 ended with code 1" in lines
+
+
+def test_stderr_stands_in_for_a_traceback(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(0, at=5, exitcode=3, stderr_tail="epoch 1\n\x1b[31mno data\x1b[0m"))
+    lines = render_text(collect_run(builder.root)).splitlines()
+    at = lines.index("  traceback : none was printed; the end of its stderr:")
+    assert lines[at + 1 : at + 3] == ["    epoch 1", "    no data"]
+
+
+def test_chained_exceptions_name_their_cause(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    from dataclasses import replace
+
+    inner = "Traceback (most recent call last):\n  File \"/u/t.py\", line 1, in f\nKeyError: 'shard'\n\n"
+    joint = "The above exception was the direct cause of the following exception:\n\n"
+    failure = make_failure(0, at=5, exception="RuntimeError: no data")
+    builder.fail(replace(failure, traceback=inner + joint + failure.traceback))
+    lines = render_text(collect_run(builder.root)).splitlines()
+    assert "  caused by : KeyError: 'shard'" in lines
+
+
+def test_what_a_worker_planted_does_nothing_to_the_terminal(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(0, at=5, exception="ValueError: \x1b[2J\x1b]0;owned\x07 wiped\r\b\x9b"))
+    text = render_text(collect_run(builder.root))
+    assert "\x1b" not in text
+    assert not any(ord(char) < 32 and char != "\n" for char in text)
+
+
+def test_json(builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    value = json.loads(json.dumps(render_json(collect_run(builder.root))))
+    assert value["version"] == 1
+    assert (value["run_id"], value["outcome"], value["exit_code"]) == ("run-1", "failed", 75)
+    assert value["decision"].startswith("requeue: ")
+    verdict = value["verdict"]
+    assert (verdict["cause"], verdict["attempt"], verdict["round"]) == ("worker", 0, 3)
+    assert (verdict["confidence"], verdict["category"], verdict["retryable"]) == ("high", "worker", True)
+    assert verdict["failure"]["message"] == "ValueError: bad"
+    assert verdict["summary"] == "rank 2 on n3: ValueError: bad"
+    rounds = value["attempts"][0]["rounds"]
+    assert [part["index"] for part in rounds] == [0, 1, 2, 3]
+    assert rounds[0]["decision"]["action"] == "restart"
+    assert rounds[3]["decision"]["action"] == "close"
+    folds = rounds[0]["failures"]
+    assert [(fold["ranks"], fold["count"]) for fold in folds] == [("2", 1), ("0-1,3", 3)]
+    assert [member["global_rank"] for member in folds[1]["members"]] == [0, 1, 3]
+
+
+def test_every_json_key_is_documented(builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    builder.event(0, "agent", 0, 80, "node_lost", round=3, node=1, host="n2", age=1.0)
+    builder.event(0, "supervisor", -1, 80, "agent_ended", node=1, name="n2", code=137)
+    text = (Path(__file__).resolve().parents[3] / "docs/reference/report-json.md").read_text()
+
+    def keys(value: object) -> set[str]:
+        if isinstance(value, dict):
+            return set(value) | {key for item in value.values() for key in keys(item)}
+        return {key for item in value for key in keys(item)} if isinstance(value, list) else set()
+
+    missing = {key for key in keys(render_json(collect_run(builder.root))) if f"`{key}`" not in text}
+    assert missing == set()
+
+
+def test_write_report(builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    result = write_report(builder.root, attempt=0, outcome="failed", exit_code=1, decision="end: 3 of 3 requeues used")
+    paths = builder.paths.attempt(0)
+    assert result.problems == ()
+    assert paths.report_text.read_text() == result.text
+    assert "FAILED (exit code 1)" in result.text
+    assert "  not requeued: 3 of 3 requeues used" in result.text
+    assert result.verdict.summary == "rank 2 on n3: ValueError: bad"
+    value = json.loads(paths.report_json.read_text())
+    assert (value["attempt"], value["exit_code"], value["decision"]) == (0, 1, "end: 3 of 3 requeues used")
+    assert oct(paths.report_json.stat().st_mode & 0o777) == "0o600"
+
+
+def test_write_report_never_raises(tmp_path: Path, builder: RunBuilder) -> None:
+    result = write_report(tmp_path / "none", attempt=0, outcome="failed", exit_code=1)
+    assert "could not be made" in result.text
+    assert result.problems
+    builder.attempt(0)
+    result = write_report(builder.root, attempt=7, outcome="failed", exit_code=1)
+    assert len(result.problems) == 2
+    assert "could not write" in result.problems[0]
+    assert result.text
