@@ -11,6 +11,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError, UnsafePathError, UsageError
+from hpc_elastic.failures.process_failure import ChildFailedError, ProcessFailure
 
 NEEDS_OTHERS = ("hpc_elastic.__main__", "hpc_elastic.pytorch", "hpc_elastic.inprocess", "hpc_elastic.submission")
 """Not imported here: these need torch or submitit, or run."""
@@ -34,6 +35,8 @@ def all_error_types() -> list[type[HpcElasticError]]:
 
 def sample(kind: type[HpcElasticError]) -> HpcElasticError:
     """An instance with each fact that its template names."""
+    if kind is ChildFailedError:  # torch's own signature
+        return ChildFailedError("train.py", {3: ProcessFailure(0, 42, -9, "<N/A>")})
     facts: dict[str, object] = {}
     for _, name, spec, _ in string.Formatter().parse(kind.template):
         if name:
