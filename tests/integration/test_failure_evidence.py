@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.process_failure import ProcessFailure
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.report.write import write_report
+from hpc_elastic.run_paths import RunPaths
 
 FACTS = ExitFacts(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
 ROOT = Path(__file__).resolve().parents[2]
@@ -401,6 +403,7 @@ def test_a_script_that_closes_stderr(tmp_path: Path) -> None:
     assert worker.describe().message == "Process failed with exitcode 1"
 
 
+@pytest.mark.torch
 def test_gloo_peers_are_symptoms_of_the_one_that_vanished(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "train.py"
@@ -421,23 +424,33 @@ def test_gloo_peers_are_symptoms_of_the_one_that_vanished(tmp_path: Path) -> Non
             """
         )
     )
-    folders = [tmp_path / str(rank) for rank in range(3)]
+    run_dir = tmp_path / "run"
+    paths = [RunPaths(run_dir).attempt(0).rank(0, rank) for rank in range(3)]
     processes = []
-    for rank, folder in enumerate(folders):
-        folder.mkdir()
-        processes.append(start(folder, [sys.executable, "-u", str(script), str(tmp_path / "store"), str(rank)]))
+    for rank, place in enumerate(paths):
+        place.root.mkdir(parents=True)
+        processes.append(start(place.root, [sys.executable, "-u", str(script), str(tmp_path / "store"), str(rank)]))
     failures = []
-    for folder, process in zip(folders, processes, strict=True):
-        process.communicate(timeout=120)
-        failures.append(Worker(folder=folder, pid=process.pid, exitcode=process.returncode).describe())
+    # The killed one's evidence is written last, as it would be on a slow node.
+    for rank in (0, 2, 1):
+        processes[rank].communicate(timeout=120)
+        worker = Worker(folder=paths[rank].root, pid=processes[rank].pid, exitcode=processes[rank].returncode)
+        failure = replace(worker.describe(), round=0, global_rank=rank)
+        assert write_evidence(failure, worker.error_file) == ""
+        failures.append(failure)
     assert [failure.failure_class for failure in failures] == [
         FailureClass.SYMPTOM,
-        FailureClass.ROOT,
         FailureClass.SYMPTOM,
+        FailureClass.ROOT,
     ]
     assert failures[0].exception_type == "RuntimeError"
     assert "by peer" in failures[0].message
     assert "[rank0]" not in failures[0].traceback
+    result = write_report(run_dir, attempt=0, outcome="failed", exit_code=1)
+    assert result.verdict.failure is not None
+    assert result.verdict.failure.global_rank == 1
+    assert result.verdict.evidence.startswith("the only failure that is not a consequence of another one")
+    assert f"Signal 9 (SIGKILL) received by PID {processes[1].pid}" in result.text
 
 
 def test_the_evidence_is_read_by_torchs_names(tmp_path: Path) -> None:
