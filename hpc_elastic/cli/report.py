@@ -7,25 +7,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_paths import attempt_number
 
-ALIASES = ("why",)
 _NO_TERMINAL_WIDTH = 120
-
-
-def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    """Add the subcommand to argparse's subparsers; `run` takes what it parses."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "report",
-        aliases=list(ALIASES),
-        help="what failed first, and why",
-        description="Name a run's root cause, from its run directory alone: no Slurm, no torch, on any machine.",
-    )
-    add_arguments(parser)
-    return parser
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_run_dir(text: str, runs_dir: str | None) -> Path:
-    """The run directory that `text` means: a path, a run id or a job id.
+    """The run directory that `text` means: a path (to an attempt's folder, too), a run id or a job id.
 
     Raises:
         UsageError: it means none.
@@ -83,16 +69,15 @@ def find_run_dir(text: str, runs_dir: str | None) -> Path:
     path = Path(os.path.abspath(text))
     if path.name == "latest" and path.is_symlink():
         path = Path(os.path.realpath(path))
-    if path.is_dir():
-        if attempt_number(path.name) is None and not _is_run_dir(path):
-            raise UsageError(f"{path} is no run directory: it has neither run.json nor attempt-000")
+    if path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
         return path
-    from hpc_elastic import run_index
+    from hpc_elastic.run_index import find
 
-    return run_index.find(text, Path(runs_dir) if runs_dir is not None else None)
+    return find(text, Path(runs_dir) if runs_dir is not None else None)
 
 
 def _is_run_dir(path: Path) -> bool:
+    """A copy may have lost its run.json."""
     try:
         names = os.listdir(path)
     except OSError as error:
@@ -107,7 +92,5 @@ def _number(text: str) -> int:
 
 
 def _print(text: str) -> None:
-    # A terminal of another encoding must not end in a UnicodeEncodeError over a user's message.
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+    sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli import report
-from hpc_elastic.errors import UsageError
+from hpc_elastic.cli.main import main
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 
 def call(*argv: str) -> int:
-    parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
-    return report.run(parser.parse_args(argv))
+    return main(list(argv))
 
 
 @pytest.fixture
@@ -51,17 +47,34 @@ def test_an_attempts_folder_means_that_attempt(root: Path, capsys: pytest.Captur
 def test_attempt_and_width_and_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("report", str(root), "--attempt", "1", "--width", "70", "--all") == 0
     assert "No worker failed by itself." in capsys.readouterr().out
-    with pytest.raises(UsageError, match="has no attempt 7; it has 0, 1"):
-        call("report", str(root), "--attempt", "7")
+    assert call("report", str(root), "--attempt", "7") == 2
+    assert "has no attempt 7; it has 0, 1" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no run directory"):
-        call("report", str(tmp_path))
+def test_a_run_id_in_the_runs_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", "run-1", "--runs-dir", str(root.parent)) == 0
+    assert "ValueError" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("wrong", [["--width", "-3"], ["--attempt", "x"], ["--format", "pdf"]])
-def test_wrong_values(root: Path, wrong: list[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        call("report", str(root), *wrong)
-    assert caught.value.code == 2
+def test_a_copy_without_its_run_json(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "run.json").unlink()
+    assert call("report", str(root)) == 0
+    assert "ValueError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", [".", "no-such-run", "424242"])
+def test_what_means_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert call("report", text) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("hpc-elastic: error: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [["--width", "-3"], ["--attempt", "x"], ["--format", "pdf"], ["--nope"]])
+def test_wrong_values(root: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("report", str(root), *wrong) == 2
+    assert wrong[0].lstrip("-") in capsys.readouterr().err
