@@ -108,7 +108,7 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
         UsageError: it means none, or several; it says where was looked.
     """
     given = Path(os.path.abspath(text))
-    for folder in (given, *given.parents[:4]):
+    for folder in (given, *given.parents[:4]) if given.exists() else ():
         if RunPaths(folder).run_json.is_file():
             return folder
     runs = Path(os.path.abspath(runs_dir or DEFAULT_RUNS_DIR))

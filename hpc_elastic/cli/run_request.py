@@ -147,7 +147,7 @@ def _run_id(parsed: Parsed) -> str | None:
     given = parsed.get("run_id")
     if given is not None and not _RUN_ID.match(given):
         raise UsageError(
-            f"{parsed.source('run_id', '--run-id')} {given}: a run id has letters, digits, '.', '_' and '-' only, and at "
-            "most 100"
+            f"{parsed.source('run_id', '--run-id')} {given}: a run id has at most 100 letters, digits, '.', '_' "
+            "and '-', a letter or digit first"
         )
     return given

@@ -139,18 +139,17 @@ def _check_node_count(client: SlurmClient, options: SbatchOptions, least: int, e
         partitions = client.partitions(names)
     except SlurmError:
         return  # sbatch will say it better
-    eligible = [partition for partition in partitions if names or partition.default]
+    wanted = names.split(",") if names else []
+    eligible = [partition for partition in partitions if (partition.name in wanted if wanted else partition.default)]
     largest = max(eligible, key=lambda partition: partition.total, default=None)
     if largest is None:
         return
     if largest.total < least:
         raise UsageError(
-            f"--nodes {options.nodes}: partition {largest.name} has {largest.total} nodes, so the job would wait for ever"
+            f"--nodes {options.nodes}: partition {largest.name} has {largest.total} nodes; the job would wait for ever"
         )
     if largest.usable < least:
-        say(
-            f"only {largest.usable} of the {largest.total} nodes of partition {largest.name} are up now; the job will wait"
-        )
+        say(f"only {largest.usable} of the {largest.total} nodes of partition {largest.name} are up now")
 
 
 @contextmanager

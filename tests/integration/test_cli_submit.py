@@ -1,0 +1,446 @@
+"""``hpc-elastic submit`` with a stand-in for sbatch on PATH: what is made, printed, and left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli.main import main
+from hpc_elastic.run_spec import load_run_spec
+from tests.rigs.captures import captured
+
+PYTHON = str(Path(sys.executable))
+AS_ROOT = os.geteuid() == 0
+
+
+class Site:
+    """A login node: a working directory with train.py, and a folder of commands that is all of PATH."""
+
+    def __init__(self, root: Path) -> None:
+        self.work = root / "work"
+        self.bin = root / "bin"
+        self.state = root / "state"
+        self.asked = root / "asked"
+        for folder in (self.work, self.bin):
+            folder.mkdir()
+        (self.work / "train.py").write_text("print('hello')\n")
+
+    def command(self, name: str, *, rc: int = 0, out: str = "", err: str = "", and_then: str = "") -> None:
+        """Let a command print what a real one printed. It notes how it was called, and what its environment was."""
+        (self.bin / f"{name}.out").write_text(out)
+        (self.bin / f"{name}.err").write_text(err)
+        path = self.bin / name
+        path.write_text(
+            f'#!/bin/sh\nexport > "{self.asked}.{name}.env"\n'
+            f'for word; do printf "%s\\n" "$word"; done > "{self.asked}.{name}"\n'
+            f'while read -r line; do printf "%s\\n" "$line"; done < "{self.bin}/{name}.out"\n'
+            f'while read -r line; do printf "%s\\n" "$line"; done < "{self.bin}/{name}.err" >&2\n'
+            f"{and_then}\nexit {rc}\n"
+        )
+        path.chmod(0o755)
+
+    def captured(self, command: str, name: str, version: str = "22.05.8") -> None:
+        rc, out, err = captured(version, name)
+        self.command(command, rc=rc, out=out, err=err)
+
+    def asked_of(self, name: str) -> list[str]:
+        return Path(f"{self.asked}.{name}").read_text().splitlines()
+
+    def everything(self) -> set[str]:
+        return {str(path.relative_to(self.work)) for path in self.work.rglob("*")}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    site = Site(tmp_path)
+    site.command("sbatch", out="1234\n")
+    site.captured("sinfo", "sinfo-N-o-drained")
+    for name in [name for name in os.environ if name.startswith(("SLURM", "SBATCH", "PET_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(site.bin))
+    monkeypatch.setenv("XDG_STATE_HOME", str(site.state))
+    monkeypatch.setenv("PWD", str(site.work))
+    monkeypatch.chdir(site.work)
+    return site
+
+
+def submit(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(["submit", "--allow-local-runs-dir", *argv])  # pytest's folders are in /tmp
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def the_run(site: Site) -> Path:
+    (run,) = (site.work / "runs").iterdir()
+    return run
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_submitted_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    umask = os.umask(0)
+    try:
+        code, out, err = submit(
+            capsys, "--nodes", "2:4", "train.py", "a b", "it's", "$HOME", "new\nline", "é", "--", "-h"
+        )
+    finally:
+        os.umask(umask)
+    assert (code, err) == (0, "")
+    run = the_run(site)
+    spec = load_run_spec(run / "run.json")
+    assert spec.entrypoint.args == ("a b", "it's", "$HOME", "new\nline", "é", "--", "-h")
+    assert (spec.min_nodes, spec.max_nodes, spec.cwd, spec.cluster) == (2, 4, str(site.work), "slurm")
+    assert "--nodes=2-4" in spec.sbatch_args
+    assert site.asked_of("sbatch") == ["--parsable", str(run / "job.sbatch")]
+    for line in (
+        "job             1234",
+        f"run directory   {run}",
+        f"job log         {run}/job.log",
+        "hpc-elastic report 1234",
+    ):
+        assert line in out
+    assert mode(site.work / "runs") == mode(run) == 0o700
+    assert {mode(path) for path in run.iterdir()} == {0o600}
+    assert {path.name for path in run.iterdir()} == {"run.json", "secret", "job.sbatch"}
+    assert len(bytes.fromhex((run / "secret").read_text().strip())) == 32
+    assert f"#SBATCH --output={run}/job.log" in (run / "job.sbatch").read_text()
+
+
+def test_it_is_found_by_its_job_id(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit(capsys, "train.py")
+    run = the_run(site)
+    monkeypatch.chdir("/")
+    assert main(["report", "1234", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run_dir"] == str(run)
+
+
+def test_two_runs_are_two(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    submit(capsys, "train.py")
+    submit(capsys, "train.py")
+    assert len({path.name for path in (site.work / "runs").iterdir()}) == 2
+    secrets = {(path / "secret").read_text() for path in (site.work / "runs").iterdir()}
+    assert len(secrets) == 2
+
+
+def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    before = site.everything()
+    code, out, err = submit(capsys, "--dry-run", "--nodes=3", "--comment=a 'b' $c", "train.py")
+    assert (code, err) == (0, "")
+    assert out.startswith("#!/bin/bash\n#SBATCH --nodes=3\n")
+    assert "#SBATCH --comment=\"a 'b' $c\"\n" in out
+    assert out.splitlines()[-1].startswith("# sbatch --parsable /")
+    assert site.everything() == before
+    assert not Path(f"{site.asked}.sbatch").exists()
+    assert not site.state.exists()
+    done = subprocess.run(["/bin/bash", "-n"], input=out, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--nodez=4", "train.py"], "unknown option --nodez; did you mean --nodes?"),
+        (["--nodes", "4-2", "train.py"], "--nodes 4-2: the least is above the most; write --nodes 2-4"),
+        (["--nnodes=0", "train.py"], "--nnodes 0: a run needs at least 1 node"),
+        (["--nodes=two", "train.py"], "--nodes two: not a number of nodes"),
+        (["absent.py"], "the script absent.py does not exist"),
+        (["."], ". is a folder, not a script"),
+        ([], "no script was given"),
+        (["-t", "0:3", "train.py"], "torchrun's -t is --tee 0:3"),
+        (["--time=soon", "train.py"], "soon: not a time"),
+        (["--rdzv-endpoint=n1", "train.py"], "there is nothing to point at"),
+        (["--job-name=two\nlines", "train.py"], "--job-name 'two\\nlines': a line break"),
+        (["--sbatch-arg=--ntasks=4", "train.py"], "tasks are started by srun"),
+        (["--nodes=5", "train.py"], "partition main has 4 nodes; the job would wait for ever"),
+        (["--nodes=5-9", "-p", "short", "train.py"], "partition short has 4 nodes"),
+        (["--run-id=a/b", "train.py"], "--run-id a/b: a run id has"),
+        (["--chdir=absent", "train.py"], "--chdir absent: no such folder"),
+        (["--cluster=cloud", "train.py"], "--cluster cloud: give one of"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_leaves_nothing(
+    site: Site, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    before = site.everything()
+    code, out, err = submit(capsys, *argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("hpc-elastic: error: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert site.everything() == before
+    assert not Path(f"{site.asked}.sbatch").exists()
+
+
+@pytest.mark.parametrize("version", ["20.11.4", "22.05.8", "24.11.5", "26.05.5"])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("err-sbatch-bad-partition", "invalid partition specified: nosuch"),
+        ("err-sbatch-bad-constraint", "Invalid feature specification"),
+        ("err-sbatch-too-much-gres", "Requested node configuration is not available"),
+        ("err-sbatch-bad-option", "unrecognized option '--nosuch'"),
+        ("err-sbatch-no-controller", "Unable to contact slurm controller"),
+    ],
+)
+def test_a_refusal_is_one_line_and_leaves_nothing(
+    site: Site, capsys: pytest.CaptureFixture[str], version: str, name: str, says: str
+) -> None:
+    version = "24.11.5" if name.endswith("controller") and version == "26.05.5" else version
+    site.captured("sbatch", name, version)
+    before = site.everything()
+    code, out, err = submit(capsys, "train.py")
+    assert (code, out) == (1, "")
+    assert err.startswith("hpc-elastic: error: sbatch: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert site.everything() == before
+    assert not site.state.exists()
+
+
+def test_an_answer_that_is_no_job_id_leaves_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.command("sbatch", out="Welcome to the cluster\n")
+    before = site.everything()
+    code, _, err = submit(capsys, "train.py")
+    assert code == 1
+    assert "printed 'Welcome to the cluster' instead of a job id" in err
+    assert site.everything() == before
+
+
+def test_an_older_runs_folder_stays(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.captured("sbatch", "err-sbatch-bad-partition")
+    (site.work / "runs").mkdir(mode=0o700)
+    assert submit(capsys, "train.py")[0] == 1
+    assert list((site.work / "runs").iterdir()) == []
+
+
+def test_no_sbatch(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    (site.bin / "sbatch").unlink()
+    code, out, err = submit(capsys, "--cluster=slurm", "train.py")
+    assert (code, out) == (2, "")
+    assert err == "hpc-elastic: error: sbatch is not on PATH: no Slurm here; run on this machine with --cluster local\n"
+    assert not (site.work / "runs").exists()
+
+
+def test_a_broken_sinfo_stops_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.captured("sinfo", "err-sinfo-no-controller")
+    assert submit(capsys, "--nodes=100", "train.py")[0] == 0
+
+
+def test_nodes_that_are_down_are_mentioned(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = submit(capsys, "--nodes=4", "train.py")
+    assert code == 0
+    assert err == "hpc-elastic: only 3 of the 4 nodes of partition main are up now\n"
+
+
+def test_a_run_directory_that_exists(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit(capsys, "--run-id=mine", "train.py")[0] == 0
+    before = (site.work / "runs" / "mine" / "secret").read_text()
+    code, out, err = submit(capsys, "--run-id=mine", "train.py")
+    assert (code, out) == (2, "")
+    assert "runs/mine is there already; choose another --run-id" in err
+    assert (site.work / "runs" / "mine" / "secret").read_text() == before
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "absent"])
+def test_a_run_directory_that_is_a_link(site: Site, capsys: pytest.CaptureFixture[str], target: str) -> None:
+    (site.work / "elsewhere").mkdir()
+    (site.work / "runs").mkdir(mode=0o700)
+    (site.work / "runs" / "mine").symlink_to(site.work / target)
+    code, _, err = submit(capsys, "--run-id=mine", "train.py")
+    assert code == 2
+    assert "runs/mine is a symbolic link; choose another --run-id" in err
+    assert list((site.work / "elsewhere").iterdir()) == []
+
+
+def test_a_runs_folder_that_is_ones_own_link_is_fine(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    (site.work / "scratch").mkdir(mode=0o700)
+    (site.work / "runs").symlink_to(site.work / "scratch")
+    assert submit(capsys, "train.py")[0] == 0
+    assert len(list((site.work / "scratch").iterdir())) == 1
+
+
+def test_a_runs_folder_that_is_a_file_or_a_link_to_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    (site.work / "file").write_text("")
+    (site.work / "dangling").symlink_to("absent")
+    code, _, err = submit(capsys, "--runs-dir=file", "train.py")
+    assert (code, "file is not a folder" in err) == (2, True)
+    code, _, err = submit(capsys, "--runs-dir=file/below", "train.py")
+    assert (code, err.count("\n")) == (2, 1)
+    code, _, err = submit(capsys, "--runs-dir=dangling", "train.py")
+    assert (code, "is a symbolic link to nothing" in err) == (2, True)
+
+
+def test_a_runs_folder_that_everybody_may_write(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    (site.work / "runs").mkdir()
+    (site.work / "runs").chmod(0o777)
+    code, _, err = submit(capsys, "train.py")
+    assert code == 2
+    assert f"can be written by every user; run: chmod o-w {site.work}/runs" in err
+    (site.work / "runs").chmod(0o1777)
+    assert submit(capsys, "train.py")[0] == 0
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root can give a folder away")
+def test_a_runs_folder_or_link_of_another_user(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    theirs = site.work / "theirs"
+    theirs.mkdir(mode=0o777)
+    os.chown(theirs, 65534, 65534)
+    code, _, err = submit(capsys, "--runs-dir=theirs", "train.py")
+    assert code == 2
+    assert "belongs to uid 65534, who could replace what is in it" in err
+    (site.work / "mine").mkdir(mode=0o700)
+    (site.work / "planted").symlink_to("mine")
+    os.chown(site.work / "planted", 65534, 65534, follow_symlinks=False)
+    code, _, err = submit(capsys, "--runs-dir=planted", "train.py")
+    assert code == 2
+    assert "is a symbolic link of uid 65534" in err
+    assert list(theirs.iterdir()) == list((site.work / "mine").iterdir()) == []
+
+
+NOBODY = (
+    "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); sys.path.insert(0, sys.argv[1]); "
+    "from hpc_elastic.cli.main import main; sys.exit(main(sys.argv[2:]))"
+)
+
+
+@pytest.mark.skipif(not AS_ROOT, reason="only root can become another user")
+def test_a_folder_that_may_not_be_written(site: Site) -> None:
+    """As another user: root may write everywhere."""
+    package = site.work.parent / "package"
+    source = Path(__file__).parents[2]
+    for name in ("hpc_elastic", "sbatch_templates"):
+        shutil.copytree(source / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    interpreter = shutil.which("python3", path="/usr/bin:/usr/local/bin")
+    if interpreter is None:
+        pytest.skip("no interpreter that another user can start")
+    for folder in (site.work, *site.work.parents):
+        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o055)
+    argv = ["submit", "--allow-local-runs-dir", "--runs-dir", str(site.work / "runs"), "train.py"]
+    done = subprocess.run(
+        [interpreter, "-c", NOBODY, str(package), *argv], cwd=site.work, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    why = f"can't make the run directory {site.work}/runs/"
+    assert done.stderr.startswith(f"hpc-elastic: error: {why}")
+    assert "you may not write there" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def tiny_disk(site: Site, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A filesystem with room for two blocks, both taken."""
+    if not AS_ROOT:
+        pytest.skip("only root can mount")
+    folder = site.work / "tiny"
+    folder.mkdir()
+    mount = ["/bin/mount", "-t", "tmpfs", "-o", "size=8k,mode=700", "none", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        (folder / "ballast").write_bytes(b"x" * 8192)
+        yield folder
+    finally:
+        subprocess.run(["/bin/umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(site: Site, tiny_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = submit(capsys, "--runs-dir=tiny", "train.py")
+    assert (code, out) == (2, "")
+    assert "the disk is full, or your quota is used up" in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tiny_disk.iterdir()] == ["ballast"]
+
+
+def test_folders_that_no_other_node_sees(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["submit", "--runs-dir=/tmp/runs-of-a-test", "train.py"])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert (
+        "the nodes can't see /tmp/runs-of-a-test: /tmp is every node's own; give a shared folder with --runs-dir" in err
+    )
+    assert not Path("/tmp/runs-of-a-test").exists()
+
+
+def test_given_options_win_over_sbatchs_variables_and_the_others_stay(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SBATCH_PARTITION", "SBATCH_ACCOUNT", "SBATCH_OPEN_MODE", "SLURM_JOB_ID", "SLURM_NTASKS"):
+        monkeypatch.setenv(name, "9")
+    monkeypatch.setenv("SBATCH_PARTITION", "high")
+    assert submit(capsys, "-p", "main", "train.py")[0] == 0
+    seen = Path(f"{site.asked}.sbatch.env").read_text()
+    assert "SBATCH_ACCOUNT=" in seen
+    for name in ("SBATCH_PARTITION", "SBATCH_OPEN_MODE", "SLURM_JOB_ID", "SLURM_NTASKS"):
+        assert name not in seen
+
+
+def test_a_ctrl_c_during_sbatch_takes_effect_when_the_job_is_known(
+    site: Site, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.command("sbatch", out="1234\n", and_then=f"kill -INT {os.getpid()}")
+    assert submit(capsys, "train.py")[0] == 130
+    run = the_run(site)
+    assert (run / "run.json").exists()
+    assert len(list((site.state / "hpc_elastic" / "jobs").iterdir())) == 1
+
+
+def test_wait_takes_over_the_code(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    text = captured("22.05.8", "scontrol-show-job-cancelled-pending")[1]
+    site.command("scontrol", out=text)
+    from hpc_elastic.cli import follow
+
+    settle, follow._SETTLE = follow._SETTLE, 0.0
+    try:
+        code, out, err = submit(capsys, "--wait", "train.py")
+    finally:
+        follow._SETTLE = settle
+    assert code == 143
+    assert "job 1234 is cancelled" in err
+    assert "run directory" in out
+
+
+def test_without_sbatch_it_runs_here_and_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: the supervisor takes over signals and logging."""
+    (site.bin / "sbatch").unlink()
+    (site.work / "train.py").write_text("import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:])\n")
+    argv = ["submit", "--nodes=2", "--gpus-per-node=2", "--nproc-per-node=1", "train.py", "a b", "--", "$x"]
+    done = subprocess.run([PYTHON, "-m", "hpc_elastic", *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no sbatch here, so the run is done on this machine (--cluster local)" in done.stderr
+    assert "without Slurm this means nothing: --gpus-per-node" in done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} ['a b', '--', '$x']" in done.stdout
+    run = the_run(site)
+    assert load_run_spec(run / "run.json").cluster == "local"
+    assert mode(run) == 0o700
+
+
+def test_run_in_an_allocation_refuses_to_be_multiplied_by_srun(
+    site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = Path(__file__).parents[1] / "data" / "slurm" / "22.05.8" / "env-plain-step-n2-task1.txt"
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition("=")
+        monkeypatch.setenv(name, value)
+    code = main(["run", "train.py"])
+    assert code == 2
+    assert "run was started by srun on 4 tasks; start it once, without srun" in capsys.readouterr().err
+    assert not (site.work / "runs").exists()
+
+
+def test_run_with_slurm_but_outside_a_job(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--cluster=slurm", "train.py"]) == 2
+    assert "this is no Slurm allocation" in capsys.readouterr().err

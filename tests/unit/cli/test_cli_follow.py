@@ -1,0 +1,181 @@
+"""When a run has ended, and with which code: through requeues, outages and late results."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from hpc_elastic.cli.follow import follow, how_it_ended
+from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmUnavailableError
+from hpc_elastic.slurm.job_state import JobState
+from tests.rigs.fake_clock import FakeClock
+
+JOB = JobId("7")
+Answer = tuple[JobState, ...] | Exception
+
+
+def state(word: str, **facts: object) -> tuple[JobState, ...]:
+    return (JobState(job_id="7", state=word, reason=str(facts.pop("reason", "")), **facts),)  # type: ignore[arg-type]
+
+
+class Scripted:
+    """Answers with one state after the other; the last one stays."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self.answers = list(answers)
+        self.asked = 0
+
+    def job_states(self, job: JobId) -> tuple[JobState, ...]:
+        assert job == JOB
+        self.asked += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Clock(FakeClock):
+    """Calls `at` each time that somebody waits."""
+
+    def __init__(self, at: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._at = at
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        if self._at:
+            self._at()
+        return super().wait(stop, seconds)
+
+
+def store(paths: RunPaths, attempt: int, code: int) -> None:
+    folder = paths.attempt(attempt)
+    folder.root.mkdir(exist_ok=True)
+    result = StoredResult(outcome="x", reason="", exit_code=code, action="end", decision="")
+    result.save(folder.result_json)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+def run(paths: RunPaths, client: Scripted, *, clock: Clock | None = None, show_log: bool = False) -> int:
+    return follow(cast("SlurmClient", client), JOB, paths, clock=clock or Clock(), show_log=show_log)
+
+
+def test_the_code_is_the_last_attempts(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    store(paths, 0, 75)
+    store(paths, 1, 93)
+    client = Scripted(
+        state("PENDING", reason="Resources"),
+        state("RUNNING", nodes=("n1", "n2")),
+        state("COMPLETING"),
+        state("PENDING", reason="BeginTime", restarts=1, start_time="2026-11-21T02:16:42"),
+        state("RUNNING", nodes=("n3",), restarts=1),
+        state("FAILED", reason="NonZeroExitCode", exit_code=93),
+    )
+    assert run(paths, client) == 93
+    said = capsys.readouterr().err
+    assert "job 7 is pending: Resources\n" in said
+    assert "job 7 is running on n[1-2]\n" in said
+    assert "job 7 is pending again (restart 1): BeginTime, not before 2026-11-21T02:16:42\n" in said
+    assert "hpc-elastic report 7\n" in said
+
+
+def test_a_requeue_that_is_under_way_is_not_the_end(paths: RunPaths) -> None:
+    """The batch script has exited with 75, and Slurm shows the job as failed for a moment before it is pending."""
+    store(paths, 0, 75)
+    answers = [state("FAILED", exit_code=75)] * 3 + [state("PENDING"), state("RUNNING")]
+    client = Scripted(*answers, state("COMPLETED"))
+    clock = Clock(lambda: store(paths, 1, 0) if client.asked == 5 else None)
+    assert run(paths, client, clock=clock) == 0
+
+
+def test_cancelled_while_pending_after_a_requeue(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    store(paths, 0, 75)
+    assert run(paths, Scripted(state("PENDING"), state("CANCELLED"))) == 143
+    assert "cancelled by Slurm" in capsys.readouterr().err
+
+
+def test_cancelled_before_it_began(paths: RunPaths) -> None:
+    assert run(paths, Scripted(state("PENDING"), state("CANCELLED"))) == 143
+
+
+def test_a_result_that_is_seen_late(paths: RunPaths) -> None:
+    client = Scripted(state("RUNNING"), state("COMPLETED"))
+    clock = Clock(lambda: store(paths, 0, 0) if client.asked == 4 else None)
+    assert run(paths, client, clock=clock) == 0
+    assert client.asked <= 6
+
+
+def test_an_attempt_without_a_result_is_not_told_by_the_one_before(paths: RunPaths) -> None:
+    store(paths, 0, 75)
+    paths.attempt(1).root.mkdir()
+    assert run(paths, Scripted(state("NODE_FAIL", reason="NodeDown"))) == 1
+
+
+def test_a_controller_that_is_away_is_waited_for(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    store(paths, 0, 0)
+    away = SlurmUnavailableError(what="looking up job 7", why="Unable to contact slurm controller")
+    assert run(paths, Scripted(state("RUNNING"), away, away, away, state("COMPLETED"))) == 0
+    assert capsys.readouterr().err.count("can't be asked about: Unable to contact") == 1
+
+
+def test_a_job_that_slurm_forgot(paths: RunPaths) -> None:
+    store(paths, 0, 0)
+    assert run(paths, Scripted(state("RUNNING"), ())) == 0
+
+
+def test_a_forgotten_job_without_a_result(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(paths, Scripted(())) == 1
+    assert "Slurm has forgotten the job" in capsys.readouterr().err
+
+
+def test_the_log_is_shown_as_it_grows_and_to_its_end(
+    paths: RunPaths, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    pieces = [b"first\n", b"sec", b"ond \xff\n", b"late\n"]
+
+    def grow() -> None:
+        if pieces:
+            with open(paths.job_log, "ab") as file:
+                file.write(pieces.pop(0))
+
+    store(paths, 0, 0)
+    client = Scripted(state("PENDING"), state("RUNNING"), state("COMPLETED"))
+    assert run(paths, client, clock=Clock(grow), show_log=True) == 0
+    assert capfdbinary.readouterr().out == b"first\nsecond \xff\nlate\n"
+
+
+def test_ctrl_c_leaves_the_job_running_and_says_so(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert run(paths, Scripted(state("RUNNING")), clock=Clock(interrupt)) == 130
+    assert "job 7 goes on without being watched; to end it: scancel 7\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("states", "result", "code"),
+    [
+        (state("COMPLETED"), 0, 0),
+        (state("COMPLETED"), None, 0),
+        (state("FAILED", exit_code=2), None, 2),
+        (state("FAILED", exit_signal=9), None, 137),
+        (state("TIMEOUT"), None, 143),
+        (state("TIMEOUT"), 75, 143),
+        (state("OUT_OF_MEMORY"), None, 1),
+        (state("FAILED", exit_code=124), 124, 124),
+        ((*state("COMPLETED"), *state("FAILED", exit_code=3), *state("COMPLETED")), None, 3),
+    ],
+)
+def test_codes(states: tuple[JobState, ...], result: int | None, code: int) -> None:
+    assert how_it_ended(states, result).code == code

@@ -1,0 +1,107 @@
+"""Which subcommand, and how every failure ends."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_elastic import __version__
+from hpc_elastic.cli import main as cli
+from hpc_elastic.errors import HpcElasticError, UsageError
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def failing(error: BaseException) -> SimpleNamespace:
+    def main(argv: list[str]) -> int:
+        raise error
+
+    return SimpleNamespace(main=main)
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "help"])
+def test_help(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    code, out, err = run(capsys, word)
+    assert (code, err) == (0, "")
+    for name in ("submit", "run", "report", "agent"):
+        assert f"\n  {name} " in out
+    assert "batch " not in out
+
+
+def test_nothing_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: hpc-elastic ")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"hpc-elastic {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("submitt", "did you mean submit?"),
+        ("train.py", "to run a script: hpc-elastic submit train.py"),
+        ("zzz", "no subcommand 'zzz'; hpc-elastic --help lists them"),
+        ("--nodes", "no subcommand '--nodes'"),
+    ],
+)
+def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str], word: str, says: str) -> None:
+    code, out, err = run(capsys, word)
+    assert (code, out) == (2, "")
+    assert err.startswith("hpc-elastic: error: ")
+    assert says in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (UsageError("--nodes x: no"), 2, "hpc-elastic: error: --nodes x: no\n"),
+        (UsageError("two\nlines"), 2, "hpc-elastic: error: two lines\n"),
+        (HpcElasticError(message="it broke"), 1, "hpc-elastic: error: it broke\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_failures_are_one_line_and_a_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "hpc_elastic.cli.submit", failing(error))
+    assert run(capsys, "submit") == (code, "", says)
+
+
+def test_a_path_that_is_no_text_is_printed_all_the_same(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "hpc_elastic.cli.submit", failing(UsageError("no such file: \udcff")))
+    assert cli.main(["submit"]) == 2
+    assert b"no such file: " in capfdbinary.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["report", "why"])
+def test_subcommands_that_use_argparse_fail_on_one_line(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, err = run(capsys, name, "--nonsense")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert f"see hpc-elastic {name} --help" in err
+
+
+@pytest.mark.parametrize("name", ["report", "submit", "run"])
+def test_each_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, out, err = run(capsys, name, "--help")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: hpc-elastic {name} ")
+
+
+@pytest.mark.parametrize("argv", [["batch"], ["batch", "--help"], ["batch", "a", "b"]])
+def test_batch_is_not_for_people(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    code, _, err = run(capsys, *argv)
+    assert code == 2
+    assert "it is called by the script that submit makes" in err

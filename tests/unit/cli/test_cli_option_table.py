@@ -1,0 +1,126 @@
+"""Command lines against a table of options."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.cli.option_table import Option, Parsed, parse, render_help
+from hpc_elastic.errors import UsageError
+
+TABLE = (
+    Option(names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N", help="nodes", env="PET_NNODES", group="g"),
+    Option(names=("--nproc-per-node",), dest="nproc", metavar="N", help="workers", group="g"),
+    Option(names=("-m", "--module"), dest="module", help="a module", env="PET_MODULE", group="g"),
+    Option(names=("--exclusive",), dest="exclusive", metavar="user", optional_value=True, help="alone", group="g"),
+    Option(names=("--requeue",), dest="requeue", help="again", group="g"),
+    Option(names=("--no-requeue",), dest="requeue", constant="0", help="never", group="g"),
+    Option(names=("--sbatch-arg",), dest="extra", metavar="ARG", repeatable=True, help="more", group="g"),
+)
+
+
+def read(*argv: str, **env: str) -> Parsed:
+    return parse(argv, TABLE, refused={"--rdzv-backend": "there is nothing to point at"}, env=env)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("-N", "4", "s.py"),
+        ("-N4", "s.py"),
+        ("-N=4", "s.py"),
+        ("--nodes", "4", "s.py"),
+        ("--nodes=4", "s.py"),
+        ("--nnodes=4", "s.py"),
+        ("--nodes=2", "--nodes=4", "s.py"),
+        ("--nodes=4", "--", "s.py"),
+    ],
+)
+def test_spellings(argv: tuple[str, ...]) -> None:
+    parsed = read(*argv)
+    assert parsed.get("nodes") == "4"
+    assert parsed.command == ("s.py",)
+
+
+def test_underscores_are_dashes_in_names_only() -> None:
+    parsed = read("--nproc_per_node=a_b", "my_script.py", "--nproc_per_node")
+    assert parsed.get("nproc") == "a_b"
+    assert parsed.source("nproc", "") == "--nproc-per-node"
+    assert parsed.command == ("my_script.py", "--nproc_per_node")
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        ["s.py", "--nodes", "9"],
+        ["s.py", "--", "-h"],
+        ["s.py", "a b", "it's", "$HOME", "new\nline", "é", "", "-"],
+        ["-", "x"],
+    ],
+)
+def test_what_follows_the_script_is_the_scripts(tail: list[str]) -> None:
+    assert read("-N4", *tail).command == tuple(tail)
+
+
+def test_the_first_double_dash_ends_ours_and_is_dropped() -> None:
+    assert read("--", "--odd-name.py", "--", "x").command == ("--odd-name.py", "--", "x")
+    assert read("-N4", "--").command == ()
+
+
+def test_a_value_may_begin_with_a_dash() -> None:
+    assert read("--sbatch-arg", "--licenses=m", "--sbatch-arg=-Lx", "s.py").all("extra") == ("--licenses=m", "-Lx")
+
+
+def test_flags_and_optional_values() -> None:
+    parsed = read("-m", "--exclusive", "--no-requeue", "pkg.mod")
+    assert parsed.flag("module")
+    assert parsed.get("exclusive") == ""
+    assert parsed.get("requeue") == "0"
+    assert parsed.command == ("pkg.mod",)
+    assert read("--exclusive=user", "s").get("exclusive") == "user"
+    assert read("--no-requeue", "--requeue", "s").get("requeue") == "1"
+    assert read("s").get("exclusive") is None
+
+
+def test_variables_give_defaults_and_are_named() -> None:
+    parsed = read("s.py", PET_NNODES="1:4", PET_MODULE="1")
+    assert (parsed.get("nodes"), parsed.source("nodes", "")) == ("1:4", "PET_NNODES")
+    assert parsed.flag("module")
+    assert not read("s.py", PET_MODULE="0").flag("module")
+    given = read("--nodes=2", "s.py", PET_NNODES="1:4")
+    assert (given.get("nodes"), given.source("nodes", "")) == ("2", "--nodes")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--nodez", "4"], "unknown option --nodez; did you mean --nodes?"),
+        (["--nproc_per_nod=4"], "did you mean --nproc-per-node?"),
+        (["--licenses=m"], "unknown option --licenses; another option of sbatch's is given by --sbatch-arg"),
+        (["-z"], "unknown option -z"),
+        (["--nodes"], "--nodes needs a value (N)"),
+        (["--nodes="], "--nodes needs a value (N)"),
+        (["-N", ""], "-N needs a value (N)"),
+        (["--module=yes"], "--module takes no value"),
+        (["--rdzv-backend=c10d"], "--rdzv-backend: there is nothing to point at"),
+        (["--rdzv_backend", "c10d"], "--rdzv-backend: there is nothing to point at"),
+    ],
+)
+def test_what_is_wrong_is_named(argv: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        read(*argv)
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_is_asked_for_before_the_script_only(word: str) -> None:
+    assert read("-N4", word).help
+    assert not read("s.py", word).help
+
+
+def test_help_names_every_option() -> None:
+    text = render_help("x", "y", TABLE, {"g": "Group"})
+    for option in TABLE:
+        assert ", ".join(option.names) in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "[PET_NNODES]" in text
+    assert "--exclusive[=user]" in text

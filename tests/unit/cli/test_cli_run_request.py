@@ -1,0 +1,217 @@
+"""Options → RunSpec and SbatchOptions."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli import job_options, worker_options
+from hpc_elastic.cli.option_table import Parsed, parse
+from hpc_elastic.cli.run_request import (
+    asked_cluster,
+    build_spec,
+    notice_seconds,
+    runs_directory,
+    working_directory,
+)
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run_spec import EntryKind, RunSpec
+from hpc_elastic.slurm.sbatch import SbatchOptions
+
+TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text("print()")
+    (tmp_path / "tool").write_text("#!/bin/sh\n")
+    (tmp_path / "tool").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def read(*argv: str, **env: str) -> Parsed:
+    return parse(argv, TABLE, refused=worker_options.REFUSED, env=env)
+
+
+def spec(here: Path, *argv: str, **env: str) -> RunSpec:
+    parsed = read(*argv, **env)
+    return build_spec(parsed, cluster="slurm", nodes=(1, 4), cwd=here, env=env, grace=notice_seconds(parsed))
+
+
+def test_defaults(here: Path) -> None:
+    made = spec(here, "train.py", "--lr", "a b")
+    assert made.entrypoint.kind is EntryKind.SCRIPT
+    assert made.entrypoint.args == ("--lr", "a b")
+    assert os.path.isabs(made.entrypoint.python)
+    assert (made.name, made.cwd, made.min_nodes, made.max_nodes) == ("train", str(here), 1, 4)
+    assert (made.nproc_per_node, made.max_restarts, made.max_requeues, made.requeue) == ("auto", 3, 3, True)
+    assert (made.redirects, made.tee) == ("0", "0")
+    assert made.run_id.endswith(made.run_id[-4:])
+    assert made.uid != spec(here, "train.py").uid
+
+
+def test_every_torchrun_option(here: Path) -> None:
+    made = spec(
+        here,
+        *("--nproc_per_node=8", "--max_restarts=7", "--monitor_interval=0.5", "--role", "trainer", "-r", "1"),
+        *("--tee=0:3,1:1", "--local_ranks_filter=1,0", "--rdzv_conf=timeout=30,doorbell=off", "--rdzv_id=run7"),
+        *("--master_port=29500", "--master-addr=n1", "--start_method=spawn", "--run_path", "--shutdown_timeout=5"),
+        "train.py",
+    )
+    assert (made.nproc_per_node, made.max_restarts, made.monitor_interval, made.role) == ("8", 7, 0.5, "trainer")
+    assert (made.redirects, made.tee, made.local_ranks_filter) == ("1", "0:3,1:1", (0, 1))
+    assert made.rdzv_conf == {"timeout": "30", "doorbell": "off"}
+    assert (made.run_id, made.master_port, made.master_addr, made.shutdown_timeout) == ("run7", 29500, "n1", 5.0)
+
+
+def test_pet_variables_are_the_same_options(here: Path) -> None:
+    made = spec(here, "train.py", PET_NPROC_PER_NODE="2", PET_MAX_RESTARTS="0", PET_TEE="3", PET_MASTER_PORT="0")
+    assert (made.nproc_per_node, made.max_restarts, made.tee, made.master_port) == ("2", 0, "3", None)
+
+
+def test_kinds_of_entrypoint(here: Path) -> None:
+    assert spec(here, "-m", "pkg.train", "-x").entrypoint.kind is EntryKind.MODULE
+    assert spec(here, "-m", "pkg.train").name == "train"
+    command = spec(here, "--no-python", "./tool", "x")
+    assert command.entrypoint.kind is EntryKind.COMMAND
+    assert command.entrypoint.argv() == ["./tool", "x"]
+    assert spec(here, "--no-python", "nvidia-smi").entrypoint.target == "nvidia-smi"
+
+
+def test_names(here: Path) -> None:
+    assert spec(here, "-J", "mine", "train.py").name == "mine"
+    assert spec(here, "train.py", SBATCH_JOB_NAME="theirs").name == "theirs"
+    assert spec(here, "-J", "mine", "train.py", SBATCH_JOB_NAME="theirs").name == "mine"
+    assert spec(here, "--run-id", "a.b-c_1", "train.py").run_id == "a.b-c_1"
+
+
+def test_requeue(here: Path) -> None:
+    assert not spec(here, "--no-requeue", "train.py").requeue
+    assert not spec(here, "train.py", SBATCH_NO_REQUEUE="1").requeue
+    assert spec(here, "--requeue", "train.py", SBATCH_NO_REQUEUE="1").requeue
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "no script was given"),
+        ([""], "the script's name is empty"),
+        (["absent.py"], "the script absent.py does not exist in"),
+        (["sub/absent.py"], "the script sub/absent.py does not exist in"),
+        (["."], ". is a folder, not a script"),
+        (["train.py/x"], "the script train.py/x can't be read: Not a directory"),
+        (["--no-python", "./absent"], "the command ./absent does not exist"),
+        (["--no-python", "./train.py"], "the command ./train.py is not executable; run: chmod +x ./train.py"),
+        (["-m", "--no-python", "x"], "--module and --no-python can't both be"),
+        (["--nproc-per-node=0", "train.py"], "--nproc-per-node 0: give a number of workers from 1"),
+        (["--nproc-per-node=many", "train.py"], "--nproc-per-node many:"),
+        (["--max-restarts=-1", "train.py"], "--max-restarts -1: give a whole number from 0"),
+        (["--max-restarts=x", "train.py"], "--max-restarts x:"),
+        (["--max-requeues=1.5", "train.py"], "--max-requeues 1.5:"),
+        (["--monitor-interval=0", "train.py"], "--monitor-interval 0: give seconds, more than 0"),
+        (["--shutdown-timeout=nan", "train.py"], "--shutdown-timeout nan: give seconds"),
+        (["--master-port=70000", "train.py"], "--master-port 70000:"),
+        (["--tee=5", "train.py"], "--tee '5'"),
+        (["-r", "0:9", "train.py"], "-r '0:9'"),
+        (["--local-ranks-filter=a", "train.py"], "--local-ranks-filter 'a'"),
+        (["--rdzv-conf=timeout", "train.py"], "--rdzv-conf timeout: 'timeout' is not of the form key=value"),
+        (["--rdzv-conf=colour=red", "train.py"], "unknown key 'colour'"),
+        (["--rdzv-backend=c10d", "train.py"], "there is nothing to point at"),
+        (["--rdzv-endpoint=n1:29500", "train.py"], "there is nothing to point at"),
+        (["--grace=0", "train.py"], "--grace 0:"),
+        (["--grace=x", "train.py"], "--grace x:"),
+        (["--run-id=../x", "train.py"], "--run-id ../x: a run id has"),
+        (["--rdzv-id=.x", "train.py"], "--rdzv-id .x: a run id has"),
+    ],
+)
+def test_bad_input_is_named_on_one_line(here: Path, argv: list[str], says: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec(here, *argv)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_variable_is_named_as_such(here: Path) -> None:
+    with pytest.raises(UsageError, match="PET_MAX_RESTARTS x:"):
+        spec(here, "train.py", PET_MAX_RESTARTS="x")
+
+
+def test_a_script_that_can_not_be_read(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(worker_options, "open", refuse, raising=False)  # root reads everything
+    with pytest.raises(UsageError) as caught:
+        spec(here, "train.py")
+    assert str(caught.value) == "the script train.py can't be read: Permission denied"
+
+
+def test_sbatchs_options_by_their_short_names() -> None:
+    short = [
+        "-N2:4",
+        "-p",
+        "gpu",
+        "-A",
+        "acc",
+        "-q",
+        "high",
+        "-t",
+        "10",
+        "-c",
+        "8",
+        "-C",
+        "a100",
+        "-x",
+        "n3",
+        "-w",
+        "n1",
+        "-d",
+        "afterok:1",
+        "-a",
+        "1-3",
+        "-o",
+        "o.txt",
+        "-e",
+        "e.txt",
+    ]
+    long = ["--gres=gpu:2", "--gpus-per-node=a100:4", "--mem=4G", "--exclusive", "--reservation=r", "--signal=USR1@9"]
+    more = ["--comment=c d", "--mail-type=END", "--mail-user=a@b", "--export=NONE", "--begin=now+1", "--no-requeue"]
+    parsed = read(*short, *long, *more, "--sbatch-arg=--nice", "--sbatch_arg", "-L x", "s.py")
+    assert job_options.sbatch_options(parsed, job_name="j", grace=9) == SbatchOptions(
+        nodes="2:4", partition="gpu", account="acc", qos="high", time="10", job_name="j", constraint="a100",
+        cpus_per_task="8", exclude="n3", nodelist="n1", dependency="afterok:1", array="1-3", output="o.txt",
+        error="e.txt", gres="gpu:2", gpus_per_node="a100:4", mem="4G", exclusive="", reservation="r", signal="USR1@9",
+        comment="c d", mail_type="END", mail_user="a@b", export="NONE", begin="now+1", requeue=False, grace=9,
+        extra=("--nice", "-L x"),
+    )  # fmt: skip
+
+
+def test_what_means_nothing_without_slurm() -> None:
+    parsed = read("-N2", "-p", "gpu", "--time=10", "-J", "n", "--max-restarts=1", "--follow", "s.py")
+    assert job_options.only_for_slurm(parsed) == ["-p", "--time", "--follow"]
+
+
+def test_clusters() -> None:
+    assert asked_cluster(read("s")) == "auto"
+    assert asked_cluster(read("--cluster=local", "s")) == "local"
+    with pytest.raises(UsageError, match="--cluster cloud: give one of auto, slurm, local"):
+        asked_cluster(read("--cluster=cloud", "s"))
+
+
+def test_folders(here: Path) -> None:
+    (here / "sub").mkdir()
+    link = here / "link"
+    link.symlink_to(here)
+    assert working_directory(read("s"), {"PWD": str(link)}) == link  # the name that people and nodes know
+    assert working_directory(read("s"), {"PWD": "/"}) == here
+    assert working_directory(read("s"), {}) == here
+    assert working_directory(read("-D", "sub", "s"), {"PWD": str(link)}) == link / "sub"
+    with pytest.raises(UsageError, match="--chdir absent: no such folder"):
+        working_directory(read("-D", "absent", "s"), {})
+    assert runs_directory(read("s"), here) == here / "runs"
+    assert runs_directory(read("--runs-dir", "../r", "s"), here) == here.parent / "r"
+    assert runs_directory(read("--log_dir=/r", "s"), here) == Path("/r")
+    assert runs_directory(read("s", PET_LOG_DIR="/logs"), here) == Path("/logs")
