@@ -43,9 +43,8 @@ class LocalSite:
             return {**self._env, NODE_TAG_VARIABLE: f"{spec.uid}:{node_key('local', node)}"}
 
         def command(node: int) -> list[str]:
-            return own_command(
-                "agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number), "--node", str(node)
-            )
+            place = ("--run-dir", str(paths.root), "--attempt", str(attempt.number), "--node", str(node))
+            return own_command("agent", *place, "--launcher-pid", str(os.getpid()))
 
         return LocalLauncher(len(attempt.nodes), command, environment=environment, umask=self._umask)
 

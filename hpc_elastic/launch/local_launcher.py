@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -10,13 +11,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.processes import tree
+from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+KILL_SECONDS = 5.0
+"""How long what was sent SIGKILL may take to be gone (D state)."""
+LOOK_SECONDS = 0.02
 
 AgentCommand = Callable[[int], Sequence[str]]
 """Node index → the agent's argument list."""
 
 
 class LocalLauncher:
-    """One process per node, each in a session of its own: a terminal's Ctrl-C reaches the supervisor alone."""
+    """One process per node, each in a session of its own: a terminal's Ctrl-C reaches the supervisor alone.
+
+    For the main thread: an agent ends when the thread that started it does (``--launcher-pid``).
+    """
 
     def __init__(
         self, nodes: int, command: AgentCommand, *, environment: Callable[[int], Mapping[str, str]], umask: int
@@ -76,13 +88,24 @@ class LocalLauncher:
             process.send_signal(signal.SIGTERM)
 
     def end(self, *, within: float) -> None:
-        if not self._agents:
-            return
-        self.terminate()
-        self._wait_all(within)
-        for _, process in self._agents.values():
-            process.kill()  # its guardian ends what it leaves
-        self._wait_all(5.0)
+        if self._agents:
+            self.terminate()
+            self._wait_all(within)
+            for _, process in self._agents.values():
+                process.kill()  # its guardian ends what it leaves
+            self._wait_all(KILL_SECONDS)
+        self._wait_for_leftovers(KILL_SECONDS)
+
+    def _wait_for_leftovers(self, seconds: float) -> None:
+        """Until the guardians of killed agents have done their work: who waits for us expects nothing to be left."""
+        marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
+        deadline = time.monotonic() + seconds
+        while left := tree.own_processes_where(lambda _, environ: environ.get(NODE_TAG_VARIABLE) in marks):
+            if time.monotonic() > deadline:
+                for proc in left:
+                    logger.error("process %d (%s) of this run is still there", proc.pid, proc.name)
+                return
+            time.sleep(LOOK_SECONDS)
 
     def _wait_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -23,7 +23,7 @@ from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supervisor import AttemptResult, Supervisor
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.rendezvous.uid import new_uid
@@ -85,11 +85,15 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     events.write("verdict", outcome=result.outcome.value, reason=result.reason)
     decision = _decide(paths, spec, attempt, result)
     events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
+    # Written before the job is requeued: from then on Slurm's SIGKILL is KillWait away.
+    _finish(paths, attempt_paths, attempt, result, decision)
     if decision.action is RequeueAction.REQUEUE:
-        decision = _requeue(site, decision, result)
+        requeued = _requeue(site, decision)
+        if requeued != decision:
+            decision = requeued
+            _finish(paths, attempt_paths, attempt, result, decision)
     events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
     events.close()
-    _finish(paths, attempt_paths, attempt, result, decision)
     return decision
 
 
@@ -153,15 +157,14 @@ def _decide(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, result: Attemp
     )
 
 
-def _requeue(site: Site, decision: RequeueDecision, result: AttemptResult) -> RequeueDecision:
+def _requeue(site: Site, decision: RequeueDecision) -> RequeueDecision:
     try:
-        done = site.requeue()
+        logger.info("%s", site.requeue())
     except HpcElasticError as error:
         logger.error("the requeue failed: %s", error)
-        return RequeueDecision(
-            action=RequeueAction.END, reason=f"{decision.reason}; but the requeue failed: {error}", exit_code=1
-        )
-    return RequeueDecision(action=decision.action, reason=f"{decision.reason}; {done}", exit_code=decision.exit_code)
+        reason = f"{decision.reason}; but the requeue failed: {error}"
+        return RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(ExitCode.WORKERS_FAILED))
+    return decision
 
 
 def _finish(

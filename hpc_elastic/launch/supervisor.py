@@ -32,6 +32,8 @@ END_RESERVE = 15.0
 """Beyond the workers' grace: how long agents may take to end after the verdict."""
 DEPARTED_SECONDS = 1.0
 """After every agent has said goodbye: how long the launcher may take to notice."""
+LAST_GRACE = 2.0
+"""For agents that have not ended by then."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
@@ -88,6 +90,7 @@ class Supervisor:
         self._given_up: set[int] = set()
         self._signal: signal.Signals | None = None
         self._end_by: float | None = None
+        self._last_grace = LAST_GRACE
         self._orphaned_since: float | None = None
         self._failure: Exception | None = None
         self._started_at = clock.monotonic()
@@ -108,7 +111,7 @@ class Supervisor:
             self._tell_if_waiting()
             if self._is_over():
                 break
-        self._launcher.end(within=2.0)
+        self._launcher.end(within=self._last_grace)
         self._coordination.stop(within=5.0)
         self._handle_notices()
         return self._result()
@@ -133,7 +136,7 @@ class Supervisor:
                 self._close(Outcome.PREEMPTED, f"notice {number.name}")
             elif number is signal.SIGINT and self._signal is signal.SIGINT:
                 logger.warning("second Ctrl-C: killing everything now")
-                self._end_by = self._clock.monotonic()
+                self._end_by, self._last_grace = self._clock.monotonic(), 0.0
             elif self._signal is None:
                 self._signal = number
                 meaning = self._ask_meaning(number)

@@ -1,0 +1,108 @@
+"""Runs submitted to a rig as a user would, and what became of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+from tests.rigs.slurm_cluster import SlurmCluster
+
+TAG = "HPC_ELASTIC_TAG"
+
+
+class SlurmRuns:
+    """One test's folder on the rig's shared filesystem, owned by `user`, and the runs submitted from there."""
+
+    def __init__(self, cluster: SlurmCluster, *, user: str = "alice") -> None:
+        self.cluster = cluster
+        self.user = user
+        self.folder = Path(mkdtemp(prefix="case-", dir=cluster.shared))
+        self.folder.chmod(0o755)
+        uid = int(cluster.run(["id", "-u"], user=user, cwd="/").stdout)
+        gid = int(cluster.run(["id", "-g"], user=user, cwd="/").stdout)
+        import os
+
+        os.chown(self.folder, uid, gid)
+
+    def script(self, text: str, name: str = "train.py") -> str:
+        path = self.folder / name
+        path.write_text(text)
+        path.chmod(0o644)
+        return name
+
+    def hpc_elastic(
+        self, *arguments: str, timeout: float = 90, user: str | None = None, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command line on the login host."""
+        return self.cluster.run(
+            ["hpc-elastic", *arguments], user=user or self.user, cwd=self.folder, timeout=timeout, env=env
+        )
+
+    def submit(self, *arguments: str, timeout: float = 60) -> Run:
+        done = self.hpc_elastic("submit", *arguments, timeout=timeout)
+        assert done.returncode == 0, done.stderr
+        return self._run_of(done)
+
+    def submit_and_follow(self, *arguments: str, timeout: float = 120) -> Run:
+        """To the run's end, through requeues."""
+        return self._run_of(self.hpc_elastic("submit", "--follow", *arguments, timeout=timeout))
+
+    def _run_of(self, done: subprocess.CompletedProcess[str]) -> Run:
+        facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:2])
+        root = done.stdout.splitlines()[1].removeprefix("run directory").strip()
+        return Run(self, job=facts["job"], root=Path(root), done=done)
+
+
+class Run:
+    """One submitted run."""
+
+    def __init__(self, runs: SlurmRuns, *, job: str, root: Path, done: subprocess.CompletedProcess[str]) -> None:
+        self.runs = runs
+        self.job = job
+        self.root = root
+        self.done = done
+
+    @property
+    def log(self) -> str:
+        try:
+            return (self.root / "job.log").read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def wait_log(self, condition: Callable[[str], bool], *, timeout: float = 30) -> str:
+        """Wait until the job log is as wanted."""
+        deadline = time.monotonic() + timeout
+        while not condition(text := self.log):
+            assert time.monotonic() < deadline, f"the job log is not as wanted after {timeout} s:\n{text}"
+            time.sleep(0.05)
+        return text
+
+    def wait_end(self, *, timeout: float = 60) -> str:
+        """Wait until Slurm says that the job has ended. Returns its state."""
+        return self.runs.cluster.wait_job(self.job, timeout=timeout)
+
+    def report(self, attempt: int = 0) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.root / f"attempt-{attempt:03d}" / "report.json").read_text())
+        return value
+
+    def result(self, attempt: int = 0) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.root / f"attempt-{attempt:03d}" / "result.json").read_text())
+        return value
+
+    def uid(self) -> str:
+        value: str = json.loads((self.root / "run.json").read_text())["uid"]
+        return value
+
+    def left_on_nodes(self) -> list[str]:
+        """Processes of the run's user that are still there, on any node."""
+        cluster = self.runs.cluster
+        return [
+            f"{node}: {pid} {command}"
+            for node in cluster.node_names
+            for pid, command in cluster.node_pids(node, user=self.runs.user)
+        ]

@@ -1,0 +1,263 @@
+"""The main job as its user sees it: submitted by a normal user to a real Slurm of four nodes, and things die."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_runs import SlurmRuns
+
+SHORT = ("-t", "10", "--nproc-per-node", "1")
+QUICK_TTL = ("--rdzv-conf", "heartbeat_ttl=4")
+
+WAITS = """
+import os, sys, time
+print("line of", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "round", os.environ["TORCHELASTIC_RESTART_COUNT"])
+time.sleep(float(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    return SlurmRuns(cluster)
+
+
+def _final_line(log: str) -> tuple[float, float]:
+    match = re.search(r"final: epoch=\d+ loss=([\d.]+) accuracy=([\d.]+)", log)
+    assert match, log
+    return float(match.group(1)), float(match.group(2))
+
+
+@pytest.mark.torch
+def test_the_example_trains_to_the_same_loss_with_a_worker_killed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    example = str(cluster.environment.examples / "train_digits.py")
+    undisturbed = runs.submit_and_follow(
+        "--nodes", "4", *SHORT, example, "--epochs", "4", "--checkpoint", str(runs.folder / "a.pt")
+    )
+    assert undisturbed.done.returncode == 0, undisturbed.log
+    disturbed = runs.submit_and_follow(
+        *("--nodes", "4", *SHORT, example, "--epochs", "4", "--checkpoint", str(runs.folder / "b.pt")),
+        *("--kill-rank", "0", "--kill-epoch", "3"),
+    )
+    assert disturbed.done.returncode == 0, disturbed.log
+    assert "resuming after epoch 2" in disturbed.log
+    loss, accuracy = _final_line(undisturbed.log)
+    assert _final_line(disturbed.log) == pytest.approx((loss, accuracy), abs=1e-4)
+    assert accuracy > 0.9
+    assert "Root Cause (first observed failure)" in disturbed.log
+    assert disturbed.report()["verdict"]["failure"]["global_rank"] == 0
+
+
+def test_the_first_lines_say_what_runs_where_and_whether_requeue_is_armed(runs: SlurmRuns) -> None:
+    run = runs.submit_and_follow("--nodes", "2", *SHORT, runs.script(WAITS), "0.2")
+    assert run.done.returncode == 0, run.log
+    head = run.log[:2000]
+    assert f"job {run.job}" in head
+    assert "n[1-2]" in head
+    assert "slurm 2" in head
+    assert str(run.root) in head
+    assert "requeue armed: yes" in head
+    assert "[n2:1] line of 1 of 2 round 0" in run.log
+    off = runs.submit_and_follow("--nodes", "1", "--no-requeue", *SHORT, runs.script(WAITS), "0.1")
+    assert "requeue armed: no, because" in off.log
+
+
+def test_every_shape_of_job_gives_one_agent_per_node_with_all_its_cpus(runs: SlurmRuns) -> None:
+    text = "import os\nprint('cpus', len(os.sched_getaffinity(0)), 'rank', os.environ['RANK'])\n"
+    for shape in (("--exclusive", "--cpus-per-task", "2"), ("--cpus-per-task", "2"), ("--nodes", "1-2")):
+        run = runs.submit_and_follow("--nodes", "2", *shape, *SHORT, runs.script(text))
+        assert run.done.returncode == 0, run.log
+        assert len(re.findall(r"cpus \d+ rank \d", run.log)) == 2, run.log
+
+
+def test_arguments_reach_the_script_untouched(runs: SlurmRuns) -> None:
+    text = "import sys, json\nprint('ARGV', json.dumps(sys.argv[1:]))\n"
+    arguments = [
+        "two words",
+        'quo"te',
+        "it's",
+        "$HOME",
+        "`id`",
+        "line\nbreak",
+        "ünïcode ✓",
+        "--nodes",
+        "7",
+        "",
+        "*",
+        "-t",
+    ]
+    run = runs.submit_and_follow("--nodes", "1", *SHORT, runs.script(text), *arguments)
+    assert run.done.returncode == 0, run.log
+    import json
+
+    (line,) = [line for line in run.log.splitlines() if "ARGV" in line]
+    assert json.loads(line.split("ARGV ", 1)[1]) == arguments
+
+
+def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "4", *SHORT, *QUICK_TTL, runs.script(WAITS), "5")
+    run.wait_log(lambda log: log.count("of 4 round 0") == 4)
+    workers = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
+    assert len(workers) == 1
+    assert cluster.kill_process("n3", r"hpc_elastic.* agent ", 9)
+    log = run.wait_log(lambda log: log.count("of 4 round 1") == 4)
+    assert "0 of 3 restarts used" in log
+    # Looked at while the step still runs: at a step's end Slurm would clean up for us.
+    now = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
+    assert len(now) == 1
+    assert now != workers
+    assert run.wait_end() == "COMPLETED"
+    assert run.report()["outcome"] == "succeeded"
+    assert run.left_on_nodes() == []
+
+
+def test_the_agent_of_the_batch_host_and_coordinator_may_die_too(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "3", *SHORT, *QUICK_TTL, runs.script(WAITS), "4")
+    run.wait_log(lambda log: log.count("of 3 round 0") == 3)
+    assert cluster.kill_process("n1", r"hpc_elastic.* agent ", 9)
+    run.wait_log(lambda log: log.count("of 3 round 1") == 3)
+    assert run.wait_end() == "COMPLETED"
+
+
+def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "2-4", *SHORT, *QUICK_TTL, runs.script(WAITS), "8")
+    run.wait_log(lambda log: log.count("of 4 round 0") == 4)
+    cluster.kill_node("n3")
+    log = run.wait_log(lambda log: log.count("of 3 round 1") == 3, timeout=20)
+    assert "n3" in log
+    assert run.wait_end(timeout=60) in ("COMPLETED", "COMPLETING")
+    report = run.report()
+    assert report["outcome"] == "succeeded"
+    assert "node n3 was lost" in run.log
+
+
+def test_a_script_that_raises_is_reported_with_its_traceback_and_not_requeued(runs: SlurmRuns) -> None:
+    text = "import os\nif os.environ['RANK'] == '2':\n    raise ValueError('bad batch')\nimport time; time.sleep(60)\n"
+    run = runs.submit_and_follow("--nodes", "4", *SHORT, runs.script(text))
+    assert run.done.returncode == 93, run.log
+    assert "ValueError: bad batch" in run.log
+    assert "this looks like a bug in the script" in run.log
+    cause = run.report()["verdict"]["failure"]
+    assert (cause["global_rank"], cause["host"]) == (2, "n3")
+    assert run.runs.cluster.job_info(run.job)["Restarts"] == "0"
+
+
+def test_exhausted_restarts_requeue_and_the_next_attempt_resumes(runs: SlurmRuns) -> None:
+    text = """
+import os, signal, pathlib
+done = pathlib.Path("done.txt")
+step = int(done.read_text()) if done.exists() else 0
+print("starting at step", step, "in attempt", os.environ["HPC_ELASTIC_ATTEMPT"])
+if os.environ["RANK"] == "0":
+    done.write_text(str(step + 1))
+    if step < 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+import time; time.sleep(0.5)
+"""
+    run = runs.submit_and_follow("--nodes", "2", "--max-restarts", "1", *SHORT, runs.script(text))
+    assert run.done.returncode == 0, run.log
+    assert "restarts exhausted (1 of 1 restarts used)" in run.log
+    assert "starting at step 2 in attempt 1" in run.log
+    assert run.result(0)["exit_code"] == 75
+    assert [attempt["number"] for attempt in run.report(1)["attempts"]] == [0, 1]
+    assert run.log.index("attempt 0,") < run.log.index("attempt 1,"), "the log is appended to, not overwritten"
+    # A fresh shell, elsewhere, later, by the job's id.
+    again = runs.hpc_elastic("report", run.job)
+    assert again.returncode == 0
+    assert "attempt 1" in again.stdout
+
+
+def test_a_requeue_limit_of_none_ends_with_the_workers_failure(runs: SlurmRuns) -> None:
+    text = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    run = runs.submit_and_follow(
+        "--nodes", "1", "--max-restarts", "0", "--max-requeues", "0", *SHORT, runs.script(text)
+    )
+    assert run.done.returncode == 1, run.log
+
+
+def test_a_job_cancelled_while_it_runs_ends_clean(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "60")
+    run.wait_log(lambda log: log.count("round 0") >= 4)
+    assert cluster.run(["scancel", run.job]).returncode == 0
+    assert run.wait_end() == "CANCELLED"
+    assert run.report()["outcome"] == "cancelled"
+    assert "requeue 1" not in run.log
+    assert run.left_on_nodes() == []
+
+
+def test_a_job_cancelled_while_it_is_pending_is_told_to_who_follows(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    follower = cluster.popen(
+        ["hpc-elastic", "submit", "--follow", "--begin", "now+1hour", "--nodes", "1", *SHORT, runs.script(WAITS), "1"],
+        user="alice",
+        cwd=runs.folder,
+    )
+    out = follower.stdout
+    assert out is not None
+    first = out.readline()
+    job = (first.decode() if isinstance(first, bytes) else first).split()[1]
+    cluster.run(["scancel", job])
+    code = follower.wait(timeout=30)
+    assert code not in (0, 2)
+
+
+def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "60")
+    run.wait_log(lambda log: log.count("of 2 round 0") == 2)
+    # What --signal=B:USR2 sends, without the minute that a real limit takes.
+    cluster.run(["scancel", "--signal=USR2", "--batch", run.job])
+    run.wait_log(lambda log: "attempt 1," in log, timeout=40)
+    assert run.result(0)["outcome"] == "preempted"
+    cluster.run(["scancel", run.job])
+    run.wait_end()
+
+
+def test_sbatchs_refusal_is_one_line_and_leaves_nothing(runs: SlurmRuns) -> None:
+    done = runs.hpc_elastic("submit", "--nodes", "2", "-p", "nosuch", *SHORT, runs.script(WAITS), "1")
+    assert done.returncode not in (0, None)
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "nosuch" in done.stderr or "partition" in done.stderr
+    folder = runs.folder / "runs"
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+def test_a_run_directory_that_the_nodes_do_not_see_is_said(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    done = runs.hpc_elastic("submit", "--runs-dir", "/tmp/runs", "--nodes", "2", *SHORT, runs.script(WAITS), "1")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "/tmp" in done.stderr
+
+
+def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    done = cluster.run(
+        ["salloc", "-N2", "-t", "5", "hpc-elastic", "run", "--nproc-per-node", "1", runs.script(WAITS), "0.2"],
+        cwd=runs.folder,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "line of 1 of 2" in done.stdout
+
+
+def test_a_second_user_can_neither_read_nor_join_a_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "1", *SHORT, runs.script(WAITS), "3")
+    run.wait_log(lambda log: "of 1 round 0" in log)
+    for path in (run.root, run.root / "secret", run.root / "job.log", run.root / "attempt-000" / "store"):
+        seen = cluster.run(["ls", "-la", str(path)], user="mallory")
+        assert seen.returncode != 0, f"mallory could list {path}"
+    done = runs.hpc_elastic("report", str(run.root), user="mallory", env={"HOME": "/tmp"})
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    modes = cluster.run(["find", str(run.root), "-perm", "/077", "-not", "-type", "l"], user="alice").stdout
+    assert [line for line in modes.splitlines() if not line.endswith("job.log")] == [], modes
+    run.wait_end()
+
+
+def test_a_planted_runs_folder_is_refused(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    planted = Path(cluster.shared) / f"{runs.folder.name}-planted"
+    cluster.run(["mkdir", "-m", "0777", str(planted)], user="mallory")
+    cluster.run(["mkdir", "-m", "0777", str(planted / "victim")], user="mallory")
+    done = runs.hpc_elastic("report", str(planted / "victim"))
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
