@@ -8,6 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
+IN_MEMORY = {"agents_departed"}
+"""What the participant tells the supervisor alone, which does not write it."""
+READ_ONLY = {"restart_decision"}
+"""What the report understands, and this version does not write."""
+
 
 def written_events() -> set[str]:
     """The names of events in the source: literal arguments, and the coordinator's table."""
@@ -33,7 +38,8 @@ def written_events() -> set[str]:
 
 def test_events_are_described() -> None:
     page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
-    sections = page.split("## Of the supervisor", 1)[1]
+    sections = page.split("## Supervisor", 1)[1]
     described = set(re.findall(r"^\| `([a-z_]+)` \|", sections, re.MULTILINE))
     assert {"attempt_started", "round_frozen", "node_lost", "worker_failed"} <= written_events()
-    assert described == written_events()
+    assert not written_events() - described - IN_MEMORY
+    assert not described - written_events() - READ_ONLY
