@@ -366,7 +366,7 @@ class Participant:
         gap = now - self._mark
         if gap > max(4 * self._settings.poll_interval, self._settings.heartbeat_ttl / 2):
             logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
-            self._liveness.forgive(gap)
+            self._liveness.forgive(gap, now=now)
             self._status_since += gap
         self._mark = now
 

@@ -85,7 +85,7 @@ class Doorbell:
         try:
             ring = json.loads(body)
             sender, count, to = str(ring["u"]), int(ring["c"]), str(ring["to"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return False
         if count <= self._newest.get(sender, 0):
             return False  # repeated; an honest datagram that was overtaken is no loss, the newer one has rung

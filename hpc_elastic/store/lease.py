@@ -79,10 +79,10 @@ class Liveness:
         seen = self._seen.get(uid)
         return now - seen.since if seen else 0.0
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, *, now: float) -> None:
         """This process itself was held up for so long (a frozen filesystem, SIGSTOP): nobody aged meanwhile."""
         for seen in self._seen.values():
-            seen.since += seconds
+            seen.since = min(now, seen.since + seconds)
 
     def forget(self, uid: str) -> None:
         self._seen.pop(uid, None)

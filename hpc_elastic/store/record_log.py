@@ -41,8 +41,7 @@ class RecordLog:
             OSError: a passing fault.
         """
         known = self._newest.number if self._newest else 0
-        numbers = sorted((int(name) for name in self._store.list(_FOLDER) if name.isdecimal()), reverse=True)
-        for number in numbers:
+        for number in sorted(self._numbers(), reverse=True):
             if number <= known:
                 break
             raw = self._store.get(_key(number))
@@ -61,14 +60,18 @@ class RecordLog:
         raw = json.dumps({**value, "nonce": secrets.token_hex(8)}, separators=(",", ":"))
         if not self._store.put_if_absent(_key(number), raw):
             return False
+        if max(self._numbers(), default=number) > number:
+            return False  # this process was stopped for so long that its number was free again: compacted away
         self._newest = LogRecord(number, _decode(raw))
         return True
 
     def compact(self) -> None:
         """Remove all but the newest records. For the coordinator alone."""
-        numbers = sorted(int(name) for name in self._store.list(_FOLDER) if name.isdecimal())
-        for number in numbers[:-KEPT_RECORDS]:
+        for number in sorted(self._numbers())[:-KEPT_RECORDS]:
             self._store.delete(_key(number))
+
+    def _numbers(self) -> list[int]:
+        return [int(name) for name in self._store.list(_FOLDER) if name.isdecimal()]
 
 
 def _key(number: int) -> str:

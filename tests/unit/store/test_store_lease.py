@@ -1,0 +1,145 @@
+"""Heartbeats and their observers: ages on the observer's own clock, never a comparison of two clocks."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.store.lease import Heartbeat, Liveness
+from hpc_elastic.store.memory_store import MemoryStore
+
+
+class FaultyStore(MemoryStore):
+    """Refuses what a test names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refuses: set[str] = set()
+
+    def version(self, key: str) -> str | None:
+        if "version" in self.refuses:
+            raise OSError(5, "Input/output error")
+        return super().version(key)
+
+    def overwrite(self, key: str, value: str) -> None:
+        if "overwrite" in self.refuses:
+            raise OSError(5, "Input/output error")
+        super().overwrite(key, value)
+
+
+def test_a_heartbeat_changes_its_cell_once_per_interval() -> None:
+    store = MemoryStore()
+    heartbeat = Heartbeat(store, "a", interval=4.0)
+    seen = []
+    for now in (100.0, 101.0, 103.9, 104.0, 107.9, 108.5):
+        heartbeat.beat_if_due(now)
+        seen.append(store.get("hb/a"))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[3] == seen[4]
+    assert len(set(seen)) == 3
+
+
+def test_it_says_when_it_is_due() -> None:
+    heartbeat = Heartbeat(MemoryStore(), "a", interval=4.0)
+    assert heartbeat.beat_if_due(100.0) == 4.0
+    assert heartbeat.beat_if_due(101.5) == 2.5
+    assert heartbeat.beat_if_due(104.0) == 4.0
+
+
+def test_two_agents_with_one_name_never_write_the_same() -> None:
+    store = MemoryStore()
+    Heartbeat(store, "a", interval=1.0).beat_if_due(0.0)
+    first = store.get("hb/a")
+    Heartbeat(store, "a", interval=1.0).beat_if_due(0.0)
+    assert store.get("hb/a") != first
+
+
+def test_a_refused_beat_ages_the_lease_and_is_made_again_at_once() -> None:
+    store = FaultyStore()
+    heartbeat = Heartbeat(store, "a", interval=4.0)
+    assert heartbeat.age(100.0) == float("inf")
+    heartbeat.beat_if_due(100.0)
+    store.refuses = {"overwrite"}
+    with pytest.raises(OSError, match="Input/output"):
+        heartbeat.beat_if_due(104.0)
+    assert heartbeat.age(104.0) == 4.0
+    store.refuses = set()
+    before = store.get("hb/a")
+    assert heartbeat.beat_if_due(104.1) == 4.0
+    assert heartbeat.age(104.1) == 0.0
+    assert store.get("hb/a") != before
+
+
+def observed() -> tuple[FaultyStore, Heartbeat, Liveness]:
+    store = FaultyStore()
+    heartbeat = Heartbeat(store, "a", interval=1.0)
+    heartbeat.beat_if_due(0.0)
+    return store, heartbeat, Liveness(store)
+
+
+def test_nobody_is_old_at_the_first_look() -> None:
+    _, _, liveness = observed()
+    assert liveness.age("a", 500.0) == 0.0
+    liveness.look("a", 500.0)
+    assert liveness.age("a", 500.0) == 0.0
+    assert liveness.age("nosuch", 500.0) == 0.0
+
+
+def test_who_does_not_change_ages_from_the_look_that_first_saw_it_so() -> None:
+    _, heartbeat, liveness = observed()
+    liveness.look("a", 500.0)
+    liveness.look("a", 507.0)
+    assert liveness.age("a", 510.0) == 10.0
+    heartbeat.beat_if_due(1.0)
+    liveness.look("a", 511.0)
+    assert liveness.age("a", 512.0) == 1.0
+
+
+def test_a_cell_that_is_missing_ages_like_any_other_value() -> None:
+    store, heartbeat, liveness = observed()
+    store.delete("hb/a")
+    liveness.look("a", 500.0)
+    liveness.look("a", 520.0)
+    assert liveness.age("a", 520.0) == 20.0
+    heartbeat.beat_if_due(1.0)
+    liveness.look("a", 521.0)
+    assert liveness.age("a", 521.0) == 0.0
+
+
+def test_not_being_able_to_look_is_no_evidence() -> None:
+    store, _, liveness = observed()
+    liveness.look("a", 500.0)
+    store.refuses = {"version"}
+    liveness.look("a", 519.0)
+    assert liveness.age("a", 519.0) == 0.0
+    store.refuses = set()
+    liveness.look("a", 530.0)
+    liveness.look("a", 533.0)
+    assert liveness.age("a", 533.0) == 3.0, "from the first look that worked"
+
+
+def test_an_observer_that_was_held_up_forgives_all() -> None:
+    _, _, liveness = observed()
+    liveness.look("a", 500.0)
+    liveness.look("b", 505.0)
+    liveness.forgive(60.0, now=570.0)
+    assert liveness.age("a", 570.0) == 10.0
+    assert liveness.age("b", 570.0) == 5.0
+
+
+def test_forgiving_makes_nobody_younger_than_new() -> None:
+    """Or an observer that was held up for an hour would notice nobody's death for the hour after."""
+    _, heartbeat, liveness = observed()
+    liveness.look("a", 500.0)
+    heartbeat.beat_if_due(1.0)
+    liveness.look("a", 4100.0)  # held up for an hour; the other went on
+    liveness.forgive(3600.0, now=4100.0)
+    assert liveness.age("a", 4100.0) == 0.0
+    assert liveness.age("a", 4121.0) == 21.0
+
+
+def test_who_is_forgotten_starts_anew() -> None:
+    _, _, liveness = observed()
+    liveness.look("a", 500.0)
+    liveness.forget("a")
+    liveness.forget("a")
+    assert liveness.age("a", 900.0) == 0.0
