@@ -26,6 +26,7 @@ from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.outcome import ExitCode
+from hpc_elastic.processes import linux
 from hpc_elastic.processes.guardian import end_strangers, start_guardian
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
@@ -50,6 +51,8 @@ def agent_main(argv: Sequence[str]) -> int:
     """Run the agent of this node. Returns its exit code; 2 where the run can't be read from here."""
     inherited = prepare_agent_process()
     options = _parse(argv)
+    if options.launcher_pid is not None and not _end_with(options.launcher_pid):
+        return 128 + signal.SIGHUP
     paths = RunPaths(Path(options.run_dir))
     attempt_paths = paths.attempt(options.attempt)
     env = dict(os.environ)
@@ -159,7 +162,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", required=True, help="the run directory, on the shared filesystem")
     parser.add_argument("--attempt", type=int, required=True, help="number of the attempt")
     parser.add_argument("--node", type=int, help="index of this node; default: by SLURMD_NODENAME")
+    parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)  # the parent, with whose end ours comes
     return parser.parse_args(argv)
+
+
+def _end_with(launcher_pid: int) -> bool:
+    """Get a SIGHUP when the launcher dies, by SIGKILL too. Returns whether it is still there.
+
+    Under Slurm the step ends with the job; on this machine nothing else would end a run that nobody watches over.
+    """
+    linux.set_parent_death_signal(signal.SIGHUP)
+    return os.getppid() == launcher_pid
 
 
 def _load(paths: RunPaths, number: int) -> tuple[RunSpec, AttemptInfo]:

@@ -34,6 +34,8 @@ DEPARTED_SECONDS = 1.0
 """After every agent has said goodbye: how long the launcher may take to notice."""
 LAST_GRACE = 2.0
 """For agents that have not ended by then."""
+AT_ONCE = 0.3
+"""For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
@@ -136,7 +138,7 @@ class Supervisor:
                 self._close(Outcome.PREEMPTED, f"notice {number.name}")
             elif number is signal.SIGINT and self._signal is signal.SIGINT:
                 logger.warning("second Ctrl-C: killing everything now")
-                self._end_by, self._last_grace = self._clock.monotonic(), 0.0
+                self._end_by, self._last_grace = self._clock.monotonic(), AT_ONCE
             elif self._signal is None:
                 self._signal = number
                 meaning = self._ask_meaning(number)

@@ -1,0 +1,302 @@
+"""Workers that fail under the local launcher: restarted, given up, requeued, and told of."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import LocalRun, Process
+
+# Every rank tells that it is here and waits for the others, so that a failure never meets a rank that still starts.
+_MEET = 'tell("here", restarts=ROUND, world=WORLD); others_in_round()\n'
+_UNTIL_TOLD = _MEET + 'wait_for("end")\n'
+
+
+def sleepers(run: LocalRun) -> list[Process]:
+    """The ``sleep`` processes that workers have started."""
+    return [process for process in run.processes() if process.argv[:1] == ("sleep",)]
+
+
+@pytest.mark.parametrize("ranks", [(0, 0, 0), (1, 1, 1), (0, 1, 0)])
+def test_killed_worker_three_times_in_a_row(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    with LocalRun(tmp_path, _UNTIL_TOLD) as run:
+        for round_index, rank in enumerate(ranks):
+            run.wait_moments("here", count=2, round_index=round_index)
+            run.kill_worker(rank, round_index=round_index)
+        run.wait_moments("here", count=2, round_index=3)
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert [worker["restarts"] for worker in run.moments("here")] == [0, 0, 1, 1, 2, 2, 3, 3]
+        finals = run.events("round_final")
+        assert {(event["round"], event["restarts_used"]) for event in finals} == {(0, 0), (1, 1), (2, 2), (3, 3)}
+        failed = run.events("worker_failed")
+        assert [(event["round"], event["rank"], event["exitcode"]) for event in failed] == [
+            (index, rank, -signal.SIGKILL) for index, rank in enumerate(ranks)
+        ]
+
+
+def test_worker_that_raises_once_is_started_again(tmp_path: Path) -> None:
+    script = _MEET + 'if ROUND == 0 and RANK == 1: raise ValueError("only once")\nprint("done", ROUND)\n'
+    with LocalRun(tmp_path, script) as run:
+        assert run.finish() == ExitCode.OK
+        assert run.rank(0, round_index=1).stdout.read_text() == "done 1\n"
+        error = json.loads(run.rank(1).error_file.read_text())
+        assert "only once" in str(error["message"])
+        assert "ValueError: only once" in run.rank(1).stderr.read_text()
+        report = run.report()
+        assert (report["outcome"], report["exit_code"]) == ("succeeded", 0)
+        assert "ValueError: only once" in run.attempt().report_text.read_text()
+
+
+def test_same_exception_again_counts_as_a_bug_in_the_script(tmp_path: Path) -> None:
+    script = """
+    def deep(value):
+        raise ValueError(f"bad value {value}")
+
+    def train():
+        deep(RANK * 7)
+
+    tell("here")
+    others_in_round()
+    if RANK == 1:
+        train()
+    wait_for("never")
+    """
+    with LocalRun(tmp_path, script) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert {event["round"] for event in run.events("round_final")} == {0, 1}  # of the four that the budget allows
+        assert "bug in the script" in run.log()
+        failure = run.report()["verdict"]["failure"]
+        assert (failure["global_rank"], failure["host"], failure["exception_type"]) == (1, "node1", "ValueError")
+        text = run.attempt().report_text.read_text()
+        assert "Root Cause (first observed failure)" in text
+        for words in ("node1", "ValueError: bad value 7", "in deep", "in train"):
+            assert words in text, words
+        assert len(text.splitlines()) <= 40
+
+
+def test_other_exceptions_use_up_the_restarts(tmp_path: Path) -> None:
+    script = _MEET + "if RANK == 0: raise [ValueError, KeyError, TypeError][ROUND](ROUND)\nwait_for('never')\n"
+    with LocalRun(tmp_path, script, options=["--max-restarts", "2"]) as run:
+        assert run.finish() == ExitCode.WORKERS_FAILED
+        assert {event["round"] for event in run.events("round_final")} == {0, 1, 2}
+        (closed,) = run.events("closed")
+        assert "restarts exhausted (2 of 2 restarts used)" in closed["reason"]
+        assert run.report()["verdict"]["failure"]["exception_type"] == "TypeError"
+
+
+def test_no_restarts_allowed(tmp_path: Path) -> None:
+    script = _MEET + "if RANK == 0: raise ValueError\nwait_for('never')\n"
+    with LocalRun(tmp_path, script, options=["--max-restarts", "0"]) as run:
+        assert run.finish() == ExitCode.WORKERS_FAILED
+        assert {event["round"] for event in run.events("round_final")} == {0}
+
+
+def test_exit_93_is_not_tried_again(tmp_path: Path) -> None:
+    script = _MEET + "if RANK == 1: sys.exit(93)\nwait_for('never')\n"
+    with LocalRun(tmp_path, script, options=["--max-requeues", "3"]) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert {event["round"] for event in run.events("round_final")} == {0}
+        assert not run.paths.attempt(1).root.exists()
+
+
+def test_requeue_resumes_in_the_same_run_directory(tmp_path: Path) -> None:
+    script = """
+    tell("here")
+    others_in_round()
+    checkpoint = sys.argv[1]
+    start = int(open(checkpoint).read()) if os.path.exists(checkpoint) else 0
+    for step in range(start, 6):
+        if ATTEMPT == 0 and step == 3:
+            if RANK == 0:
+                raise RuntimeError("the third step fails")
+            wait_for("never")
+        if RANK == 0:
+            with open(checkpoint + ".new", "w") as file:
+                file.write(str(step + 1))
+            os.replace(checkpoint + ".new", checkpoint)
+    tell("trained", start=start)
+    """
+    checkpoint = tmp_path / "checkpoint"
+    options = ["--max-restarts", "0", "--max-requeues", "1"]
+    with LocalRun(tmp_path, script, options=options, arguments=[str(checkpoint)]) as run:
+        assert run.finish() == ExitCode.OK
+        assert checkpoint.read_text() == "6"
+        trained = run.moments("trained")
+        assert {(value["attempt"], value["round"], value["rank"]) for value in trained} == {(1, 0, 0), (1, 0, 1)}
+        assert {value["start"] for value in trained if value["rank"] == 0} == {3}
+        assert run.paths.latest.resolve() == run.attempt(1).root
+        assert "RuntimeError: the third step fails" in run.rank(0, attempt=0).stderr.read_text()
+        (decision,) = run.events("requeue_decision", attempt=0)
+        assert (decision["action"], decision["reason"].startswith("requeue 1 of 1")) == ("requeue", True)
+        report = run.report(1)
+        assert [(part["number"], part["outcome"]) for part in report["attempts"]] == [(0, "failed"), (1, "succeeded")]
+        text = run.attempt(1).report_text.read_text()
+        assert "attempt 0" in text
+        assert "attempt 1" in text
+        assert run.attempt(0).report_json.exists()
+
+
+def test_same_failure_in_the_next_attempt_ends_the_requeues(tmp_path: Path) -> None:
+    script = _MEET + "if RANK == 0: raise ValueError('always')\nwait_for('never')\n"
+    with LocalRun(tmp_path, script, options=["--max-restarts", "0", "--max-requeues", "5"]) as run:
+        assert run.finish() == ExitCode.WORKERS_FAILED
+        assert run.attempt(1).root.exists()
+        assert not run.attempt(2).root.exists()
+        assert "same failure, with no progress" in run.log()
+
+
+def test_one_of_two_workers_on_a_node_fails(tmp_path: Path) -> None:
+    script = _MEET + "if ROUND == 0:\n    if RANK == 2: os._exit(7)\n    wait_for('never')\n"
+    with LocalRun(tmp_path, script, nproc=2) as run:
+        assert run.finish() == ExitCode.OK
+        failed = run.events("worker_failed")
+        assert [(event["rank"], event["local_rank"], event["exitcode"]) for event in failed] == [(2, 0, 7)]
+        assert len(run.moments("here", round_index=1)) == 4
+
+
+def test_late_failure_has_the_finished_nodes_run_again(tmp_path: Path) -> None:
+    script = """
+    tell("here")
+    if ROUND == 0 and RANK == 1:
+        wait_for("fail")
+        sys.exit(5)
+    """
+    with LocalRun(tmp_path, script) as run:
+        run.until(lambda: run.events("workers_succeeded"), "end of node 0's worker")
+        run.say("fail")
+        assert run.finish() == ExitCode.OK
+        assert len(run.moments("here", round_index=1)) == 2
+        assert run.events("workers_succeeded")[0]["node"] == 0
+        assert {event["restarts_used"] for event in run.events("round_final") if event["round"] == 1} == {1}
+
+
+def test_torn_error_file_is_a_fact_not_the_end_of_the_agent(tmp_path: Path) -> None:
+    script = """
+    tell("here")
+    others_in_round()
+    if ROUND == 0 and RANK == 1:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            file.write('{"message": {"message": "half a')
+        sys.stderr.write("last words\\n")
+        os._exit(9)
+    """
+    with LocalRun(tmp_path, script) as run:
+        assert run.finish() == ExitCode.OK
+        (failed,) = run.events("worker_failed")
+        assert (failed["rank"], failed["exitcode"]) == (1, 9)
+        assert len(run.events("agent_started")) == 2
+        assert json.loads(run.rank(1).error_file.read_text())
+
+
+def test_script_that_is_not_there_any_more_is_not_tried_again(tmp_path: Path) -> None:
+    script = _MEET + "if RANK == 0:\n    os.unlink(sys.argv[0])\n    sys.exit(1)\nwait_for('never')\n"
+    with LocalRun(tmp_path, script) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert {event["round"] for event in run.events("round_final")} == {0, 1}
+        assert f"can't open file '{run.script_path}': [Errno 2] No such file or directory" in run.log()
+        text = run.attempt().report_text.read_text()
+        assert "can't open file" in text
+        assert "the script could not start" in text
+
+
+def test_command_that_cannot_be_executed_is_not_tried_again(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/nonexistent/interpreter\n")
+    program.chmod(0o755)
+    with LocalRun(tmp_path, "", interpreter=["--no-python", str(program)]) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert len(run.events("worker_failed")) in (1, 2)  # the second node may hear of the first before it starts
+        log = run.log()
+        assert str(program) in log
+        assert "/nonexistent/interpreter" in log or "interpreter" in log
+
+
+def test_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    script = """
+    if ROUND == 0:
+        signal.signal(signal.SIGTERM, lambda *_: tell("term"))
+    tell("here")
+    others_in_round()
+    if ROUND == 0:
+        if RANK == 0:
+            sys.exit(3)
+        wait_for("never")
+    """
+    with LocalRun(tmp_path, script, options=["--shutdown-timeout", "1"]) as run:
+        assert run.finish() == ExitCode.OK
+        (term,) = run.moments("term")
+        (stopped,) = [event for event in run.events("workers_stopped") if event["round"] == 0 and event["killed"]]
+        assert 0.9 <= (stopped["t"] - term["t"]) / 1e9 <= 2.5
+        assert [event["rank"] for event in run.events("worker_failed")] == [0]  # rank 1 was ended by us
+
+
+def test_daemon_of_a_finished_worker_is_ended(tmp_path: Path) -> None:
+    script = """
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    if RANK == 0:
+        tell("here")
+        sys.exit(0)
+    wait_for("end")
+    """
+    with LocalRun(tmp_path, script) as run:
+        run.wait_moments("here", count=1)
+        # At once, and not only at the end of the run, for which node 1 keeps everybody waiting.
+        run.until(lambda: run.events("workers_succeeded"), "end of node 0's worker")
+        run.until(lambda: len(sleepers(run)) < 2, "end of what node 0's worker left running")
+        assert [process.environ["RANK"] for process in sleepers(run)] == ["1"]
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+
+
+def test_children_of_a_failed_worker_are_ended_before_the_next_round(tmp_path: Path) -> None:
+    script = """
+    if ROUND == 0:
+        plain = subprocess.Popen(["sleep", "1000"])
+        daemon = subprocess.Popen(["sh", "-c", "trap '' TERM; sleep 1000 & wait"], start_new_session=True)
+        stubborn = subprocess.Popen([sys.executable, "-c",
+            "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(1000)"],
+            stdout=subprocess.PIPE)
+        stubborn.stdout.readline()
+        tell("here")
+        others_in_round()
+        if RANK == 1:
+            os._exit(1)
+        wait_for("never")
+    tell("again")
+    wait_for("end")
+    """
+    with LocalRun(tmp_path, script, options=["--shutdown-timeout", "1"]) as run:
+        run.wait_moments("again", count=1)
+        left = [process for process in run.processes() if process.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"]
+        assert left == []
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        stopped = [event for event in run.events("workers_stopped") if event["round"] == 0]
+        assert all(event["killed"] > 0 for event in stopped)
+        assert not any(event["left"] for event in stopped)
+
+
+def test_a_run_beside_it_is_not_touched(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    # In the same runs folder too: only the ids differ.
+    with LocalRun(theirs, _UNTIL_TOLD) as other:
+        before = other.wait_moments("here", count=2, round_index=0)
+        with LocalRun(ours, _UNTIL_TOLD, runs_dir=other.runs) as run:
+            run.wait_moments("here", count=2, round_index=0)
+            run.kill_worker(1, round_index=0)
+            run.wait_moments("here", count=2, round_index=1)
+            os.kill(run.agent(0).pid, signal.SIGKILL)
+            run.wait_moments("here", count=2, round_index=2)
+            run.signal(signal.SIGINT)
+            assert run.finish() == ExitCode.INTERRUPTED
+        other.say("end")
+        assert other.finish() == ExitCode.OK
+        assert other.moments("here") == sorted(before, key=lambda value: value["t"])
