@@ -51,6 +51,11 @@ def main(argv: Sequence[str]) -> int:
         # Whoever read our output has gone (`| head`). Python would complain once more at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except OSError as error:
+        # A file or folder of the user's that can't be reached is no defect of ours; anything else shows its traceback.
+        if error.filename is None:
+            raise
+        return _say(UsageError(f"{error.filename}: {error.strerror}"), _USAGE)
 
 
 def _dispatch(argv: list[str]) -> int:
