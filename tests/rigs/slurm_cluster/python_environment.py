@@ -124,9 +124,9 @@ def _system_version() -> tuple[int, int]:
 def _write_metadata(project: Path, site_packages: Path, bin_folder: Path) -> None:
     """Write what an installation of the project would: its metadata, entry points and console scripts."""
     table = _pyproject(project)["project"]
-    info = site_packages / f"hpc_elastic-{table['version']}.dist-info"
+    info = site_packages / f"hpc_elastic-{__version__}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hpc_elastic\nVersion: {table['version']}\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: hpc_elastic\nVersion: {__version__}\n")
     groups = {"console_scripts": table.get("scripts", {}), **table.get("entry-points", {})}
     lines = [line for group in groups for line in (f"[{group}]", *(f"{k} = {v}" for k, v in groups[group].items()))]
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
