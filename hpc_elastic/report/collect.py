@@ -120,6 +120,8 @@ class _RoundBuilder:
     told: dict[int, WorkerFailure] = field(default_factory=dict)
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    """Nodes that told the end of their workers."""
     stopping: list[str] = field(default_factory=list)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
@@ -224,8 +226,8 @@ class _AttemptBuilder:
 
     def _completed(self, part: RoundHistory) -> RoundHistory:
         """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
-        if part.lost_nodes:
-            part = replace(part, lost_nodes=tuple(self._named(loss) for loss in part.lost_nodes))
+        lost = [*(self._named(loss) for loss in part.lost_nodes), *self._dead_agents(part)]
+        part = replace(part, lost_nodes=tuple(lost))
         if part.decision is not None or not part.broken:
             return part
         after = self.rounds.get(part.index + 1)
@@ -239,13 +241,48 @@ class _AttemptBuilder:
             return part
         return replace(part, decision=decision)
 
+    def _dead_agents(self, part: RoundHistory) -> list[NodeLoss]:
+        """Agents that died in this round and were started again: no coordinator tells of them as lost nodes.
+
+        No clocks compared: such a node took part, told no end of it, and takes part in a later round. The n-th of its
+        rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
+        """
+        lost = []
+        known = {loss.node for loss in part.lost_nodes}
+        for node in part.nodes:
+            cut_short = self._cut_short(node.node)
+            ends = [end for end in self.agent_ends if end.node == node.node and end.code != 0]
+            if node.node in known or part.index not in cut_short[: len(ends)]:
+                continue
+            end = ends[cut_short.index(part.index)]
+            lost.append(
+                NodeLoss(
+                    round=part.index,
+                    node=node.node,
+                    host=node.host,
+                    seen_ns=end.seen_ns,
+                    detail=_code_text(end.code),
+                    agent_only=True,
+                )
+            )
+        return lost
+
+    def _cut_short(self, node: int) -> list[int]:
+        """Rounds of which this node told no end, though it was there again later."""
+        mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
+        return [index for index in mine[:-1] if node not in self.rounds[index].ended]
+
     def _named(self, loss: NodeLoss) -> NodeLoss:
         host = loss.host or (self.nodes[loss.node] if 0 <= loss.node < len(self.nodes) else f"node {loss.node}")
         code = next((end.code for end in self.agent_ends if end.node == loss.node and end.code != 0), None)
         if code is None:
             return replace(loss, host=host)
-        name = signal_name(signal_of(code))
-        return replace(loss, host=host, detail=f"its agent ended with code {code}" + (f" ({name})" if name else ""))
+        return replace(loss, host=host, detail=_code_text(code))
+
+
+def _code_text(code: int) -> str:
+    name = signal_name(signal_of(code))
+    return f"its agent was ended by {name}" if name else f"its agent ended with code {code}"
 
 
 def _attempt_started(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
@@ -376,11 +413,12 @@ def _workers_stopping(part: _RoundBuilder, event: dict[str, Any], when: int, nod
 
 
 def _workers_stopped(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    if node not in part.succeeded:
+    if node not in part.ended:
         _ended(part, when, node)
 
 
 def _ended(part: _RoundBuilder, when: int, node: int) -> None:
+    part.ended.add(node)
     begin = part.final_ns.get(node)
     if begin is not None and when >= begin:
         part.seconds = max(part.seconds or 0.0, (when - begin) / 1e9)

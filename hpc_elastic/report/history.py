@@ -23,7 +23,14 @@ class NodeLoss:
     age: float = 0.0
     """Seconds for which the coordinator had seen no sign of it by then."""
     detail: str = ""
-    """What else is known: ``its agent ended with code 137 (SIGKILL)``."""
+    """What else is known: ``its agent was ended by SIGKILL``."""
+    agent_only: bool = False
+    """Its agent died and was started again: the node itself was well."""
+
+    @property
+    def summary(self) -> str:
+        """One clause: what was lost."""
+        return f"the agent on {self.host} died" if self.agent_only else f"node {self.host} was lost"
 
     @property
     def gone_ns(self) -> int:
@@ -111,7 +118,7 @@ class AttemptHistory:
     rounds: tuple[RoundHistory, ...] = ()
     agent_ends: tuple[AgentEnd, ...] = ()
     relaunched: tuple[str, ...] = ()
-    """Nodes whose agent was started again."""
+    """Names of the nodes whose agent was started again."""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
     problems: tuple[str, ...] = ()

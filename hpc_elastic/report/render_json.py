@@ -144,4 +144,5 @@ def _loss(loss: NodeLoss) -> dict[str, Any]:
         "seen_ns": loss.seen_ns,
         "silent_seconds": loss.age,
         "detail": loss.detail or None,
+        "agent_only": loss.agent_only,
     }

@@ -12,7 +12,7 @@ from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.traceback_text import clean_text, find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
-from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Cause, Verdict
 
@@ -54,7 +54,7 @@ def render_text(
     width = max(_NARROWEST, width)
     everything = max_lines is None
     shown = _attempt_shown(history, attempt)
-    survived = subject.round is not None and shown is not None and shown.outcome == "succeeded"
+    survived = _broken_rounds(history, attempt) if shown is not None and shown.outcome == "succeeded" else 0
     head = _head(history, shown, width, survived=survived)
     done = _done(history, subject, shown, width)
     past = _past(history, width, cap=None if everything else _HISTORY)
@@ -77,11 +77,16 @@ def _attempt_shown(history: RunHistory, attempt: int | None) -> AttemptHistory |
     return next((part for part in history.attempts if part.number == attempt), None)
 
 
+def _broken_rounds(history: RunHistory, attempt: int | None) -> int:
+    parts = [part for part in history.attempts if attempt is None or part.number == attempt]
+    return sum(1 for part in parts for item in part.rounds if verdict_of(item).cause is not Cause.NONE)
+
+
 def _is_fine(attempt: AttemptHistory | None) -> bool:
     return attempt is None or attempt.outcome in ("", "succeeded")
 
 
-def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, survived: bool) -> list[str]:
+def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, survived: int) -> list[str]:
     status = describe_outcome(history, attempt)
     if attempt is not None and attempt.outcome:
         status = status.upper()
@@ -91,8 +96,10 @@ def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, su
         code = f" (exit code {attempt.exit_code})" if attempt.exit_code is not None else ""
         where = f"{code} - attempt {attempt.number}{job}"
     lines = [_fit(f"{history.name} {status}{where}", width), f"  run directory: {history.run_dir}"]
-    if survived:
-        lines.append("  The failure below was survived; the run went on and succeeded.")
+    if survived == 1:
+        lines.append("  One failure was survived; the run went on and succeeded.")
+    elif survived:
+        lines.append(f"  {survived} failures were survived, of which the last is told here; the run succeeded.")
     problems = [*history.problems, *(attempt.problems if attempt is not None else ())]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -116,8 +123,8 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
     if verdict.lost_node is not None:
         loss = verdict.lost_node
         return [
-            f"  node {_clean(loss.host)} was lost",
-            _field("time", f"{_time(loss.gone_ns)} (last sign of it, by the coordinator's clock)"),
+            f"  {_clean(loss.summary)}",
+            _field("time", f"{_time(loss.gone_ns)} (last sign of it, by its observer's clock)"),
             _field("host", f"{_clean(loss.host)} (node {loss.node}){where}"),
             *_wrapped("verdict", verdict.evidence, width),
         ]
@@ -201,13 +208,16 @@ def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None
     if not rest and not lost:
         return []
     folds = sorted(fold_failures(rest), key=lambda fold: _ORDER[fold.first.failure_class])
-    lines = [_fit(f"  node {_clean(loss.host)} was lost ({loss.age:.1f} s without a sign)", width) for loss in lost] + [
-        _fit(_fold_line(fold, root), width) for fold in folds
-    ]
+    lines = [_fit(f"  {_clean(loss.summary)}{_silence(loss)}", width) for loss in lost]
+    lines += [_fit(_fold_line(fold, root), width) for fold in folds]
     if cap is not None and len(lines) > cap:
         hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
         lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds (--all shows them)"]
     return [f"Other failures in that round: {len(rest) + len(lost)}", *lines]
+
+
+def _silence(loss: NodeLoss) -> str:
+    return f" ({loss.age:.1f} s without a sign)" if loss.age else ""
 
 
 _ORDER = {
@@ -236,14 +246,30 @@ def _done(history: RunHistory, subject: Subject, shown: AttemptHistory | None, w
         lines += _after_round(subject.attempt, subject.round)
         if subject.attempt is not shown and subject.attempt.decision:
             lines.append(_decision(subject.attempt.decision))
-    if shown is not None and shown.decision:
+    if shown is not None and shown.decision and shown.outcome != "succeeded":
         lines.append(_decision(shown.decision))
     if not lines and subject.round is None:
         return []
     title = "What was done about it:"
     if not lines:
         return [f"{title} nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
-    return [title, *(_fit(f"  {_clean(line)}", width) for line in dict.fromkeys(lines))]
+    return [title, *(part for line in dict.fromkeys(lines) for part in _item(_without_repeat(line, lines[0]), width))]
+
+
+def _without_repeat(line: str, first: str) -> str:
+    """The supervisor's reason quotes the coordinator's, which stands above it already."""
+    reason = first.partition(": ")[2]
+    return line.replace(reason, "").rstrip(" :") if line is not first and len(reason) > 20 else line
+
+
+def _item(text: str, width: int) -> list[str]:
+    """An entry in at most three lines."""
+    words, lines = _clean(text).split(" "), ["  "]
+    for word in words:
+        if len(lines[-1]) + len(word) + 1 > width and lines[-1].strip():
+            lines.append("     ")
+        lines[-1] += word if lines[-1] == "  " else f" {word}"
+    return [*lines[:2], _fit(" ".join([lines[2], *lines[3:]]), width)] if len(lines) > 2 else lines
 
 
 def _decision(text: str) -> str:

@@ -73,7 +73,7 @@ class Verdict:
     def summary(self) -> str:
         """One line: what happened, where."""
         if self.lost_node is not None:
-            return f"node {self.lost_node.host} was lost"
+            return self.lost_node.summary
         if self.failure is None:
             return "no worker failed by itself"
         return f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
@@ -174,8 +174,8 @@ def _node_verdict(
     retryable: bool,
 ) -> Verdict:
     first = lost[0]
-    silent = f"no sign of it for {_seconds(first.age)}" if first.age else "its agent left the run"
-    parts = [f"{silent}, {first.detail}" if first.detail else silent]
+    silent = [f"no sign of it for {_seconds(first.age)}"] if first.age else []
+    parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
     confidence = Confidence.HIGH
     if len(lost) > 1:
         parts.append(f"lost too: {', '.join(loss.host for loss in lost[1:4])}" + (" ..." if len(lost) > 4 else ""))
@@ -191,8 +191,8 @@ def _node_verdict(
         confidence=confidence,
         evidence="; ".join(parts),
         lost_node=first,
-        category=Category.INFRASTRUCTURE,
-        fingerprint="node_lost",
+        category=Category.PLATFORM if first.agent_only else Category.INFRASTRUCTURE,
+        fingerprint="agent_died" if first.agent_only else "node_lost",
         retryable=retryable,
         candidates=tuple(causes),
     )

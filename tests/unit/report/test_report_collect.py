@@ -96,8 +96,34 @@ def test_a_lost_node_is_named_and_its_agents_end_told(builder: RunBuilder) -> No
     (part,) = collect_run(builder.root).attempts[0].rounds
     (loss,) = part.lost_nodes
     assert (loss.node, loss.host, loss.age) == (2, "n3", 3.5)
-    assert loss.detail == "its agent ended with code 137 (SIGKILL)"
+    assert loss.detail == "its agent was ended by SIGKILL"
     assert loss.gone_ns == START_NS + int(29.5 * 10**9)
+
+
+def test_an_agent_that_died_and_was_started_again(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.event(0, "supervisor", 2, 30, "agent_ended", name="n3", code=-9)
+    builder.event(0, "supervisor", 2, 30.2, "agent_relaunched", name="n3")
+    for node in (0, 1, 3):
+        builder.event(0, "agent", node, 30.3, "workers_stopped", round=0, seconds=0.1)
+    builder.round(0, 1, at=30.5, reason="n3 has a new agent")
+    builder.succeeded(0, 1, at=60)
+    for node in range(4):
+        builder.event(0, "supervisor", node, 61, "agent_ended", name=f"n{node + 1}", code=0)
+    first, second = collect_run(builder.root).attempts[0].rounds
+    (loss,) = first.lost_nodes
+    assert (loss.node, loss.host, loss.agent_only, loss.detail) == (2, "n3", True, "its agent was ended by SIGKILL")
+    assert second.lost_nodes == ()
+    assert first.decision is not None
+    assert first.decision.action == "continue"
+
+
+def test_agents_that_end_with_their_run_are_no_losses(builder: RunBuilder) -> None:
+    two_rounds(builder)
+    for node in range(4):
+        builder.event(0, "supervisor", node, 141, "agent_ended", name=f"n{node + 1}", code=1)
+    assert [part.lost_nodes for part in collect_run(builder.root).attempts[0].rounds] == [(), ()]
 
 
 def test_an_event_without_an_error_file_counts(builder: RunBuilder) -> None:

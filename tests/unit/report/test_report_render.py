@@ -142,7 +142,7 @@ def test_an_attempt_can_be_asked_for(builder: RunBuilder) -> None:
     assert "train.py FAILED (exit code 75) - attempt 0, job 4242" in render_text(history, attempt=0)
     # Asked for none, the failure that was survived is told.
     text = render_text(history)
-    assert "The failure below was survived; the run went on and succeeded." in text
+    assert "  4 failures were survived, of which the last is told here; the run succeeded.\n" in text
     assert "Root Cause (first observed failure):\n  ValueError: bad\n" in text
 
 
@@ -160,6 +160,22 @@ def test_a_lost_node(builder: RunBuilder) -> None:
     assert "  a new round, which costs no restart: node 2 stopped its heartbeat -> round 1" in lines
     assert "  round 1 has 3 nodes instead of 4: without n3" in lines
     assert "    round 0: 4 nodes, 4 workers: node n3 was lost (+3 more)" in lines
+
+
+def test_the_supervisors_reason_does_not_repeat_the_coordinators(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=9, exitcode=3))
+    reason = "this looks like a bug in the script: the same failure 2 times in a row with no progress between"
+    builder.event(0, "agent", 0, 10, "closed", round=1, outcome="failed", reason=reason)
+    builder.end(0, at=11, outcome="failed", code=93, decision=f"end: another attempt would end the same way: {reason}")
+    lines = render_text(collect_run(builder.root), width=80).splitlines()
+    at = lines.index("What was done about it:")
+    assert lines[at + 1 : at + 4] == [
+        "  given up: this looks like a bug in the script: the same failure 2 times in a",
+        "      row with no progress between",
+        "  not requeued: another attempt would end the same way",
+    ]
 
 
 def test_nothing_known_yet(builder: RunBuilder) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from hpc_elastic.failures.classify import Category
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -110,6 +111,13 @@ def test_a_lost_node_is_the_cause_of_what_the_others_say() -> None:
     assert verdict.failure is None
     assert verdict.summary == "node n3 was lost"
     assert verdict.evidence == "no sign of it for 3.2 s; 2 failures elsewhere are its consequence"
+
+
+def test_an_agent_that_died_is_our_own_failure() -> None:
+    verdict = decide_verdict([symptom(0, 30.0)], lost_nodes=[replace(lost(2, 29.9), agent_only=True)])
+    assert verdict.category is Category.PLATFORM
+    assert verdict.summary == "the agent on n3 died"
+    assert verdict.retryable
 
 
 def test_the_first_of_two_lost_nodes() -> None:
