@@ -22,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic import __version__
+
 from .layout import CACHE_FOLDER, RigError
 from .processes import call
 
