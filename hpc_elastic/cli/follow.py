@@ -22,7 +22,7 @@ _ASK_SLURM_EVERY = 2.0
 _LOOK_AT_LOG_EVERY = 0.5
 _SETTLE = 10.0
 """An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
-filesystem may show its result late: so long it is watched on."""
+filesystem may show its result late: so long it is watched on. (Not a cancelled one: that is final.)"""
 _CHUNK = 1 << 16
 _CODES = {
     "COMPLETED": ExitCode.OK,
@@ -135,7 +135,9 @@ def _wait(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tai
             if states is not None and all(state.phase is JobPhase.FINISHED for state in states):
                 result = newest_result(paths)
                 ended_since = now if ended_since is None else ended_since
-                if (result is not None and result != ExitCode.REQUEUED) or now - ended_since >= _SETTLE:
+                told = result is not None and result != ExitCode.REQUEUED
+                cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
+                if told or cancelled or now - ended_since >= _SETTLE:
                     if tail is not None:
                         tail.show()
                     return how_it_ended(states, result)

@@ -117,6 +117,7 @@ def _submit_run(client: SlurmClient, spec: RunSpec, runs_dir: Path, script: str)
     run: NewRun = create_run(spec, runs_dir)
     try:
         write_private(run.paths.script, script)
+        write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
         return client.submit(str(run.paths.script))
     except SlurmMissingError as error:
         run.discard()

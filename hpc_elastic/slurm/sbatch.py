@@ -156,8 +156,12 @@ def sbatch_line(argument: str) -> str:
 
 
 def literal_path(path: str) -> str:
-    """A path for ``--output`` in which sbatch replaces nothing."""
-    return path.replace("%", "%%")
+    """A path for ``--output`` in which Slurm replaces nothing.
+
+    Tried on 22.05: ``%%`` is a percent sign, but where a path has a backslash anywhere, nothing in it is replaced and
+    each backslash quotes the next character. (What ``scontrol show job`` then prints as StdOut is wrong.)
+    """
+    return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
 
 
 def render_script(options: SbatchOptions, *, run_dir: str, command: Sequence[str], template: str | None = None) -> str:
@@ -175,6 +179,8 @@ def render_script(options: SbatchOptions, *, run_dir: str, command: Sequence[str
     """
     arguments = sbatch_arguments(options)
     if options.output is None:
+        if options.array and "\\" in run_dir:
+            raise UsageError(f"--array: sbatch can't number the logs in {run_dir}, for its backslash; give --output")
         log = literal_path(run_dir) + ("/job-%a.log" if options.array else "/job.log")
         arguments.append(f"--output={log}")
     values = {

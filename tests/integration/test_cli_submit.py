@@ -111,7 +111,7 @@ def test_a_submitted_run(site: Site, capsys: pytest.CaptureFixture[str]) -> None
         assert line in out
     assert mode(site.work / "runs") == mode(run) == 0o700
     assert {mode(path) for path in run.iterdir()} == {0o600}
-    assert {path.name for path in run.iterdir()} == {"run.json", "secret", "job.sbatch"}
+    assert {path.name for path in run.iterdir()} == {"run.json", "secret", "job.sbatch", "job.log"}
     assert len(bytes.fromhex((run / "secret").read_text().strip())) == 32
     assert f"#SBATCH --output={run}/job.log" in (run / "job.sbatch").read_text()
 
@@ -400,13 +400,7 @@ def test_a_ctrl_c_during_sbatch_takes_effect_when_the_job_is_known(
 def test_wait_takes_over_the_code(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     text = captured("22.05.8", "scontrol-show-job-cancelled-pending")[1]
     site.command("scontrol", out=text)
-    from hpc_elastic.cli import follow
-
-    settle, follow._SETTLE = follow._SETTLE, 0.0
-    try:
-        code, out, err = submit(capsys, "--wait", "train.py")
-    finally:
-        follow._SETTLE = settle
+    code, out, err = submit(capsys, "--wait", "train.py")
     assert code == 143
     assert "job 1234 is cancelled" in err
     assert "run directory" in out

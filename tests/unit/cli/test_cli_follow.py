@@ -105,8 +105,10 @@ def test_cancelled_while_pending_after_a_requeue(paths: RunPaths, capsys: pytest
     assert "cancelled by Slurm" in capsys.readouterr().err
 
 
-def test_cancelled_before_it_began(paths: RunPaths) -> None:
-    assert run(paths, Scripted(state("PENDING"), state("CANCELLED"))) == 143
+def test_cancelled_before_it_began_is_known_at_once(paths: RunPaths) -> None:
+    client = Scripted(state("PENDING"), state("CANCELLED"))
+    assert run(paths, client) == 143
+    assert client.asked == 2
 
 
 def test_a_result_that_is_seen_late(paths: RunPaths) -> None:

@@ -131,6 +131,9 @@ def test_both_streams_go_to_the_job_log() -> None:
     assert "#SBATCH --output=/o/%j.txt\n" in given
     assert "job.log" not in given
     assert literal_path("a%b") == "a%%b"
+    assert literal_path("a%j\\b") == "a%j\\\\b"  # with a backslash in it Slurm replaces nothing
+    with pytest.raises(UsageError, match="--array"):
+        render(SbatchOptions(array="1-3"), run_dir="/runs/a\\b")
 
 
 def test_the_scripts_order() -> None:

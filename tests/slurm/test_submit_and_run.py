@@ -1,0 +1,109 @@
+"""Submissions on a real Slurm: odd paths, sbatch's variables, Ctrl-C in --follow, and a batch script of one's own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_runs import SlurmRuns
+
+SHORT = ("-t", "10", "--nproc-per-node", "1")
+HELLO = "import os, sys\nprint('hello from', os.environ['RANK'], os.getcwd(), sys.argv[1:])\n"
+WAITS = "import time\nprint('waiting', flush=True)\ntime.sleep(120)\n"
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    return SlurmRuns(cluster)
+
+
+def test_a_path_that_needs_every_kind_of_quoting(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    odd = runs.folder / 'it\'s 50%j "of" $HOME `id` #1 \\ é'
+    assert cluster.run(["mkdir", str(odd)]).returncode == 0
+    (odd / "train.py").write_text(HELLO)
+    done = cluster.run(["hpc-elastic", "submit", "--follow", *SHORT, "train.py", "a b"], cwd=odd, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"hello from 0 {odd} ['a b']" in done.stdout
+    (run,) = (odd / "runs").iterdir()
+    assert "hello from 0" in (run / "job.log").read_text()
+    assert stat.S_IMODE((run / "job.log").stat().st_mode) == 0o600
+
+
+def test_given_options_win_over_sbatchs_variables(runs: SlurmRuns) -> None:
+    env = {"SBATCH_TIMELIMIT": "3", "SBATCH_JOB_NAME": "by-variable", "SBATCH_REQUEUE": "1", "SLURM_NTASKS": "7"}
+    done = runs.hpc_elastic("submit", "--begin=now+1hour", "-t", "7", "--no-requeue", runs.script(HELLO), env=env)
+    assert done.returncode == 0, done.stderr
+    job = done.stdout.split()[1]
+    info = runs.cluster.job_info(job)
+    runs.cluster.run(["scancel", job])
+    assert (info["TimeLimit"], info["JobName"], info["Requeue"]) == ("00:07:00", "by-variable", "0")
+    assert info["NumTasks"] in ("1", "0", "N/A")
+    assert str(runs.folder / "runs") in info["Comment"]
+
+
+def test_more_nodes_than_there_are(runs: SlurmRuns) -> None:
+    done = runs.hpc_elastic("submit", "--nodes", "5", runs.script(HELLO))
+    assert done.returncode == 2
+    assert "has 4 nodes; the job would wait for ever" in done.stderr
+    assert not (runs.folder / "runs").exists()
+
+
+def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    argv = ["hpc-elastic", "submit", "--follow", *SHORT, runs.script(WAITS)]
+    with cluster.popen(argv, cwd=runs.folder) as follower:
+        assert follower.stdout is not None
+        job = follower.stdout.readline().split()[1]
+        for line in follower.stdout:
+            if "waiting" in line:
+                break
+        cluster.kill_process("login", r"bin/hpc-elastic submit", signal.SIGINT)
+        _, err = follower.communicate(timeout=20)
+    assert follower.returncode == 130
+    assert f"job {job} goes on without being watched; to end it: scancel {job}" in err
+    assert cluster.job_state(job) == "RUNNING"
+    cluster.run(["scancel", job])
+    cluster.wait_job(job)
+
+
+def test_a_batch_script_of_ones_own_resumes_its_run_after_a_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    text = """
+import os, pathlib, signal
+print("attempt", os.environ["HPC_ELASTIC_ATTEMPT"])
+if os.environ["HPC_ELASTIC_ATTEMPT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    own = runs.folder / "own.sh"
+    own.write_text(
+        "#!/bin/bash\n#SBATCH -N2 -t 10 --requeue --open-mode=append --no-kill -o own.log\ntrap '' USR2\n"
+        f"exec hpc-elastic run --nproc-per-node 1 --max-restarts 0 {runs.script(text)}\n"
+    )
+    job = cluster.run(["sbatch", "--parsable", str(own)], cwd=runs.folder, check=True).stdout.strip()
+    assert cluster.wait_job(job, {"COMPLETED"}, timeout=60) == "COMPLETED"
+    log = (runs.folder / "own.log").read_text()
+    (run,) = (runs.folder / "runs").iterdir()
+    attempts = sorted(path.name for path in run.iterdir() if re.match(r"attempt-\d", path.name))
+    assert attempts == ["attempt-000", "attempt-001"], log
+    again = runs.hpc_elastic("report", job)
+    assert again.returncode == 0, again.stderr
+    assert str(run) in again.stdout
+
+
+def test_another_users_folder_is_refused_as_that_user_sees_it(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    planted = Path(cluster.shared) / f"{runs.folder.name}-theirs"
+    assert cluster.run(["mkdir", "-m", "0777", str(planted)], user="mallory").returncode == 0
+    assert cluster.run(["ln", "-s", str(runs.folder), f"{planted}.link"], user="mallory").returncode == 0
+    for path, why in (
+        (str(planted), "who could replace what is in it"),
+        (f"{planted}.link", "is a symbolic link of uid"),
+    ):
+        done = runs.hpc_elastic("submit", "--runs-dir", path, runs.script(HELLO))
+        assert done.returncode == 2
+        assert why in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    assert os.listdir(planted) == []
