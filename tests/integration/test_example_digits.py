@@ -1,0 +1,60 @@
+"""The example that ships: the same losses with and without an accident, and the report that the README shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "docs" / "examples" / "train_digits.py"
+EPOCHS = 4
+pytestmark = pytest.mark.torch
+
+
+def final_loss(output: str) -> float:
+    (found,) = re.findall(rf"final: epoch={EPOCHS} loss=([0-9.]+) accuracy=[0-9.]+$", output, re.MULTILINE)
+    return float(found)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
+    """The final loss of one process, without any launcher."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits.pt")],
+        env=env, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    return final_loss(result.stdout)
+
+
+def test_a_killed_worker_costs_a_restart_and_no_accuracy(tmp_path: Path, undisturbed_loss: float) -> None:
+    checkpoint = tmp_path / "digits.pt"
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2"),
+            *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS)),
+            *("--checkpoint", str(checkpoint), "--kill-rank", "1", "--kill-epoch", "3"),
+        ],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert final_loss(result.stdout) == pytest.approx(undisturbed_loss, rel=1e-4)
+    assert f"resuming after epoch 2 from {checkpoint}" in result.stdout
+    report = result.stdout.split("Root Cause (first observed failure)", 1)[1]
+    assert "SIGKILL" in report
+    assert re.search(r"rank +: 1\b", report)
+    assert "restart 1 of 3" in report
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.pt", "digits.pt.killed", "runs"]
