@@ -61,7 +61,7 @@ class Settlement:
 
 
 SettleFailures = Callable[[RoundRecord, Sequence[NodeFailure], bool], Settlement]
-"""(the joinable record, the last round's failures, whether a node was lost) → settlement."""
+"""(the joinable record, the last round's failures, whether one of its members was lost) → settlement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +89,16 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     record = view.record
     present = _newest_per_node(view)
     here = frozenset(member.node for member in present)
-    dead_nodes = {m.node for m in record.members if m.uid in view.dead} - here
+    dead_nodes = {m.node for m in record.members if m.uid in view.dead}
+    dead_nodes |= {info.node for uid, info in view.joined.items() if uid in view.dead}
     away = (view.gone | frozenset(record.lost) | dead_nodes) - here
     awaited = frozenset(range(settings.expected_nodes)) - here - away
     stopping = awaited & {m.node for m in record.members}  # alive, still ending their workers
     enough = len(present) >= settings.min_nodes
     last_call_over = view.since_status >= settings.last_call_timeout
-    if enough and not stopping and (not awaited or len(present) >= settings.max_nodes or last_call_over):
+    timed_out = view.since_status >= settings.timeout
+    complete = not stopping and (not awaited or len(present) >= settings.max_nodes or last_call_over)
+    if enough and (complete or timed_out):
         return _freeze(view, settings, settle, present, away, awaited)
     if not enough and not awaited:
         hopeless = len(away - view.gone) == 0 or view.since_lost >= settings.last_call_timeout
@@ -105,7 +108,7 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
                 Outcome.TOO_FEW_NODES,
                 f"{len(present)} of at least {settings.min_nodes} nodes are left{_named(away)}",
             )
-    if view.since_status >= settings.timeout:
+    if timed_out:
         return _close(
             record,
             Outcome.TOO_FEW_NODES,
@@ -124,7 +127,9 @@ def _freeze(
     awaited: frozenset[int],
 ) -> Proposal:
     record = view.record
-    settlement = settle(record, tuple(view.failures.values()), bool(away))
+    here = {member.uid for member in present}
+    node_lost = any(member.uid not in here for member in record.members)  # also one that has a new agent by now
+    settlement = settle(record, tuple(view.failures.values()), node_lost)
     if not settlement.go_on:
         return _close(
             record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable

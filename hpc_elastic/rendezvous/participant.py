@@ -8,6 +8,7 @@ participant, goes on from what is there.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import random
@@ -93,6 +94,8 @@ class Participant:
         self._wants_in = False
         self._joined_round = -1
         self._epoch: str | None = None
+        self._epoch_missing_since: float | None = None
+        self._dead: frozenset[str] = frozenset()
         self._record: RoundRecord | None = None
         self._started_at = clock.monotonic()
         self._mark = self._started_at
@@ -169,7 +172,7 @@ class Participant:
         if self._epoch is None:
             self._announce(now)
         if self._heartbeat.age(now) >= self._settings.heartbeat_interval:
-            self._check_epoch()
+            self._check_epoch(now)
         next_beat = self._heartbeat.beat_if_due(now)
         self._read_log()
         self._flush_claims()
@@ -187,11 +190,19 @@ class Participant:
         self._store.put_if_absent("epoch/id", mine)
         epoch = self._store.get("epoch/id")
         if epoch is None:
-            raise OSError(5, "the store's epoch can't be read yet")
+            raise OSError(errno.EIO, "the store's epoch can't be read yet")
         self._epoch = epoch
 
-    def _check_epoch(self) -> None:
+    def _check_epoch(self, now: float) -> None:
         epoch = self._store.get("epoch/id")
+        if epoch is None:
+            # A stale handle or directory entry reads the same for a moment: it has to last.
+            if self._epoch_missing_since is None:
+                self._epoch_missing_since = now
+            if now - self._epoch_missing_since < self._settings.heartbeat_interval:
+                raise OSError(errno.ESTALE, "the store's epoch can't be found")
+        else:
+            self._epoch_missing_since = None
         if epoch != self._epoch:
             why = "was removed" if epoch is None else f"was replaced (epoch {epoch}, was {self._epoch})"
             raise StoreWipedError(root=self._run_id, why=f"it {why} while the run was going on")
@@ -257,7 +268,7 @@ class Participant:
         record = self._record
         if record is None:
             return 0.02 if self._info.node <= 0 else 0.1
-        if record.status is Status.CLOSED and not self._all_departed:
+        if record.status is Status.CLOSED and self._info.node == OBSERVER_NODE and not self._all_departed:
             return 0.1
         if record.status in (Status.JOINABLE, Status.FROZEN) and record.leader == self._info.uid:
             return min(0.25, self._settings.poll_interval)
@@ -344,10 +355,13 @@ class Participant:
         self._learn_nodes(sorted(uids))
         self._look_at(sorted(uids - {self._info.uid}))
         dead = frozenset(uid for uid in uids if self._liveness.age(uid, self._mark) > self._settings.heartbeat_ttl)
+        if dead - self._dead:
+            self._lost_since = self._mark
+        self._dead = dead
         return View(
             record=record,
             joined={uid: self._nodes[uid] for uid in joined if uid in self._nodes},
-            acked={uid: self._master_of(record.round, uid) for uid in here.get("ack", [])},
+            acked=self._confirmed(record, here.get("ack", [])),
             failures=self._failures_of(record.round - 1 if joinable else record.round, failures),
             done=frozenset(here.get("done", ())),
             leaving=dict.fromkeys(here.get("leave", ()), "left"),
@@ -368,6 +382,7 @@ class Participant:
             logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
             self._liveness.forgive(gap, now=now)
             self._status_since += gap
+            self._lost_since += gap
         self._mark = now
 
     def _claims_of(self, round_index: int) -> dict[str, list[str]]:
@@ -387,20 +402,31 @@ class Participant:
                 if node is not None:
                     self._nodes[uid] = node
 
-    def _master_of(self, round_index: int, uid: str) -> str:
-        value = _decode(self._store.get(f"round/{round_index:06d}/ack+{uid}"))
-        return str(value.get("master", "")) if value else ""
+    def _confirmed(self, record: RoundRecord, uids: list[str]) -> dict[str, str]:
+        """Who has confirmed a frozen round. The first slot has when its word can be read: nobody can start without."""
+        if record.status is not Status.FROZEN:
+            return {}
+        first = record.members[0].uid
+        confirmed = {uid: "" for uid in uids if uid != first}
+        if first in uids:
+            value = _decode(self._store.get(f"round/{record.round:06d}/ack+{first}"))
+            if value is not None:
+                confirmed[first] = str(value.get("master", ""))
+        return confirmed
 
     def _failures_of(self, round_index: int, claims: Mapping[str, list[str]]) -> dict[str, NodeFailure]:
-        kinds = {**dict.fromkeys(claims.get("fail", ()), "fail"), **dict.fromkeys(claims.get("sum", ()), "sum")}
         found: dict[str, NodeFailure] = {}
-        for uid, kind in kinds.items():
-            value = _decode(self._store.get(f"round/{round_index:06d}/{kind}+{uid}"))
-            failure = decode_failure(value) if value is not None else None
-            found[uid] = failure or NodeFailure(
+        for kind in ("sum", "fail"):  # what a node summed up replaces its first word
+            for uid in claims.get(kind, ()):
+                value = None if uid in found else _decode(self._store.get(f"round/{round_index:06d}/{kind}+{uid}"))
+                failure = decode_failure(value) if value is not None else None
+                if failure is not None:
+                    found[uid] = failure
+        for uid in {*claims.get("sum", ()), *claims.get("fail", ())} - set(found):
+            found[uid] = NodeFailure(
                 node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)"
             )
-        return found
+        return dict(sorted(found.items()))
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record

@@ -1,0 +1,613 @@
+"""Every row of the coordinator's decisions: what it sees → what it commits, and what it says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.rendezvous.coordinator import Proposal, Settlement, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import (
+    FailureMemory,
+    Member,
+    NodeFailure,
+    NodeInfo,
+    Outcome,
+    RoundRecord,
+    Status,
+)
+from hpc_elastic.rendezvous.transitions import RoundEvent
+
+SETTINGS = RendezvousSettings(
+    min_nodes=2,
+    max_nodes=4,
+    expected_nodes=4,
+    timeout=600,
+    last_call_timeout=30,
+    heartbeat_interval=4,
+    heartbeat_ttl=20,
+)
+NAMES = {0: "node 0", 1: "node 1", 2: "node 2", 3: "nid003"}
+MEMORY = FailureMemory(fingerprint="before", times=1, step=7)
+
+
+def uid(node: int, start: int = 1) -> str:
+    """Of the `start`-th agent of a node."""
+    return f"{node:05d}-n{node}-{start:016x}-abcd"
+
+
+def info(name: str, local_world_size: int = 1) -> NodeInfo:
+    node = int(name[:5])
+    return NodeInfo(
+        uid=name, node=node, host=f"n{node}", local_world_size=local_world_size, addresses=(), port=0, spare=False
+    )
+
+
+def members(*names: str) -> tuple[Member, ...]:
+    return tuple(Member(name, int(name[:5]), 1) for name in names)
+
+
+def record(status: Status, *names: str, **changes: Any) -> RoundRecord:
+    plain = RoundRecord(
+        number=9,
+        epoch="e",
+        term=3,
+        leader=uid(0),
+        round=5,
+        status=status,
+        members=members(*names),
+        restarts_used=1,
+        reason="why it opened",
+        memory=MEMORY,
+    )
+    return replace(plain, **changes)
+
+
+def view(of: RoundRecord, *, joined: Sequence[str] = (), **seen: Any) -> View:
+    plain = View(
+        record=of,
+        joined={name: info(name) for name in joined},
+        acked={},
+        failures={},
+        done=frozenset(),
+        leaving={},
+        gone=frozenset(),
+        dead=frozenset(),
+        names={3: "nid003"},
+        since_status=0.0,
+        since_lost=0.0,
+    )
+    return replace(plain, **seen)
+
+
+def failure(node: int, failure_class: str = "root", message: str = "boom") -> NodeFailure:
+    return NodeFailure(node=node, fingerprint="F", failure_class=failure_class, retryable=True, message=message)
+
+
+@dataclass
+class Settle:
+    """The restart policy's place: answers what it was made with, and remembers what it was asked."""
+
+    answer: Settlement = field(default_factory=lambda: settled())
+    asked: list[tuple[RoundRecord, tuple[NodeFailure, ...], bool]] = field(default_factory=list)
+
+    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> Settlement:
+        self.asked.append((of, tuple(failures), node_lost))
+        return self.answer
+
+
+def settled(**changes: Any) -> Settlement:
+    plain = Settlement(go_on=True, counts=False, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8))
+    return replace(plain, **changes)
+
+
+def decide(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal | None:
+    proposal = next_proposal(seen, settings, settle or Settle())
+    if proposal is not None:
+        assert proposal.record.number == seen.record.number + 1
+        assert proposal.record.term == seen.record.term
+        assert proposal.record.leader == seen.record.leader
+        assert proposal.record.epoch == seen.record.epoch
+    return proposal
+
+
+def committed(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal:
+    proposal = decide(seen, settings, settle)
+    assert proposal is not None
+    return proposal
+
+
+def nodes_of(proposal: Proposal) -> list[int]:
+    return [member.node for member in proposal.record.members]
+
+
+ALL = [uid(0), uid(1), uid(2), uid(3)]
+START = record(Status.JOINABLE, round=0)
+AGAIN = record(Status.JOINABLE, *ALL)
+FROZEN = record(Status.FROZEN, *ALL)
+FINAL = record(Status.FINAL, *ALL, master="n0:1")
+
+
+# -- joinable: waiting, last call, freezing
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "nodes"),
+    [
+        ("all that were launched are here", view(START, joined=ALL), [0, 1, 2, 3]),
+        ("MIN is not here yet", view(START, joined=ALL[:1], since_status=599), None),
+        ("nobody is here", view(START), None),
+        ("MIN is here, the last call goes on", view(START, joined=ALL[:2], since_status=29.9), None),
+        ("the last call is over", view(START, joined=ALL[1:3], since_status=30), [1, 2]),
+        ("nobody is waited for who was given up", view(START, joined=ALL[1:], gone=frozenset([0])), [1, 2, 3]),
+        ("nor who was lost before", view(replace(START, lost=(0, 1)), joined=ALL[2:]), [2, 3]),
+        ("nor who died while joining", view(START, joined=ALL, dead=frozenset(ALL[1:2])), [0, 2, 3]),
+        ("one that died is no member after the last call", view(START, joined=ALL[:3], dead=frozenset(ALL[:1])), None),
+        (
+            "the same, later",
+            view(START, joined=ALL[:3], dead=frozenset(ALL[:1]), since_status=30),
+            [1, 2],
+        ),
+        ("one that leaves is no member", view(START, joined=ALL, leaving={uid(3): "left"}, since_status=30), [0, 1, 2]),
+        ("members come back", view(AGAIN, joined=ALL), [0, 1, 2, 3]),
+        (
+            "a living member is waited for beyond the last call: its workers are still ending",
+            view(AGAIN, joined=ALL[:3], since_status=599),
+            None,
+        ),
+        ("a dead member is not waited for", view(AGAIN, joined=ALL[:3], dead=frozenset(ALL[3:])), [0, 1, 2]),
+        ("nor one whose node was given up", view(AGAIN, joined=ALL[:3], gone=frozenset([3])), [0, 1, 2]),
+        ("a lost node that is here again is a member", view(replace(AGAIN, lost=(3,)), joined=ALL), [0, 1, 2, 3]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_when_a_round_is_frozen(what: str, seen: View, nodes: list[int] | None) -> None:
+    proposal = decide(seen)
+    if nodes is None:
+        assert proposal is None
+        return
+    assert proposal is not None
+    assert proposal.event is RoundEvent.FREEZE
+    assert proposal.record.status is Status.FROZEN
+    assert proposal.record.round == seen.record.round
+    assert nodes_of(proposal) == nodes
+
+
+def test_at_max_nobody_else_is_waited_for() -> None:
+    settings = replace(SETTINGS, max_nodes=2, expected_nodes=4)
+    proposal = committed(view(START, joined=ALL[:2]), settings)
+    assert nodes_of(proposal) == [0, 1]
+
+
+def test_a_member_that_still_ends_its_workers_is_waited_for_even_at_max() -> None:
+    """Its slot is its own: a spare does not take it."""
+    settings = replace(SETTINGS, max_nodes=2, expected_nodes=4)
+    of = record(Status.JOINABLE, uid(0), uid(1))
+    assert decide(view(of, joined=[uid(1), uid(2), uid(3)]), settings) is None
+    assert nodes_of(committed(view(of, joined=ALL), settings)) == [0, 1]
+
+
+def test_at_the_timeout_those_that_are_here_start_where_they_are_enough() -> None:
+    """A member that is alive and stuck must not end the run of the others."""
+    proposal = committed(view(AGAIN, joined=ALL[:3], since_status=600))
+    assert proposal.event is RoundEvent.FREEZE
+    assert nodes_of(proposal) == [0, 1, 2]
+    assert proposal.record.lost == (3,)
+
+
+def test_no_more_than_max_become_members() -> None:
+    settings = replace(SETTINGS, max_nodes=3)
+    assert nodes_of(committed(view(START, joined=ALL), settings)) == [0, 1, 2]
+
+
+def test_of_two_agents_of_one_node_the_newer_one_is_a_member() -> None:
+    names = [uid(0, 1), uid(0, 2), *ALL[1:]]
+    for order in (names, names[::-1]):
+        proposal = committed(view(START, joined=order))
+        assert [m.uid for m in proposal.record.members] == [uid(0, 2), *ALL[1:]]
+
+
+def test_of_two_agents_of_one_node_the_living_one_is_a_member() -> None:
+    proposal = committed(view(START, joined=[uid(0, 1), uid(0, 2), *ALL[1:]], dead=frozenset([uid(0, 2)])))
+    assert proposal.record.members[0].uid == uid(0, 1)
+
+
+def test_local_world_sizes_are_the_nodes_own() -> None:
+    seen = replace(view(START), joined={uid(n): info(uid(n), n + 1) for n in range(4)})
+    assert [m.local_world_size for m in committed(seen).record.members] == [1, 2, 3, 4]
+
+
+def test_freezing_notes_who_is_not_there() -> None:
+    proposal = committed(view(START, joined=ALL[1:3], since_status=30, gone=frozenset([3])))
+    assert proposal.record.lost == (0, 3)
+    assert "without node 0, nid003" in proposal.reason
+
+
+def test_a_lost_node_that_came_back_is_lost_no_more() -> None:
+    assert committed(view(replace(AGAIN, lost=(2, 3)), joined=ALL)).record.lost == ()
+
+
+def test_freezing_starts_the_count_of_waiting_nodes_anew() -> None:
+    assert committed(view(replace(AGAIN, waiting=2), joined=ALL)).record.waiting == 0
+
+
+# -- joinable: what the restart policy says
+
+
+def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
+    settle = Settle(settled(counts=True, reason="restart 2 of 3"))
+    failures = {uid(1): failure(1), uid(2): failure(2, "symptom")}
+    proposal = committed(view(AGAIN, joined=ALL, failures=failures), settle=settle)
+    assert settle.asked == [(AGAIN, (failure(1), failure(2, "symptom")), False)]
+    assert proposal.record.restarts_used == 2
+    assert proposal.record.memory == settle.answer.memory
+    assert proposal.reason == "restart 2 of 3"
+
+
+def test_what_the_policy_does_not_count_is_free() -> None:
+    proposal = committed(view(AGAIN, joined=ALL), settle=Settle(settled(counts=False)))
+    assert proposal.record.restarts_used == 1
+    assert proposal.reason == "why it opened"
+
+
+def test_the_policy_is_asked_only_when_the_round_is_frozen() -> None:
+    settle = Settle()
+    decide(view(AGAIN, joined=ALL[:3], failures={uid(1): failure(1)}), settle=settle)
+    decide(view(FROZEN, acked=dict.fromkeys(ALL, "n0:1")), settle=settle)
+    decide(view(FINAL, failures={uid(1): failure(1)}), settle=settle)
+    assert settle.asked == []
+
+
+@pytest.mark.parametrize("retryable", [True, False])
+def test_the_policy_gives_up(retryable: bool) -> None:
+    settle = Settle(settled(go_on=False, reason="restarts exhausted", retryable=retryable))
+    proposal = committed(view(AGAIN, joined=ALL, failures={uid(1): failure(1)}), settle=settle)
+    assert proposal.event is RoundEvent.CLOSE
+    assert proposal.record.status is Status.CLOSED
+    assert proposal.record.outcome is Outcome.FAILED
+    assert proposal.record.reason == "restarts exhausted"
+    assert proposal.record.retryable is retryable
+    assert proposal.record.memory == settle.answer.memory
+    assert proposal.record.restarts_used == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "lost"),
+    [
+        ("nobody", view(AGAIN, joined=ALL), False),
+        ("a member died", view(AGAIN, joined=ALL[:3], dead=frozenset(ALL[3:])), True),
+        ("a member was noticed as lost before", view(replace(AGAIN, lost=(3,)), joined=ALL[:3]), True),
+        ("a member's node was given up", view(AGAIN, joined=ALL[:3], gone=frozenset([3])), True),
+        ("a member's agent was started again", view(AGAIN, joined=[*ALL[:3], uid(3, 2)]), True),
+        (
+            "a member's agent was started again, the old one's claim is here too",
+            view(AGAIN, joined=[*ALL, uid(3, 2)]),
+            True,
+        ),
+        (
+            "a node that was lost long ago, and no member since",
+            view(record(Status.JOINABLE, *ALL[:3], lost=(3,)), joined=ALL[:3]),
+            False,
+        ),
+        ("a node that was given up long ago", view(record(Status.JOINABLE, *ALL[:3]), joined=ALL[:3], gone={3}), False),
+        ("a node that never came", view(START, joined=ALL[:3], since_status=30), False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: str, seen: View, lost: bool) -> None:
+    settle = Settle()
+    assert committed(seen, settle=settle).event is RoundEvent.FREEZE
+    assert settle.asked[0][2] is lost
+
+
+# -- joinable: too few nodes
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "reason"),
+    [
+        ("the rest may still come", view(START, joined=ALL[:1]), None),
+        (
+            "all others were given up",
+            view(START, joined=ALL[:1], gone=frozenset([1, 2, 3])),
+            "1 of at least 2 nodes are left (missing: node 1-3)",
+        ),
+        (
+            "the others are lost, and may be started again",
+            view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_status=500, since_lost=29),
+            None,
+        ),
+        (
+            "the others are lost, and were not started again",
+            view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=30),
+            "1 of at least 2 nodes are left (missing: node 1-3)",
+        ),
+        ("somebody is still awaited", view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[2:]), since_lost=31), None),
+        (
+            "who died while joining may be started again",
+            view(START, joined=ALL, dead=frozenset(ALL[1:]), since_lost=29),
+            None,
+        ),
+        (
+            "who died while joining was not started again",
+            view(START, joined=ALL, dead=frozenset(ALL[1:]), since_lost=30),
+            "1 of at least 2 nodes are left (missing: node 1-3)",
+        ),
+        (
+            "the timeout",
+            view(START, joined=ALL[:1], gone=frozenset([3]), since_status=600),
+            "3 of 4 nodes had not joined after 600 s (missing: node 1-3)",
+        ),
+        ("just before the timeout", view(START, joined=ALL[:1], since_status=599.9), None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_too_few_nodes(what: str, seen: View, reason: str | None) -> None:
+    proposal = decide(seen)
+    if reason is None:
+        assert proposal is None
+        return
+    assert proposal is not None
+    assert proposal.event is RoundEvent.CLOSE
+    assert proposal.record.outcome is Outcome.TOO_FEW_NODES
+    assert proposal.record.reason == reason
+    assert proposal.record.retryable
+    assert proposal.record.memory == MEMORY
+
+
+def test_fewer_were_launched_than_are_needed() -> None:
+    proposal = committed(view(START, joined=ALL[:1]), replace(SETTINGS, expected_nodes=1))
+    assert proposal.record.outcome is Outcome.TOO_FEW_NODES
+
+
+# -- frozen
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "lost"),
+    [
+        ("nobody has confirmed", view(FROZEN), None),
+        ("one has not confirmed", view(FROZEN, acked=dict.fromkeys(ALL[:3], "m"), since_status=40), None),
+        (
+            "one has not confirmed for two heartbeats' lives",
+            view(FROZEN, acked=dict.fromkeys(ALL[:3], "m"), since_status=40.1),
+            {3: "did not confirm"},
+        ),
+        ("a member died", view(FROZEN, dead=frozenset([uid(2)])), {2: "stopped its heartbeat"}),
+        (
+            "a member died after it confirmed",
+            view(FROZEN, acked=dict.fromkeys(ALL, "m"), dead=frozenset([uid(2)])),
+            {2: "stopped its heartbeat"},
+        ),
+        ("a member leaves", view(FROZEN, leaving={uid(0): "disk full"}), {0: "left: disk full"}),
+        ("a node was given up", view(FROZEN, gone=frozenset([1])), {1: "has no agent any more"}),
+        ("a stranger died", view(FROZEN, joined=[uid(5)], dead=frozenset([uid(5)])), None),
+        ("a stranger waits", view(FROZEN, joined=[uid(5)]), None),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_frozen_round_opens_again(what: str, seen: View, lost: dict[int, str] | None) -> None:
+    proposal = decide(seen)
+    if lost is None:
+        assert proposal is None
+        return
+    assert proposal is not None
+    assert proposal.event is RoundEvent.REOPEN
+    assert proposal.record.status is Status.JOINABLE
+    assert proposal.record.round == 6
+    assert proposal.record.lost == tuple(lost)
+    assert proposal.record.members == FROZEN.members, "in the slots that they are to keep"
+    for node, why in lost.items():
+        assert f"{NAMES[node]} {why}" in proposal.reason
+    assert proposal.record.reason == proposal.reason
+
+
+def test_a_member_with_a_new_agent_is_not_waited_for_and_not_lost() -> None:
+    proposal = committed(view(replace(FROZEN, lost=(1,)), joined=[uid(1, 2)]))
+    assert proposal.event is RoundEvent.REOPEN
+    assert "node 1 has a new agent" in proposal.reason
+    assert proposal.record.lost == ()
+
+
+def test_all_confirmed_makes_it_final_with_the_first_slots_master() -> None:
+    of = replace(FROZEN, members=members(uid(2), uid(0), uid(1), uid(3)))
+    masters = {uid(0): "", uid(1): "", uid(2): "10.0.0.2 29500 1", uid(3): ""}
+    proposal = committed(view(of, acked=masters))
+    assert proposal.event is RoundEvent.CONFIRM
+    assert proposal.record.status is Status.FINAL
+    assert proposal.record.round == 5
+    assert proposal.record.master == "10.0.0.2 29500 1"
+    assert proposal.record.members == of.members
+    assert proposal.record.restarts_used == 1
+
+
+# -- final
+
+
+def test_nothing_happens_while_all_is_well() -> None:
+    assert decide(view(FINAL, since_status=1e6)) is None
+
+
+def test_a_failure_opens_the_next_round() -> None:
+    failures = {
+        uid(1): failure(1, "symptom", "connection reset"),
+        uid(2): failure(2, "root", "ValueError"),
+        uid(3): failure(3, "infrastructure", "no space"),
+    }
+    proposal = committed(view(FINAL, failures=failures))
+    assert proposal.event is RoundEvent.REOPEN
+    assert proposal.record.status is Status.JOINABLE
+    assert proposal.record.round == 6
+    assert proposal.record.master == ""
+    assert proposal.reason == proposal.record.reason == "ValueError on node 2"
+    assert proposal.record.restarts_used == 1, "charged when the next round is frozen"
+    assert proposal.record.members == FINAL.members
+
+
+@pytest.mark.parametrize(("classes", "named"), [(("unknown", "infrastructure"), 1), (("symptom", "unknown"), 0)])
+def test_the_strongest_failure_gives_the_reason(classes: tuple[str, str], named: int) -> None:
+    failures = {uid(n): failure(n, failure_class) for n, failure_class in enumerate(classes)}
+    assert f"on node {named}" in committed(view(FINAL, failures=failures)).reason
+
+
+def test_a_failure_and_a_loss_at_once_are_both_noted() -> None:
+    proposal = committed(view(FINAL, failures={uid(1): failure(1)}, dead=frozenset([uid(3)])))
+    assert "boom on node 1" in proposal.reason
+    assert proposal.record.lost == (3,)
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "lost", "reason"),
+    [
+        ("died", view(FINAL, dead=frozenset([uid(2)])), (2,), "node 2 stopped its heartbeat"),
+        ("leaves", view(FINAL, leaving={uid(2): "no GPU"}), (2,), "node 2 left: no GPU"),
+        ("given up", view(FINAL, gone=frozenset([2])), (2,), "node 2 has no agent any more"),
+        ("a new agent", view(FINAL, joined=[uid(2, 2)]), (), "node 2 has a new agent"),
+        (
+            "died before, and a new agent is here",
+            view(replace(FINAL, lost=(2,)), joined=[uid(2, 2)], dead=frozenset([uid(2)])),
+            (),
+            "node 2 has a new agent",
+        ),
+        (
+            "two died",
+            view(FINAL, dead=frozenset([uid(3), uid(1)])),
+            (1, 3),
+            "node 1 stopped its heartbeat; nid003 stopped",
+        ),
+        (
+            "one is lost already",
+            view(record(Status.FINAL, *ALL[:3], lost=(3,)), dead=frozenset([uid(2)])),
+            (2, 3),
+            "node 2",
+        ),
+        (
+            "one died, others are done",
+            view(FINAL, dead=frozenset([uid(2)]), done=frozenset([uid(0), uid(1)])),
+            (2,),
+            "node 2 stopped its heartbeat",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_lost_member_opens_the_next_round(what: str, seen: View, lost: tuple[int, ...], reason: str) -> None:
+    proposal = committed(seen)
+    assert proposal.event is RoundEvent.REOPEN
+    assert proposal.record.round == 6
+    assert proposal.record.lost == lost
+    assert reason in proposal.reason
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "over"),
+    [
+        ("all are done", view(FINAL, done=frozenset(ALL)), True),
+        ("all but one", view(FINAL, done=frozenset(ALL[:3])), False),
+        ("the others are done and dead", view(FINAL, done=frozenset(ALL), dead=frozenset(ALL[1:])), True),
+        ("one is done and dead, the others run", view(FINAL, done=frozenset(ALL[:1]), dead=frozenset(ALL[:1])), False),
+        ("one is done and given up, the others run", view(FINAL, done=frozenset(ALL[:1]), gone=frozenset([0])), False),
+        ("one is done and has a new agent", view(FINAL, done=frozenset(ALL[:1]), joined=[uid(0, 2)]), False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_done_on_all_nodes_is_success(what: str, seen: View, over: bool) -> None:
+    proposal = decide(seen)
+    if over:
+        assert proposal is not None
+        assert proposal.event is RoundEvent.CLOSE
+        assert proposal.record.outcome is Outcome.SUCCEEDED
+        assert proposal.record.retryable
+    else:
+        assert proposal is None or proposal.event is RoundEvent.ANNOUNCE
+
+
+def test_a_late_failure_beats_the_others_being_done() -> None:
+    proposal = committed(view(FINAL, done=frozenset(ALL[:3]), failures={uid(3): failure(3)}))
+    assert proposal.event is RoundEvent.REOPEN
+
+
+def test_a_failure_of_a_round_that_all_have_done_is_not_overlooked() -> None:
+    assert committed(view(FINAL, done=frozenset(ALL), failures={uid(3): failure(3)})).event is RoundEvent.REOPEN
+
+
+def test_a_member_that_asks_for_it_gets_a_new_round() -> None:
+    proposal = committed(view(FINAL, joined=[uid(1)]))
+    assert proposal.event is RoundEvent.REOPEN
+    assert proposal.record.lost == ()
+
+
+SMALL = record(Status.FINAL, *ALL[:3], lost=(3,), master="n0:1")
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "event", "waiting"),
+    [
+        ("a node comes and there is room", view(SMALL, joined=[uid(3)]), RoundEvent.REOPEN, 0),
+        ("a dead one came", view(SMALL, joined=[uid(3)], dead=frozenset([uid(3)])), None, 0),
+        (
+            "a node comes when the first are done",
+            view(SMALL, joined=[uid(3)], done=frozenset(ALL[:1])),
+            RoundEvent.ANNOUNCE,
+            1,
+        ),
+        ("a node comes and there is no room", view(FINAL, joined=[uid(4)]), RoundEvent.ANNOUNCE, 1),
+        ("it is announced once", view(replace(FINAL, waiting=1), joined=[uid(4)]), None, 0),
+        ("another one comes", view(replace(FINAL, waiting=1), joined=[uid(4), uid(5)]), RoundEvent.ANNOUNCE, 2),
+        (
+            "the one that waited died",
+            view(replace(FINAL, waiting=1), joined=[uid(4)], dead=frozenset([uid(4)])),
+            RoundEvent.ANNOUNCE,
+            0,
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nodes_that_come_later(what: str, seen: View, event: RoundEvent | None, waiting: int) -> None:
+    proposal = decide(seen)
+    assert (proposal.event if proposal else None) is event
+    if proposal is None:
+        return
+    assert proposal.record.waiting == waiting
+    if event is RoundEvent.REOPEN:
+        assert "nid003 came" in proposal.reason
+        assert proposal.record.round == 6
+    else:
+        assert proposal.record.status is Status.FINAL
+        assert proposal.record.round == 5
+        assert proposal.record.members == seen.record.members
+        assert proposal.record.master == "n0:1"
+
+
+# -- closed
+
+
+def test_after_the_end_nothing_follows() -> None:
+    closed = record(Status.CLOSED, *ALL, outcome=Outcome.SUCCEEDED)
+    assert decide(view(closed, joined=ALL, failures={uid(1): failure(1)}, dead=frozenset(ALL))) is None
+    with pytest.raises(IllegalTransitionError):
+        closed_after(closed, Outcome.FAILED, "again")
+
+
+@pytest.mark.parametrize("status", [Status.JOINABLE, Status.FROZEN, Status.FINAL])
+def test_anything_else_can_be_closed(status: Status) -> None:
+    of = record(status, *ALL, waiting=1, lost=(5,))
+    closed = closed_after(of, Outcome.CANCELLED, "Ctrl-C")
+    assert closed.status is Status.CLOSED
+    assert closed.outcome is Outcome.CANCELLED
+    assert closed.reason == "Ctrl-C"
+    assert (closed.number, closed.round, closed.members) == (10, 5, of.members)
+    assert closed.memory == MEMORY
+
+
+@pytest.mark.parametrize(
+    ("missing", "text"),
+    [({0}, "node 0"), ({0, 1}, "node 0-1"), ({0, 2}, "node 0,2"), ({1, 2, 3, 9, 10, 12}, "node 1-3,9-10,12")],
+)
+def test_nodes_are_named_in_ranges(missing: set[int], text: str) -> None:
+    settings = replace(SETTINGS, expected_nodes=13, min_nodes=13, max_nodes=13)
+    here = [uid(node) for node in range(13) if node not in missing]
+    assert f"(missing: {text})" in committed(view(START, joined=here, since_status=600), settings).reason

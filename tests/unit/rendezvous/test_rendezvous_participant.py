@@ -1,0 +1,617 @@
+"""One participant, stepped by hand: what it reads and writes, whom it rings, and when it does not trust itself."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.rendezvous.coordinator import Settlement
+from hpc_elastic.rendezvous.errors import RendezvousStateError
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, Outcome, RoundRecord, Status
+from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.store.base import StoreWipedError
+from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.fake_clock import FakeClock
+
+SETTINGS = RendezvousSettings(
+    min_nodes=2,
+    max_nodes=2,
+    expected_nodes=2,
+    timeout=600,
+    last_call_timeout=30,
+    heartbeat_interval=4,
+    heartbeat_ttl=20,
+    poll_interval=1,
+)
+
+
+class SpyStore(MemoryStore):
+    """Notes what is asked of it; `hidden` keys are listed and can't be read, and `refuse` raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+        self.writes: list[str] = []
+        self.hidden: set[str] = set()
+        self.refuse: Callable[[str], bool] = lambda key: False
+        self.on_read: Callable[[str], None] = lambda key: None
+
+    def get(self, key: str) -> str | None:
+        self.reads.append(key)
+        self.on_read(key)
+        return None if key in self.hidden else super().get(key)
+
+    def version(self, key: str) -> str | None:
+        self.on_read(key)
+        return super().get(key)
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        self._check(key)
+        self.writes.append(key)
+        return super().put_if_absent(key, value)
+
+    def overwrite(self, key: str, value: str) -> None:
+        self._check(key)
+        super().overwrite(key, value)
+
+    def _check(self, key: str) -> None:
+        if self.refuse(key):
+            raise OSError(5, "Input/output error")
+
+
+class Seat:
+    """A participant with all that it told and rang."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        clock: FakeClock,
+        node: int,
+        *,
+        settings: RendezvousSettings = SETTINGS,
+        settle: Callable[..., Settlement] | None = None,
+        port: int = 0,
+    ) -> None:
+        clock.now += 0.001
+        self.info = NodeInfo(
+            uid=new_uid(max(node, 0) if node != OBSERVER_NODE else 99999, f"n{node}", clock),
+            node=node,
+            host=f"n{node}",
+            local_world_size=1,
+            addresses=(f"10.0.0.{node + 1}", f"10.1.0.{node + 1}"),
+            port=port or 7000 + node,
+        )
+        self.records: list[RoundRecord] = []
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.rung: list[tuple[str, int]] = []
+        self.participant = Participant(
+            run_id="unit",
+            store=store,
+            info=self.info,
+            settings=settings,
+            settle=settle or (lambda *_: Settlement(go_on=True, counts=False, reason="", memory=FailureMemory())),
+            clock=clock,
+            rng=random.Random(node),
+            listener=self,
+            bell=self,
+        )
+
+    def on_record(self, record: RoundRecord) -> None:
+        self.records.append(record)
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        self.events.append((event, fields))
+
+    def ring(self, addresses: list[tuple[str, int]]) -> None:
+        self.rung += addresses
+
+    def settle_down(self) -> None:
+        """Step until nothing more is to be done at once."""
+        for _ in range(50):
+            if self.participant.step() > 0:
+                return
+        raise AssertionError("it never comes to rest")
+
+    @property
+    def record(self) -> RoundRecord:
+        record = self.participant.record
+        assert record is not None
+        return record
+
+
+@pytest.fixture
+def store() -> SpyStore:
+    return SpyStore()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def frozen(store: SpyStore, clock: FakeClock, **more: Any) -> tuple[Seat, Seat]:
+    """Two participants in a frozen round; the first one coordinates."""
+    first, second = Seat(store, clock, 0, **more), Seat(store, clock, 1, **more)
+    for seat in (first, second):
+        seat.participant.join()
+    first.settle_down()
+    second.settle_down()
+    first.settle_down()
+    assert first.record.status is Status.FROZEN
+    second.settle_down()
+    return first, second
+
+
+def running(store: SpyStore, clock: FakeClock, **more: Any) -> tuple[Seat, Seat]:
+    """Two participants in a final round."""
+    first, second = frozen(store, clock, **more)
+    second.participant.confirm(0, "")
+    second.settle_down()
+    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.settle_down()
+    second.settle_down()
+    assert second.record.status is Status.FINAL
+    return first, second
+
+
+def advance(clock: FakeClock, seconds: float, *seats: Seat, tick: float = 1.0) -> None:
+    """Let time pass while these participants are stepped, and the others are not."""
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += tick
+        for seat in seats:
+            seat.settle_down()
+
+
+def boom(node: int) -> NodeFailure:
+    return NodeFailure(node=node, fingerprint="F", failure_class="root", retryable=True, message="boom")
+
+
+# -- joining and confirming
+
+
+def test_it_says_who_it_is_and_that_it_lives_before_it_claims_anything(store: SpyStore, clock: FakeClock) -> None:
+    seat = Seat(store, clock, 0)
+    seat.participant.join()
+    seat.participant.report_done(0)
+    seat.settle_down()
+    kinds = [key.partition("/")[0] for key in store.writes]
+    assert kinds.index("node") < kinds.index("round")
+    assert store.get(f"hb/{seat.info.uid}") is not None
+    assert json.loads(store.get(f"node/{seat.info.uid}") or "")["host"] == "n0"
+
+
+def test_the_first_node_opens_the_log_and_the_others_give_it_time(store: SpyStore, clock: FakeClock) -> None:
+    third = Seat(store, clock, 3)
+    third.participant.join()
+    third.settle_down()
+    assert third.participant.record is None
+    advance(clock, 0.5, third, tick=0.1)
+    assert third.participant.record is None
+    advance(clock, 0.5, third, tick=0.1)
+    assert third.record.leader == third.info.uid
+    assert third.record.round == 0
+
+
+def test_nobody_opens_a_round_that_it_does_not_want_to_be_in(store: SpyStore, clock: FakeClock) -> None:
+    seat = Seat(store, clock, 0)
+    advance(clock, 10, seat)
+    assert seat.participant.record is None
+
+
+def test_a_claim_is_made_again_until_the_store_takes_it(store: SpyStore, clock: FakeClock) -> None:
+    _first, second = running(store, clock)
+    store.refuse = lambda key: "/done+" in key
+    second.participant.report_done(0)
+    for _ in range(3):
+        with pytest.raises(OSError, match="Input/output"):
+            second.participant.step()
+    store.refuse = lambda key: False
+    second.settle_down()
+    assert f"done+{second.info.uid}" in store.list("round/000000")
+
+
+def test_what_is_said_first_is_written_first(store: SpyStore, clock: FakeClock) -> None:
+    """A join says that this node's failures of the round before are all told."""
+    first, second = running(store, clock)
+    first.participant.report_failure(0, boom(0))
+    first.settle_down()
+    assert first.record.status is Status.JOINABLE
+    store.writes.clear()
+    second.participant.sum_up_failures(0, boom(1))
+    second.participant.join()
+    second.settle_down()
+    told, joined = (key.rpartition("/")[2].partition("+")[0] for key in store.writes)
+    assert (told, joined) == ("sum", "join")
+
+
+def test_a_member_of_a_round_does_not_join_the_next_one_by_itself(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    first.participant.report_failure(0, boom(0))
+    first.settle_down()
+    advance(clock, 8, first, second)
+    assert store.list("round/000001") == []
+
+
+def test_it_joins_a_round_once(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    third = Seat(store, clock, 2)
+    third.participant.join()
+    store.writes.clear()
+    advance(clock, 10, first, second, third)
+    assert [key for key in store.writes if "/join+" in key] == [f"round/000001/join+{third.info.uid}"]
+
+
+def test_a_round_is_not_final_before_the_first_slots_word_can_be_read(store: SpyStore, clock: FakeClock) -> None:
+    """Listed, and yet ENOENT: without the master's address nobody could start."""
+    first, second = frozen(store, clock)
+    second.participant.confirm(0, "")
+    second.settle_down()
+    store.hidden = {f"round/000000/ack+{first.info.uid}"}
+    first.participant.confirm(0, "10.0.0.1 29500 1")
+    advance(clock, 10, first, second)
+    assert first.record.status is Status.FROZEN
+    store.hidden = set()
+    advance(clock, 1, first)
+    assert first.record.status is Status.FINAL
+    assert first.record.master == "10.0.0.1 29500 1"
+
+
+def test_of_the_confirmations_only_the_first_slots_is_read(store: SpyStore, clock: FakeClock) -> None:
+    first, second = frozen(store, clock)
+    second.participant.confirm(0, "")
+    second.settle_down()
+    store.reads.clear()
+    first.settle_down()
+    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.settle_down()
+    assert first.record.status is Status.FINAL
+    advance(clock, 5, first, second)
+    assert {key for key in store.reads if "/ack+" in key} == {f"round/000000/ack+{first.info.uid}"}
+    store.reads.clear()
+    advance(clock, 5, first, second)
+    assert not [key for key in store.reads if "/ack+" in key], "nothing is read again while workers run"
+
+
+def test_an_unreadable_claim_of_a_failure_is_one_all_the_same(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    store.put_if_absent(f"round/000000/fail+{second.info.uid}", "{")
+    first.settle_down()
+    assert first.record.status is Status.JOINABLE
+    assert "n1" in first.record.reason
+
+
+def test_the_sum_counts_and_the_first_word_where_it_can_not_be_read(store: SpyStore, clock: FakeClock) -> None:
+    asked: list[Any] = []
+
+    def settle(*args: Any) -> Settlement:
+        asked.append(args)
+        return Settlement(go_on=True, counts=True, reason="", memory=FailureMemory())
+
+    for hidden in (False, True):
+        store, clock = SpyStore(), FakeClock()
+        first, second = running(store, clock, settle=settle)
+        second.participant.report_failure(0, replace(boom(1), message="first word", failure_class="unknown"))
+        second.participant.sum_up_failures(0, replace(boom(1), message="sum"))
+        if hidden:
+            store.hidden = {f"round/000000/sum+{second.info.uid}"}
+        asked.clear()
+        for seat in (first, second):
+            seat.participant.join()
+        advance(clock, 3, second, first)
+        (_, failures, _) = asked[-1]
+        assert [f.message for f in failures] == ["first word" if hidden else "sum"]
+
+
+# -- the store
+
+
+def test_a_store_that_was_replaced_is_noticed_with_the_next_beat(store: SpyStore, clock: FakeClock) -> None:
+    first, _ = running(store, clock)
+    store.delete("epoch/id")
+    store.put_if_absent("epoch/id", "another")
+    with pytest.raises(StoreWipedError, match="was replaced"):
+        advance(clock, 5, first)
+
+
+def test_a_store_that_is_gone_is_noticed_and_a_stale_look_is_not_taken_for_it(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    first, second = running(store, clock)
+    store.hidden = {"epoch/id"}  # ENOENT or ESTALE for a moment: what some filesystems say of what is there
+    clock.now += 4
+    with pytest.raises(OSError, match="epoch"):
+        first.participant.step()
+    store.hidden = set()
+    advance(clock, 30, first, second)
+    assert first.record.status is Status.FINAL
+    store.hidden = {"epoch/id"}
+    clock.now += 4
+    with pytest.raises(OSError, match="epoch"):
+        first.participant.step()
+    clock.now += 4
+    with pytest.raises(StoreWipedError, match="was removed"):
+        first.participant.step()
+
+
+def test_a_log_of_another_epoch_is_no_log_of_ours(store: SpyStore, clock: FakeClock) -> None:
+    running(store, clock)
+    store.delete("epoch/id")
+    late = Seat(store, clock, 2)
+    with pytest.raises(StoreWipedError, match="is of epoch"):
+        late.participant.step()
+
+
+@pytest.mark.parametrize("raw", ['{"v": 2}', "{}", "garbage"])
+def test_a_record_that_can_not_be_understood_ends_the_participant(store: SpyStore, clock: FakeClock, raw: str) -> None:
+    first, _ = running(store, clock)
+    store.put_if_absent(f"log/{first.record.number + 1:016d}", raw)
+    with pytest.raises(RendezvousStateError, match=rf"record {first.record.number + 1} is"):
+        first.participant.step()
+
+
+# -- coordinating
+
+
+def test_a_coordinator_without_a_beat_of_its_own_decides_nothing(store: SpyStore, clock: FakeClock) -> None:
+    """Others may be taking over. The beats fail, the rest of the store works."""
+    first, second = running(store, clock)
+    second.participant.report_done(0)
+    second.settle_down()
+    first.participant.report_done(0)
+    number = first.record.number
+
+    def late(key: str) -> bool:
+        return key.startswith("hb/")
+
+    store.refuse = late
+    clock.now += 13  # past 0.6 of the heartbeat's life
+    with pytest.raises(OSError, match="Input/output"):
+        first.participant.step()
+    assert first.record.number == number
+
+    def slow_look(key: str) -> None:
+        if key == "epoch/id":
+            clock.now += 13  # the beat was made, and then the filesystem stood still
+
+    store.refuse = lambda key: False
+    store.on_read = slow_look
+    clock.now += 4
+    first.participant.step()
+    assert first.record.number == number
+    store.on_read = lambda key: None
+    advance(clock, 1, first)
+    assert first.record.status is Status.CLOSED
+
+
+def test_who_stops_its_heartbeat_is_lost_and_named_with_its_age(store: SpyStore, clock: FakeClock) -> None:
+    first, _second = running(store, clock)
+    advance(clock, 19, first)
+    assert first.record.status is Status.FINAL
+    advance(clock, 3, first)
+    assert first.record.status is Status.JOINABLE
+    assert first.record.lost == (1,)
+    (lost,) = [fields for event, fields in first.events if event == "node_lost"]
+    assert (lost["round"], lost["node"], lost["host"]) == (0, 1, "n1")
+    assert 20 < lost["age"] < 23
+
+
+def test_a_lost_node_has_the_last_call_to_come_back(store: SpyStore, clock: FakeClock) -> None:
+    first, _ = running(store, clock)
+    first.participant.join()
+    advance(clock, 22, first)
+    assert first.record.status is Status.JOINABLE
+    advance(clock, 27, first)
+    assert first.record.status is Status.JOINABLE
+    advance(clock, 4, first)
+    assert first.record.outcome is Outcome.TOO_FEW_NODES
+
+
+def test_a_node_that_dies_on_its_way_to_the_next_round_has_it_too(store: SpyStore, clock: FakeClock) -> None:
+    """However long the round before had lasted."""
+    first, second = running(store, clock)
+    advance(clock, 500, first, second)
+    first.participant.report_failure(0, boom(0))
+    first.participant.join()
+    advance(clock, 21, first)
+    assert first.record.status is Status.JOINABLE
+    advance(clock, 25, first)
+    assert first.record.status is Status.JOINABLE, "its new agent may just be starting"
+    advance(clock, 8, first)
+    assert first.record.outcome is Outcome.TOO_FEW_NODES
+
+
+def test_time_in_which_the_coordinator_stood_still_is_nobodys_fault(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    first.participant.join()
+    advance(clock, 22, first)
+    assert first.record.lost == (1,)
+    clock.now += 3000  # SIGSTOP, or a frozen filesystem
+    first.settle_down()
+    assert first.record.status is Status.JOINABLE, "neither the last call nor the timeout ran on"
+    second.participant.join()
+    advance(clock, 4, first, second)
+    assert first.record.status is Status.FROZEN
+
+
+def test_the_next_member_takes_over_when_the_coordinator_is_silent(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    advance(clock, 20, second)
+    assert second.record.leader == first.info.uid
+    advance(clock, 2, second)
+    assert second.record.leader == second.info.uid
+    assert second.record.term == 2
+    assert second.events[0][0] == "coordinator_changed"
+    number = second.record.number
+    first.participant.report_failure(0, boom(0))
+    first.settle_down()
+    assert first.record.leader == second.info.uid, "it reads that it was deposed, and leaves the rest to the other"
+    assert first.record.number == number
+
+
+def test_who_only_waits_leaves_the_taking_over_to_the_members(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    waiting = Seat(store, clock, 2)
+    waiting.participant.join()
+    advance(clock, 2, first, second, waiting)
+    advance(clock, 23, waiting)
+    assert waiting.record.leader == first.info.uid
+    advance(clock, 5, waiting)
+    assert waiting.record.leader == waiting.info.uid, "but where they are all gone, it is not too shy"
+
+
+def test_a_new_agent_on_the_coordinators_node_takes_over_at_once(store: SpyStore, clock: FakeClock) -> None:
+    first, _second = running(store, clock)
+    again = Seat(store, clock, 0)
+    again.participant.join()
+    again.settle_down()
+    assert again.record.leader == again.info.uid
+    assert again.record.status is Status.JOINABLE
+    assert first.info.uid not in {m.uid for m in again.record.members} or again.record.round == 1
+
+
+def test_the_log_is_compacted_by_the_coordinator(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    while first.record.number < 100:
+        number = first.record.round
+        first.participant.report_failure(number, boom(0))
+        first.settle_down()
+        for seat in (first, second):
+            seat.participant.join()
+            seat.settle_down()
+        for seat in (first, second, first):
+            seat.settle_down()
+        for seat, master in ((second, ""), (first, "10.0.0.1 29500 1"), (second, "")):
+            if seat is first or seat.record.status is Status.FROZEN:
+                seat.participant.confirm(seat.record.round, master)
+            seat.settle_down()
+        assert first.record.round == number + 1
+    assert len(store.list("log")) < 64
+
+
+# -- the observer
+
+
+def test_an_observer_looks_and_closes_and_never_coordinates(store: SpyStore, clock: FakeClock) -> None:
+    observer = Seat(store, clock, OBSERVER_NODE)
+    advance(clock, 5, observer)
+    assert observer.participant.record is None
+    first, second = running(store, clock)
+    advance(clock, 60, observer)
+    assert observer.record.leader == first.info.uid
+    observer.participant.give_up_node(1)
+    observer.participant.close(Outcome.CANCELLED, "Ctrl-C")
+    observer.participant.close(Outcome.FAILED, "said later")
+    observer.settle_down()
+    assert store.list("gone") == ["00001"]
+    for seat in (observer, second):
+        seat.settle_down()
+        assert seat.record.status is Status.CLOSED
+        assert (seat.record.outcome, seat.record.reason) == (Outcome.CANCELLED, "Ctrl-C")
+
+
+def test_a_close_that_was_asked_for_too_early_is_done_when_there_is_something_to_close(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.participant.close(Outcome.CANCELLED, "Ctrl-C")
+    observer.settle_down()
+    first = Seat(store, clock, 0)
+    first.participant.join()
+    first.settle_down()
+    observer.settle_down()
+    assert observer.record.outcome is Outcome.CANCELLED
+
+
+def test_the_first_one_to_close_wins(store: SpyStore, clock: FakeClock) -> None:
+    first, second = running(store, clock)
+    second.participant.close(Outcome.PREEMPTED, "notice")
+    second.settle_down()
+    first.participant.close(Outcome.CANCELLED, "later")
+    first.settle_down()
+    assert first.record.outcome is Outcome.PREEMPTED
+    assert first.record.number == second.record.number
+
+
+def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store: SpyStore, clock: FakeClock) -> None:
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.settle_down()
+    first, _second = running(store, clock)
+    again = Seat(store, clock, 1)  # second's agent was killed and is replaced: nobody waits for its goodbye
+    again.settle_down()
+    first.participant.close(Outcome.SUCCEEDED, "done")
+    first.settle_down()
+    first.participant.say_goodbye()
+    first.settle_down()
+    observer.settle_down()
+    assert "agents_departed" not in [event for event, _ in observer.events]
+    again.participant.say_goodbye()
+    again.settle_down()
+    for _ in range(3):
+        observer.settle_down()
+    assert [event for event, _ in observer.events].count("agents_departed") == 1
+
+
+def test_agents_do_not_hurry_after_the_end(store: SpyStore, clock: FakeClock) -> None:
+    """Only the observer has something to wait for then; a thousand agents must not list folders ten times a second."""
+    first, _second = running(store, clock)
+    first.participant.close(Outcome.SUCCEEDED, "done")
+    first.settle_down()
+    assert first.participant.step() >= 0.5
+
+
+# -- ringing
+
+
+def test_a_claim_rings_the_coordinator_and_a_record_rings_everybody(store: SpyStore, clock: FakeClock) -> None:
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.settle_down()
+    first, second = frozen(store, clock)
+    assert ("10.0.0.2", 7001) in first.rung, "of each node all addresses: one may not be reached"
+    assert ("10.1.0.2", 7001) in first.rung
+    assert (observer.info.addresses[0], observer.info.port) in first.rung
+    assert not [address for address in first.rung if address[1] == first.info.port], "not itself"
+    second.rung.clear()
+    second.participant.confirm(0, "")
+    second.settle_down()
+    assert set(second.rung) == {("10.0.0.1", 7000), ("10.1.0.1", 7000)}
+
+
+def test_the_coordinator_does_not_ring_itself(store: SpyStore, clock: FakeClock) -> None:
+    first, _ = frozen(store, clock)
+    first.rung.clear()
+    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.settle_down()
+    assert first.rung == []
+
+
+def test_a_node_without_a_bell_is_not_rung(store: SpyStore, clock: FakeClock) -> None:
+    silent = Seat(store, clock, 0)
+    info = replace(silent.info, uid="00005-n5-0000000000000001-abcd", node=5, port=0)
+    store.put_if_absent(f"node/{info.uid}", json.dumps(info.to_json()))
+    first, _ = frozen(store, clock)
+    assert all(port for _, port in first.rung)
+
+
+# -- how long it may be let alone
+
+
+def test_it_asks_to_be_stepped_before_its_beat_is_due(store: SpyStore, clock: FakeClock) -> None:
+    slow = replace(SETTINGS, poll_interval=30.0)
+    first, second = running(store, clock, settings=slow)
+    for seat in (first, second):
+        assert 0 < seat.participant.step() <= SETTINGS.heartbeat_interval
+
+
+def test_while_nodes_come_the_coordinator_looks_often(store: SpyStore, clock: FakeClock) -> None:
+    first = Seat(store, clock, 0)
+    first.participant.join()
+    first.settle_down()
+    assert 0 < first.participant.step() <= 0.25
