@@ -1,0 +1,85 @@
+"""Run directories: made whole or not at all; and whether other nodes can see a place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch import run_directory
+from hpc_elastic.launch.run_directory import create_run, why_not_shared
+from hpc_elastic.run_spec import Entrypoint, EntryKind, RunSpec, load_run_spec
+
+MOUNTS = """\
+21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 21 0:26 / /mnt/scratch rw - lustre mds@o2ib:/scratch rw
+31 21 0:27 / /home rw - nfs4 server:/home rw
+32 31 0:28 / /home/fast\\040disk rw - tmpfs none rw
+33 21 0:29 / /over rw - tmpfs none rw
+34 21 0:30 / /over rw - nfs4 server:/over rw
+torn line
+"""
+
+
+def spec(run_id: str = "r1") -> RunSpec:
+    entry = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
+    return RunSpec(run_id=run_id, uid="0" * 32, name="n", created_ns=1, entrypoint=entry, cwd="/")
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/home/alice/runs", None),
+        ("/mnt/scratch/alice", None),
+        ("/srv/shared/not/made/yet", None),
+        ("/over/runs", None),
+        ("/home/fast disk/runs", "tmpfs, in this machine's memory"),
+        ("/tmp/runs", "/tmp is every node's own"),
+        ("/var/tmp", "/var/tmp is every node's own"),
+        ("/dev/shm/x", "/dev/shm is every node's own"),
+        ("/tmpfiles/x", None),
+    ],
+)
+def test_what_other_nodes_see(tmp_path: Path, path: str, why: str | None) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(MOUNTS)
+    found = why_not_shared(Path(path), mountinfo=str(mounts))
+    assert found == why if why is None else why in (found or "")
+    assert why_not_shared(Path("/home/x"), mountinfo=str(tmp_path / "absent")) is None
+
+
+def test_discarding_takes_away_what_was_made_and_nothing_else(tmp_path: Path) -> None:
+    runs = tmp_path / "a" / "b"
+    first = create_run(spec("r1"), runs)
+    assert load_run_spec(first.paths.run_json) == spec("r1")
+    assert first.made == (tmp_path / "a", runs)
+    second = create_run(spec("r2"), runs)
+    assert second.made == ()
+    first.discard()
+    assert [path.name for path in runs.iterdir()] == ["r2"]
+    second.discard()
+    assert list(runs.iterdir()) == []  # it was there before the second run
+    first.discard()  # once more is no error
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("failing", ["write_private", "make_private_dir"])
+def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_directory, failing, fail)
+    with pytest.raises(UsageError, match="the disk is full, or your quota is used up"):
+        create_run(spec(), tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_directory, "write_private", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        create_run(spec(), tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
