@@ -27,15 +27,23 @@ from hpc_elastic.slurm.job_environment import JobEnvironment
 
 logger = logging.getLogger(__name__)
 
+HURRIED_SECONDS = 2.0
 _MEANINGS = {"TIMEOUT": Outcome.TIMED_OUT, "DEADLINE": Outcome.TIMED_OUT, "PREEMPTED": Outcome.PREEMPTED}
 
 
 class SlurmSite:
     """The allocation that this process is in."""
 
-    def __init__(self, env: Mapping[str, str], *, client: SlurmClient, umask: int) -> None:
+    def __init__(self, env: Mapping[str, str], *, client: SlurmClient, hurried: SlurmClient, umask: int) -> None:
+        """Args:
+        env: The batch script's environment.
+        client: For what has time.
+        hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
+        umask: The user's, for the workers.
+        """
         self._env = dict(env)
         self._client = client
+        self._hurried = hurried
         self._umask = umask
         self._job = JobEnvironment.from_env(env)
         self._id = JobId(self._job.requeue_id)
@@ -88,7 +96,7 @@ class SlurmSite:
 
     def meaning(self, number: signal.Signals) -> Outcome:
         try:
-            state = self._client.job_state(self._id)
+            state = self._hurried.job_state(self._id)
         except SlurmError:
             return Outcome.CANCELLED
         return _MEANINGS.get(state.state, Outcome.CANCELLED) if state else Outcome.CANCELLED
@@ -127,6 +135,8 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     env = os.environ if env is None else env
     clock = clock or SystemClock()
     paths, spec = load_run(run_dir)
-    client = CommandSlurmClient(SubprocessRunner(env), clock)
-    site = SlurmSite(env, client=client, umask=umask)
+    runner = SubprocessRunner(env)
+    client = CommandSlurmClient(runner, clock)
+    hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+    site = SlurmSite(env, client=client, hurried=hurried, umask=umask)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
