@@ -138,7 +138,7 @@ def decode_record(number: int, value: Mapping[str, Any], *, run_id: str) -> Roun
             retryable=bool(value["retryable"]),
             memory=FailureMemory(fingerprint=str(fingerprint), times=int(times), step=int(step)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None
 
 
@@ -180,7 +180,7 @@ def decode_node(uid: str, value: Mapping[str, Any]) -> NodeInfo | None:
             port=int(value["port"]),
             spare=bool(value.get("spare", False)),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
@@ -223,5 +223,5 @@ def decode_failure(value: Mapping[str, Any]) -> NodeFailure | None:
             step=int(value["step"]),
             seconds=float(value["seconds"]),
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -1,0 +1,68 @@
+"""``--rdzv-conf``: what is wrong is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+
+BASE = RendezvousSettings(min_nodes=2, max_nodes=4, expected_nodes=4)
+
+
+def test_nothing_given_changes_nothing() -> None:
+    assert settings_from_conf({}, BASE) == BASE
+
+
+def test_each_key_is_taken() -> None:
+    conf = {
+        "timeout": "90",
+        "last_call_timeout": "1.5",
+        "heartbeat_interval": "2",
+        "heartbeat_ttl": "9",
+        "poll_interval": "0.5",
+        "doorbell": "off",
+    }
+    found = settings_from_conf(conf, BASE)
+    assert (found.timeout, found.last_call_timeout, found.heartbeat_interval) == (90, 1.5, 2)
+    assert (found.heartbeat_ttl, found.poll_interval, found.doorbell) == (9, 0.5, False)
+    assert (found.min_nodes, found.max_nodes, found.expected_nodes) == (2, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("on", True), ("true", True), ("1", True), ("OFF", False), ("False", False), ("0", False)]
+)
+def test_the_doorbell_is_on_or_off(text: str, value: bool) -> None:
+    assert settings_from_conf({"doorbell": text}, BASE).doorbell is value
+
+
+def test_a_shorter_life_brings_faster_beats() -> None:
+    found = settings_from_conf({"heartbeat_ttl": "5"}, BASE)
+    assert found.heartbeat_ttl == 5
+    assert found.heartbeat_interval == 1
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ({"timeuot": "5"}, ["timeuot", "timeout"]),
+        ({"min_nodes": "5"}, ["min_nodes"]),
+        ({"timeout": "soon"}, ["timeout=soon", "not a number"]),
+        ({"timeout": ""}, ["timeout="]),
+        ({"timeout": "0"}, ["timeout=0", "positive"]),
+        ({"timeout": "-3"}, ["timeout=-3"]),
+        ({"timeout": "nan"}, ["timeout=nan"]),
+        ({"timeout": "inf"}, ["timeout=inf"]),
+        ({"doorbell": "maybe"}, ["doorbell=maybe", "on or off"]),
+        ({"heartbeat_interval": "15"}, ["heartbeat_ttl=20", "heartbeat_interval=15", "twice"]),
+        ({"heartbeat_interval": "4", "heartbeat_ttl": "6"}, ["heartbeat_ttl=6", "heartbeat_interval=4"]),
+    ],
+)
+def test_what_is_wrong_is_named(conf: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        settings_from_conf(conf, BASE)
+    text = str(caught.value)
+    assert text.startswith("--rdzv-conf")
+    assert "\n" not in text
+    for word in words:
+        assert word in text

@@ -1,0 +1,85 @@
+"""What may follow what in the log: every status with every event."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.rendezvous.errors import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from hpc_elastic.rendezvous.state import Status
+from hpc_elastic.rendezvous.transitions import TRANSITIONS, RoundEvent, next_status
+
+J, Z, F, C = Status.JOINABLE, Status.FROZEN, Status.FINAL, Status.CLOSED
+E = RoundEvent
+LEGAL = {
+    (J, E.TAKE_OVER): J,
+    (J, E.ANNOUNCE): J,
+    (J, E.FREEZE): Z,
+    (J, E.CLOSE): C,
+    (Z, E.TAKE_OVER): Z,
+    (Z, E.CONFIRM): F,
+    (Z, E.REOPEN): J,
+    (Z, E.CLOSE): C,
+    (F, E.TAKE_OVER): F,
+    (F, E.ANNOUNCE): F,
+    (F, E.REOPEN): J,
+    (F, E.CLOSE): C,
+}
+
+
+@pytest.mark.parametrize("event", RoundEvent)
+@pytest.mark.parametrize("status", Status)
+def test_every_pair_is_legal_or_refused_by_name(status: Status, event: RoundEvent) -> None:
+    if (status, event) in LEGAL:
+        assert next_status(status, event) is LEGAL[status, event]
+        return
+    with pytest.raises(IllegalTransitionError) as caught:
+        next_status(status, event)
+    assert (caught.value.state, caught.value.event) == (status.value, event.value)
+    assert status.value in str(caught.value)
+    assert event.value in str(caught.value)
+
+
+def test_every_status_has_a_row_and_can_be_reached() -> None:
+    assert set(TRANSITIONS) == set(Status)
+    reached, new = {Status.JOINABLE}, {Status.JOINABLE}
+    while new:
+        new = {after for status in new for after in TRANSITIONS[status].values()} - reached
+        reached |= new
+    assert reached == set(Status)
+
+
+def test_the_end_is_reached_from_everywhere_and_left_by_nothing() -> None:
+    for status in set(Status) - {Status.CLOSED}:
+        assert next_status(status, RoundEvent.CLOSE) is Status.CLOSED
+    assert not TRANSITIONS[Status.CLOSED]
+
+
+def test_the_table_can_not_be_changed() -> None:
+    with pytest.raises(TypeError):
+        TRANSITIONS[Status.CLOSED][RoundEvent.REOPEN] = Status.JOINABLE  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RendezvousClosedError(run_id="r/1", outcome="failed", reason="boom"), ["'r/1'", "failed", "boom"]),
+        (
+            RendezvousTimeoutError(run_id="r", missing_count=1, expected=4, timeout=600.0, missing="nid003", fewer=3),
+            ["1 of 4", "600 s", "nid003", "--nodes 3-4"],
+        ),
+        (RendezvousStateError(run_id="r", number=7, why="unreadable"), ["record 7", "unreadable"]),
+    ],
+)
+def test_errors_say_what_and_pickle(error: RendezvousError, words: list[str]) -> None:
+    for word in words:
+        assert word in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.facts) == (type(error), str(error), error.facts)

@@ -1,0 +1,67 @@
+"""Names of participants: unique, readable, and in order on one node."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hpc_elastic.rendezvous.uid import new_uid, node_of, supersedes
+from hpc_elastic.store.base import fits_key
+from tests.rigs.fake_clock import FakeClock
+
+
+def test_it_reads_well() -> None:
+    name = new_uid(3, "nid003", FakeClock(1.0))
+    head, host, started, chance = name.split("-")
+    assert (head, host, started) == ("00003", "nid003", f"{10**9:016x}")
+    assert len(chance) == 4
+
+
+@pytest.mark.parametrize("host", ["n1", "a-b-c", "node.example.org", "grüße/..\n", "x" * 300, "", "-", "."])
+def test_any_host_name_gives_a_name_that_fits(host: str) -> None:
+    name = new_uid(7, host, FakeClock())
+    assert fits_key(name)
+    assert fits_key(f"leave+{name}")
+    assert node_of(name) == 7
+
+
+def test_two_starts_in_the_same_nanosecond_differ() -> None:
+    clock = FakeClock()
+    assert len({new_uid(0, "n", clock) for _ in range(50)}) > 45
+
+
+@pytest.mark.parametrize(
+    ("name", "node"), [("", -1), ("x", -1), ("-1-n", -1), ("n0-1-2", -1), ("nonsense", -1), ("00042-n-1-2", 42)]
+)
+def test_the_node_in_a_name(name: str, node: int) -> None:
+    assert node_of(name) == node
+
+
+def test_a_later_agent_of_a_node_supersedes_the_earlier_one() -> None:
+    clock = FakeClock()
+    names = []
+    for seconds in (0.000001, 1, 86400, 10**8):
+        clock.now += seconds
+        names.append(new_uid(4, "a-b", clock))
+    for earlier, later in itertools.pairwise(names):
+        assert supersedes(later, earlier)
+        assert not supersedes(earlier, later)
+
+
+def test_the_host_does_not_count_but_the_node_does() -> None:
+    clock = FakeClock()
+    old = new_uid(4, "zzz", clock)
+    clock.now += 1
+    assert supersedes(new_uid(4, "aaa", clock), old)
+    assert not supersedes(new_uid(5, "zzz", clock), old)
+
+
+def test_nobody_supersedes_itself() -> None:
+    name = new_uid(4, "n", FakeClock())
+    assert not supersedes(name, name)
+
+
+def test_in_the_same_nanosecond_one_of_the_two_does() -> None:
+    first, second = "00001-n-0000000000000001-aaaa", "00001-n-0000000000000001-bbbb"
+    assert supersedes(second, first) is not supersedes(first, second)
