@@ -9,6 +9,10 @@ from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
 
+_STRENGTH = {"root": 0, "infrastructure": 1}
+"""Which failure is told as the cause; all others are equal."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
     """The run's budget, as the user gave it."""
@@ -28,10 +32,9 @@ class RestartPolicy:
         memory = record.memory
         if not failures:
             return Settlement(go_on=True, counts=False, reason="", memory=memory)
-        roots = [f for f in failures if f.failure_class == "root"]
-        if not roots and node_lost and all(f.failure_class == "symptom" for f in failures):
+        if node_lost and all(f.failure_class == "symptom" for f in failures):
             return Settlement(go_on=True, counts=False, reason="", memory=memory)
-        cause = (roots or list(failures))[0]
+        cause = min(failures, key=lambda failure: _STRENGTH.get(failure.failure_class, len(_STRENGTH)))
         memory = self._remember(memory, failures, cause)
         final = next((f for f in failures if not f.retryable), None)
         if final is not None:

@@ -65,6 +65,8 @@ def worker_environment(
             TAG_VARIABLE: facts.tag,
         }
     )
+    # torchrun's default; torch's own, without it, is another.
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # A segmentation fault, and a SIGABRT from the agent, leave the Python stacks of all threads on stderr.
     env.setdefault("PYTHONFAULTHANDLER", "1")
     if layout.local_world_size > 1:

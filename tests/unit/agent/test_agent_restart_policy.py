@@ -1,0 +1,219 @@
+"""Whether a round's failures are worth another round, with the reason that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.rendezvous.coordinator import Settlement
+from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status
+
+POLICY = RestartPolicy(max_restarts=3, max_same_failures=2, restart_window=600.0)
+
+
+def record(used: int = 0, memory: FailureMemory | None = None) -> RoundRecord:
+    return RoundRecord(
+        number=5,
+        epoch="e",
+        term=1,
+        leader="a",
+        round=1,
+        status=Status.JOINABLE,
+        restarts_used=used,
+        memory=memory or FailureMemory(),
+    )
+
+
+def failure(failure_class: str = "root", **changes: Any) -> NodeFailure:
+    plain = NodeFailure(
+        node=0, fingerprint="F", failure_class=failure_class, retryable=True, message="ValueError: x", seconds=5.0
+    )
+    return replace(plain, **({"fingerprint": ""} if failure_class != "root" else {}), **changes)
+
+
+def settle(
+    *failures: NodeFailure,
+    used: int = 0,
+    memory: FailureMemory | None = None,
+    node_lost: bool = False,
+    policy: RestartPolicy = POLICY,
+) -> Settlement:
+    return policy.settle(record(used, memory), failures, node_lost)
+
+
+# -- free of charge
+
+
+@pytest.mark.parametrize("node_lost", [True, False])
+def test_a_round_without_failures_is_free(node_lost: bool) -> None:
+    memory = FailureMemory(fingerprint="F", times=1, step=5)
+    settlement = settle(used=3, memory=memory, node_lost=node_lost)
+    assert (settlement.go_on, settlement.counts) == (True, False)
+    assert settlement.memory == memory, "a change of members is no progress and no failure"
+
+
+def test_the_symptoms_of_a_lost_node_are_free() -> None:
+    memory = FailureMemory(fingerprint="F", times=1, step=5)
+    settlement = settle(failure("symptom"), failure("symptom"), used=3, memory=memory, node_lost=True)
+    assert (settlement.go_on, settlement.counts) == (True, False)
+    assert settlement.memory == memory
+
+
+@pytest.mark.parametrize(
+    ("failures", "node_lost"),
+    [
+        ([failure("symptom")], False),
+        ([failure("root"), failure("symptom")], True),
+        ([failure("symptom"), failure("infrastructure")], True),
+        ([failure("symptom"), failure("unknown")], True),
+        ([failure("unknown")], True),
+    ],
+    ids=["no node was lost", "somebody failed first", "so did the machine", "nobody knows", "only the bare fact"],
+)
+def test_everything_else_is_charged(failures: Sequence[NodeFailure], node_lost: bool) -> None:
+    settlement = settle(*failures, node_lost=node_lost)
+    assert (settlement.go_on, settlement.counts) == (True, True)
+    assert not settle(*failures, node_lost=node_lost, used=3).go_on
+
+
+# -- the budget
+
+
+@pytest.mark.parametrize(("used", "left"), [(0, 2), (1, 1), (2, 0)])
+def test_a_restart_says_how_many_are_left(used: int, left: int) -> None:
+    settlement = settle(failure(), used=used)
+    assert (settlement.go_on, settlement.counts, settlement.retryable) == (True, True, True)
+    assert settlement.reason == f"restart {used + 1} of 3 ({left} left) after: ValueError: x"
+
+
+def test_a_spent_budget_ends_the_attempt_and_another_one_may_do_better() -> None:
+    settlement = settle(failure(), used=3)
+    assert (settlement.go_on, settlement.counts, settlement.retryable) == (False, False, True)
+    assert settlement.reason == "restarts exhausted (3 of 3 restarts used): ValueError: x"
+    assert settlement.memory.fingerprint == "F", "the next attempt is compared with it"
+
+
+def test_a_budget_of_nothing_allows_one_start() -> None:
+    policy = replace(POLICY, max_restarts=0)
+    assert not settle(failure(), policy=policy).go_on
+    assert settle(failure("symptom"), policy=policy, node_lost=True).go_on
+
+
+# -- not retryable
+
+
+def test_a_failure_that_says_so_is_not_tried_again() -> None:
+    settlement = settle(failure(), failure(retryable=False, message="exit code 93"))
+    assert (settlement.go_on, settlement.counts, settlement.retryable) == (False, False, False)
+    assert settlement.reason == "not retryable: exit code 93"
+
+
+# -- the same failure twice
+
+
+def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
+    first = settle(failure(step=10))
+    assert first.go_on
+    assert first.memory == FailureMemory(fingerprint="F", times=1, step=10)
+    second = settle(failure(step=10), used=1, memory=first.memory)
+    assert (second.go_on, second.retryable) == (False, False)
+    assert "this looks like a bug in the script: the same failure 2 times in a row" in second.reason
+    assert "ValueError: x" in second.reason
+    assert second.memory.times == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "times"),
+    [
+        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 11}, 1),
+        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 10}, 2),
+        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 9}, 2),
+        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 10, "seconds": 9000.0}, 2),
+        (FailureMemory(fingerprint="F", times=1, step=10), {"step": 11, "seconds": 0.1}, 1),
+        (FailureMemory(fingerprint="F", times=1), {"seconds": 599.0}, 2),
+        (FailureMemory(fingerprint="F", times=1), {"seconds": 600.0}, 1),
+        (FailureMemory(fingerprint="F", times=1), {"step": 5, "seconds": 5.0}, 2),
+        (FailureMemory(fingerprint="F", times=1), {"step": 5, "seconds": 600.0}, 1),
+        (FailureMemory(fingerprint="F", times=1, step=10), {"seconds": 5.0}, 2),
+        (FailureMemory(fingerprint="G", times=5), {}, 1),
+        (FailureMemory(), {}, 1),
+        (FailureMemory(fingerprint="F", times=1), {"fingerprint": ""}, 0),
+        (FailureMemory(), {"fingerprint": ""}, 0),
+    ],
+    ids=[
+        "a later step is progress",
+        "the same step is none",
+        "an earlier one is none",
+        "steps say more than hours",
+        "or seconds",
+        "without steps a short round is none",
+        "a long one is",
+        "a first step of a short round is none",
+        "of a long one it is",
+        "a short round that lost its steps is none",
+        "another failure starts anew",
+        "the first failure",
+        "one that does not count as the script's",
+        "twice such a one",
+    ],
+)
+def test_what_counts_as_the_same_again(before: FailureMemory, now: dict[str, Any], times: int) -> None:
+    assert settle(failure(**now), memory=before).memory.times == times
+
+
+def test_the_longest_round_and_the_furthest_step_of_any_node_count() -> None:
+    before = FailureMemory(fingerprint="F", times=1, step=10)
+    assert settle(failure(step=3), failure("symptom", step=12), memory=before).memory.times == 1
+    no_step = FailureMemory(fingerprint="F", times=1)
+    assert settle(failure(seconds=1.0), failure("symptom", seconds=700.0), memory=no_step).memory.times == 1
+
+
+def test_the_furthest_step_is_never_forgotten() -> None:
+    memory = FailureMemory(fingerprint="F", times=1, step=10)
+    assert settle(failure(step=4), memory=memory).memory.step == 10
+    assert settle(failure(), memory=memory).memory.step == 10
+    assert settle(failure(step=14), memory=memory).memory.step == 14
+
+
+def test_a_kill_from_outside_is_never_the_same_failure_again() -> None:
+    memory = FailureMemory()
+    for used in range(3):
+        settlement = settle(failure(fingerprint=""), used=used, memory=memory)
+        assert settlement.go_on
+        memory = settlement.memory
+
+
+def test_the_limit_on_equal_failures_can_be_another_one_or_none() -> None:
+    memory = FailureMemory(fingerprint="F", times=3, step=1)
+    assert settle(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=5)).go_on
+    assert not settle(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=4)).go_on
+    assert settle(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=0)).go_on
+    once = replace(POLICY, max_same_failures=1)
+    assert not settle(failure(), policy=once).go_on
+
+
+def test_a_bug_is_told_rather_than_a_spent_budget() -> None:
+    """It is not retryable: another attempt would end the same way."""
+    memory = FailureMemory(fingerprint="F", times=1)
+    settlement = settle(failure(), used=3, memory=memory)
+    assert "bug in the script" in settlement.reason
+    assert not settlement.retryable
+
+
+# -- which failure it is about
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_the_cause_is_the_strongest_failure(turn: int) -> None:
+    root = failure("root", message="root", fingerprint="R")
+    machine = failure("infrastructure", message="machine")
+    symptom = failure("symptom", message="symptom")
+    unknown = failure("unknown", message="unknown")
+    found = settle(*[symptom, unknown, machine, root][::turn])
+    assert found.reason.endswith("after: root")
+    assert found.memory.fingerprint == "R"
+    assert settle(*[symptom, unknown, machine][::turn]).reason.endswith("after: machine")

@@ -1,0 +1,93 @@
+"""What an agent does next: every phase with every event."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.agent.supervision import TRANSITIONS, WORKER_STATE, Event, Phase, next_phase
+from hpc_elastic.agent.worker import WorkerGroup, WorkerGroupFailureError, WorkerGroupFailureException, WorkerState
+from hpc_elastic.errors import IllegalTransitionError
+
+P, E = Phase, Event
+LEGAL = {
+    (P.JOINING, E.FROZEN): P.READY,
+    (P.JOINING, E.NEWER_ROUND): P.JOINING,
+    (P.JOINING, E.CLOSED): P.ENDED,
+    (P.JOINING, E.LEAVE): P.ENDED,
+    (P.READY, E.FROZEN): P.READY,
+    (P.READY, E.FINAL): P.RUNNING,
+    (P.READY, E.NEWER_ROUND): P.JOINING,
+    (P.READY, E.CLOSED): P.ENDED,
+    (P.READY, E.LEAVE): P.ENDED,
+    (P.RUNNING, E.FAILED): P.STOPPING,
+    (P.RUNNING, E.SUCCEEDED): P.DONE,
+    (P.RUNNING, E.NEWER_ROUND): P.STOPPING,
+    (P.RUNNING, E.CLOSED): P.LEAVING,
+    (P.RUNNING, E.LEAVE): P.LEAVING,
+    (P.DONE, E.NEWER_ROUND): P.STOPPING,
+    (P.DONE, E.CLOSED): P.LEAVING,
+    (P.DONE, E.LEAVE): P.LEAVING,
+    (P.STOPPING, E.STOPPED): P.JOINING,
+    (P.STOPPING, E.NEWER_ROUND): P.STOPPING,
+    (P.STOPPING, E.CLOSED): P.LEAVING,
+    (P.STOPPING, E.LEAVE): P.LEAVING,
+    (P.LEAVING, E.STOPPED): P.ENDED,
+    (P.LEAVING, E.NEWER_ROUND): P.LEAVING,
+    (P.LEAVING, E.CLOSED): P.LEAVING,
+    (P.LEAVING, E.LEAVE): P.LEAVING,
+}
+
+
+@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("phase", Phase)
+def test_every_pair_is_legal_or_refused_by_name(phase: Phase, event: Event) -> None:
+    if (phase, event) in LEGAL:
+        assert next_phase(phase, event) is LEGAL[phase, event]
+        return
+    with pytest.raises(IllegalTransitionError) as caught:
+        next_phase(phase, event)
+    assert (caught.value.state, caught.value.event) == (phase.value, event.value)
+
+
+def test_every_phase_has_a_row_and_can_be_reached() -> None:
+    assert set(TRANSITIONS) == set(Phase)
+    reached, new = {Phase.JOINING}, {Phase.JOINING}
+    while new:
+        new = {after for phase in new for after in TRANSITIONS[phase].values()} - reached
+        reached |= new
+    assert reached == set(Phase)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.ENDED])
+@pytest.mark.parametrize("event", [Event.CLOSED, Event.LEAVE])
+def test_the_end_is_never_far(phase: Phase, event: Event) -> None:
+    """Where workers may run they are ended first."""
+    after = next_phase(phase, event)
+    with_workers = phase in (Phase.RUNNING, Phase.DONE, Phase.STOPPING, Phase.LEAVING)
+    assert after is (Phase.LEAVING if with_workers else Phase.ENDED)
+    if with_workers:
+        assert next_phase(after, Event.STOPPED) is Phase.ENDED
+
+
+def test_workers_are_started_only_from_a_confirmed_round() -> None:
+    assert [phase for phase, row in TRANSITIONS.items() if Phase.RUNNING in row.values()] == [Phase.READY]
+
+
+def test_every_phase_but_the_last_has_a_state_of_the_workers() -> None:
+    assert set(WORKER_STATE) == set(Phase) - {Phase.ENDED}
+    running = {phase for phase, state in WORKER_STATE.items() if WorkerState.is_running(state)}
+    assert running == {Phase.RUNNING, Phase.STOPPING, Phase.LEAVING}
+
+
+def test_the_states_values_are_torchs() -> None:
+    names = ("UNKNOWN", "INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED")
+    assert {state.name: state.value for state in WorkerState} == dict(zip(names, (0, 1, 2, 4, 8, 16, 32), strict=True))
+    assert [state.name for state in WorkerState if WorkerState.is_running(state)] == ["HEALTHY", "UNHEALTHY"]
+    assert WorkerGroup().state is WorkerState.INIT
+
+
+def test_the_groups_error_carries_the_failures_by_rank() -> None:
+    error = WorkerGroupFailureError(reason="restarts exhausted", exceptions={3: "boom"})
+    assert str(error) == "restarts exhausted"
+    assert error.get_worker_exceptions() == {3: "boom"}
+    assert WorkerGroupFailureException is WorkerGroupFailureError

@@ -1,0 +1,123 @@
+"""What a worker finds in its environment: all that torchrun gives, and a few documented variables of ours."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent import worker_environment as module
+from hpc_elastic.agent.ranks import RankLayout
+from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.processes import tags
+
+DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"
+LAYOUT = RankLayout(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
+FACTS = RoundFacts(
+    layout=LAYOUT,
+    round=2,
+    max_restarts=3,
+    master_addr="10.0.0.1",
+    master_port=29501,
+    agent_store=True,
+    run_id="20261121-train-9f3c",
+    run_dir="/runs/x",
+    attempt=1,
+    role="trainer",
+    tag="uid:host:agent",
+)
+TORCHRUNS = {
+    "RANK": "5",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "9",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "3",
+    "ROLE_RANK": "5",
+    "ROLE_WORLD_SIZE": "9",
+    "ROLE_NAME": "trainer",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29501",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_MAX_RESTARTS": "3",
+    "TORCHELASTIC_RUN_ID": "20261121-train-9f3c",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_ERROR_FILE": "/runs/x/error.json",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    "OMP_NUM_THREADS": "1",
+}
+OURS = {
+    "HPC_ELASTIC_RUN_DIR": "/runs/x",
+    "HPC_ELASTIC_ATTEMPT": "1",
+    "HPC_ELASTIC_TAG": "uid:host:agent",
+    "PYTHONFAULTHANDLER": "1",
+}
+
+
+def environment(base: dict[str, str] | None = None, facts: RoundFacts = FACTS, local_rank: int = 1) -> dict[str, str]:
+    return worker_environment(base or {}, facts, local_rank=local_rank, error_file="/runs/x/error.json")
+
+
+def test_everything_that_torchrun_gives_and_ours_and_nothing_else() -> None:
+    assert environment() == {**TORCHRUNS, **OURS}
+
+
+def test_each_local_rank_has_its_own_ranks() -> None:
+    first = environment(local_rank=0)
+    assert (first["RANK"], first["LOCAL_RANK"], first["ROLE_RANK"]) == ("4", "0", "4")
+    assert first["LOCAL_WORLD_SIZE"] == "2"
+
+
+def test_the_agents_own_environment_goes_along_and_is_not_changed() -> None:
+    base = {"PATH": "/bin", "USER_SETTING": "a b\nc"}
+    assert environment(base) == {**base, **TORCHRUNS, **OURS}
+    assert base == {"PATH": "/bin", "USER_SETTING": "a b\nc"}
+
+
+def test_what_another_launcher_left_is_replaced() -> None:
+    """An agent that runs under torchrun, or in a shell where somebody exported a rank."""
+    base = {key: "stale" for key in TORCHRUNS if key not in ("OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING")}
+    base |= {"HPC_ELASTIC_TAG": "another:run:x"}
+    assert environment(base) == {**TORCHRUNS, **OURS}
+
+
+def test_an_error_file_that_was_the_agents_own_is_never_the_workers() -> None:
+    assert environment({"TORCHELASTIC_ERROR_FILE": "/elsewhere"})["TORCHELASTIC_ERROR_FILE"] == "/runs/x/error.json"
+
+
+@pytest.mark.parametrize(
+    ("base", "local_world_size", "expected"),
+    [
+        ({}, 1, None),
+        ({}, 2, "1"),
+        ({}, 8, "1"),
+        ({"OMP_NUM_THREADS": "7"}, 1, "7"),
+        ({"OMP_NUM_THREADS": "7"}, 8, "7"),
+        ({"OMP_NUM_THREADS": ""}, 8, ""),
+    ],
+)
+def test_threads_are_limited_only_where_unset_and_there_are_several_workers(
+    base: dict[str, str], local_world_size: int, expected: str | None
+) -> None:
+    facts = replace(FACTS, layout=replace(LAYOUT, local_world_size=local_world_size))
+    assert environment(base, facts, local_rank=0).get("OMP_NUM_THREADS") == expected
+
+
+@pytest.mark.parametrize("key", ["PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+def test_what_the_user_set_stays(key: str) -> None:
+    assert environment({key: "0"})[key] == "0"
+
+
+def test_where_no_store_of_ours_serves_rank_0_opens_it() -> None:
+    assert environment(facts=replace(FACTS, agent_store=False))["TORCHELASTIC_USE_AGENT_STORE"] == "False"
+
+
+def test_the_variables_are_documented() -> None:
+    documented = set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
+    assert set(environment()) <= documented
+
+
+def test_the_tag_is_the_one_that_is_looked_for() -> None:
+    assert module.TAG_VARIABLE == tags.TAG_VARIABLE
