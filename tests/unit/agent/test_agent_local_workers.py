@@ -1,0 +1,80 @@
+"""What a node tells the coordinator about its workers' failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.agent.local_workers import sum_up
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+ROOT, SYMPTOM, MACHINE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
+
+
+def failed(
+    rank: int,
+    ended: int,
+    failure_class: FailureClass = ROOT,
+    *,
+    signal: str = "",
+    retryable: bool = True,
+    step: int | None = None,
+) -> WorkerFailure:
+    return WorkerFailure(
+        global_rank=rank,
+        ended_ns=ended,
+        failure_class=failure_class,
+        signal=signal,
+        message=f"failure of {rank}\nand more",
+        fingerprint=f"F{rank}",
+        retryable=retryable,
+        last_step=step,
+    )
+
+
+def test_one_failure_is_told_by_rank_and_first_line() -> None:
+    summary = sum_up([failed(5, 1)], node=2, seconds=7.5)
+    assert (summary.node, summary.message, summary.fingerprint) == (2, "rank 5: failure of 5", "F5")
+    assert (summary.failure_class, summary.retryable, summary.step, summary.seconds) == ("root", True, -1, 7.5)
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ([failed(0, 30), failed(1, 10), failed(2, 20)], 1),
+        ([failed(0, 10, SYMPTOM), failed(1, 90)], 1),
+        ([failed(0, 10, SYMPTOM), failed(1, 90, MACHINE)], 1),
+        ([failed(0, 10, MACHINE), failed(1, 90)], 1),
+        ([failed(0, 90, SYMPTOM), failed(1, 10, SYMPTOM)], 1),
+    ],
+    ids=["the first", "a root before symptoms", "the machine before symptoms", "a root before the machine", "symptoms"],
+)
+def test_the_strongest_and_then_the_first_is_told(failures: list[WorkerFailure], rank: int) -> None:
+    assert sum_up(failures, node=0, seconds=1.0).message.startswith(f"rank {rank}:")
+
+
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
+def test_a_kill_from_outside_never_counts_as_the_scripts_own_failure(signal: str) -> None:
+    summary = sum_up([failed(0, 1, signal=signal)], node=0, seconds=1.0)
+    assert summary.fingerprint == ""
+    assert summary.failure_class == "root"
+
+
+@pytest.mark.parametrize("signal", ["SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", ""])
+def test_a_crash_is_the_scripts_own(signal: str) -> None:
+    assert sum_up([failed(0, 1, signal=signal)], node=0, seconds=1.0).fingerprint == "F0"
+
+
+@pytest.mark.parametrize("failure_class", [SYMPTOM, MACHINE])
+def test_what_is_not_the_scripts_own_has_no_fingerprint(failure_class: FailureClass) -> None:
+    summary = sum_up([failed(0, 1, failure_class)], node=0, seconds=1.0)
+    assert (summary.fingerprint, summary.failure_class) == ("", failure_class.value)
+
+
+def test_one_that_must_not_be_tried_again_decides_for_all() -> None:
+    assert sum_up([failed(0, 1), failed(1, 2, SYMPTOM, retryable=False)], node=0, seconds=1.0).retryable is False
+
+
+def test_the_furthest_step_of_any_counts() -> None:
+    assert sum_up([failed(0, 1, step=3), failed(1, 2, step=0), failed(2, 3)], node=0, seconds=1.0).step == 3
+    assert sum_up([failed(0, 1, step=0)], node=0, seconds=1.0).step == 0
