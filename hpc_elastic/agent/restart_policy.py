@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
-
 _STRENGTH = {"root": 0, "infrastructure": 1}
 """Which failure is told as the cause; all others are equal."""
 

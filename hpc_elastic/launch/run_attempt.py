@@ -19,6 +19,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
+from hpc_elastic.failures.record import ErrorHandler
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.site import Site, SiteFacts
@@ -196,9 +197,13 @@ def _finish(
             attempt=attempt.number,
             outcome=result.outcome.value,
             exit_code=decision.exit_code,
-            decision=decision.reason,
+            decision=f"{decision.action.value}: {decision.reason}",
         )
         print(report.text, flush=True)
+        failure = report.verdict.failure
+        if decision.exit_code and failure is not None and failure.error_file:
+            # To whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees the first failure too.
+            ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
     except Exception as error:
         logger.exception("the report could not be made: %s", error)
     word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.local_launcher import describe_code
@@ -89,6 +89,8 @@ class SlurmLauncher:
         self._min_nodes = min_nodes
         self._extra = list(extra)
         self._steps: list[_Step] = []
+        self._newest: dict[int, _Step] = {}
+        """Node → the step that was started there last: what an older one tells of that node is no news."""
         self._left_out: set[int] = set()
         self._tries = 0
 
@@ -107,7 +109,9 @@ class SlurmLauncher:
         self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
 
     def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
-        self._steps.append(_Step(argv, self._environment, nodes, self._umask))
+        step = _Step(argv, self._environment, nodes, self._umask)
+        self._steps.append(step)
+        self._newest.update(dict.fromkeys(nodes, step))
 
     def filenos(self) -> list[int]:
         return [step.stderr for step in self._steps]
@@ -137,13 +141,15 @@ class SlurmLauncher:
         if event.kind is SrunEventKind.STEP_REFUSED:
             step.refused = event.line
             return []
-        if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED):
-            return [
-                self._ended(step, self._index[name], _code(event), event.detail or f"exit code {event.exit_code}")
-                for name in event.nodes
-                if name in self._index and self._index[name] not in step.ended
-            ]
+        if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED) and not step.bad:
+            # After a failed launch srun kills all tasks: that is told, and mended, when the step has ended.
+            detail = event.detail or f"exit code {event.exit_code}"
+            nodes = [self._index[name] for name in event.nodes if name in self._index]
+            return [self._ended(step, node, _code(event), detail) for node in self._newly_ended(step, nodes)]
         return []
+
+    def _newly_ended(self, step: _Step, nodes: Iterable[int]) -> list[int]:
+        return [node for node in nodes if node not in step.ended and self._newest.get(node) is step]
 
     def _ended(self, step: _Step, node: int, code: int | None, detail: str, *, started: bool = True) -> AgentEnded:
         step.ended.add(node)
@@ -162,7 +168,7 @@ class SlurmLauncher:
         detail = step.refused or f"its step ended, srun: {describe_code(code)}"
         return [
             self._ended(step, node, 0 if code == 0 else None, step.bad.get(node, detail), started=started)
-            for node in sorted(step.nodes - step.ended)
+            for node in self._newly_ended(step, sorted(step.nodes))
         ]
 
     def _worth_another_launch(self, step: _Step) -> bool:

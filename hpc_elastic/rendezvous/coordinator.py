@@ -182,7 +182,7 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
         return _reopen(record, "a member asked for a new round", lost={})
-    waiting = [uid for uid in view.joined if uid not in view.dead]
+    waiting = [uid for uid in view.joined if uid not in view.dead and node_of(uid) not in view.gone]
     if waiting and not view.done and len(record.members) < settings.max_nodes:
         nodes = sorted({node_of(uid) for uid in waiting})
         return _reopen(record, f"{', '.join(_name(node, view) for node in nodes)} came", lost={})
@@ -198,8 +198,8 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
 def _newest_per_node(view: View) -> list[Member]:
     newest: dict[int, NodeInfo] = {}
     for uid, info in view.joined.items():
-        if uid in view.dead or uid in view.leaving:
-            continue
+        if uid in view.dead or uid in view.leaving or info.node in view.gone:
+            continue  # a node that was given up stays out: taken in, it would break the round at once
         other = newest.get(info.node)
         if other is None or supersedes(uid, other.uid):
             newest[info.node] = info
@@ -211,7 +211,7 @@ def _lost_members(view: View) -> dict[int, str]:
     for member in view.record.members:
         if member.uid in view.leaving:
             out[member.node] = f"left: {view.leaving[member.uid]}"
-        elif any(supersedes(uid, member.uid) for uid in view.joined):
+        elif member.node not in view.gone and any(supersedes(uid, member.uid) for uid in view.joined):
             out[member.node] = "has a new agent"
         elif member.uid in view.dead:
             out[member.node] = "stopped its heartbeat"

@@ -302,7 +302,7 @@ def _after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
         after_nodes = {node.node: node.host for node in after.nodes}
         gone = [host for node, host in before_nodes.items() if node not in after_nodes]
         came = [host for node, host in after_nodes.items() if node not in before_nodes]
-        if gone or came:
+        if before_nodes and (gone or came):
             change = "; ".join(
                 [
                     *([f"without {', '.join(gone[:5])}"] if gone else []),
@@ -365,6 +365,7 @@ def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory
             *([_plural(part.world_size, "worker")] if part.world_size is not None else []),
         ]
     )
+    size = size or "never started"
     lasted = f", {_duration(part.seconds)}" if part.seconds is not None else ""
     verdict = verdict_of(part)
     if verdict.cause is not Cause.NONE:
