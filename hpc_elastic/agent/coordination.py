@@ -37,7 +37,7 @@ class Coordination:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
         doorbell: Rung from outside; None where only polling is wanted.
-        clock: For the back-off.
+        clock: For waits.
         """
         self._make_participant = make_participant
         self._doorbell = doorbell
@@ -92,6 +92,7 @@ class Coordination:
         backoff = 0.05
         while True:
             last = self._stop.is_set()
+            refused = False
             delay = backoff
             try:
                 if participant is None:
@@ -104,6 +105,7 @@ class Coordination:
                 if backoff == 0.05:
                     logger.warning("the shared filesystem refused: %s; trying again", error)
                 backoff = min(_LONGEST_BACKOFF, backoff * 1.5)
+                refused = True
             except HpcElasticError as error:
                 self._tell(error)
                 return
@@ -111,21 +113,23 @@ class Coordination:
                 logger.exception("the coordination thread failed")
                 self._tell(error)
                 return
-            if last:
+            if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
                 return
             self._wait(delay)
 
     def _wait(self, seconds: float) -> None:
-        if seconds <= 0:
-            return
+        """Until somebody asks or rings, or the time has passed. What is no valid ring ends no wait."""
+        deadline = self._clock.monotonic() + seconds
         watched: list[Any] = [self._wake_read]
         if self._doorbell is not None:
             watched.append(self._doorbell)
-        ready, _, _ = select.select(watched, [], [], seconds)
-        if self._wake_read in ready:
-            _drain(self._wake_read)
-        if self._doorbell is not None and self._doorbell in ready:
-            self._doorbell.drain()
+        while (left := deadline - self._clock.monotonic()) > 0:
+            ready, _, _ = select.select(watched, [], [], left)
+            if self._wake_read in ready:
+                _drain(self._wake_read)
+                return
+            if self._doorbell is not None and self._doorbell in ready and self._doorbell.drain():
+                return
 
 
 def _wake_pair() -> tuple[socket.socket, socket.socket]:

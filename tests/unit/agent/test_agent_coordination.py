@@ -1,0 +1,249 @@
+"""The thread that talks to the store: stepped at once when asked or rung, told of through a descriptor."""
+
+from __future__ import annotations
+
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent.coordination import Coordination
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.doorbell import Doorbell
+
+RECORD = RoundRecord(number=1, epoch="e", term=1, leader="a", round=0, status=Status.JOINABLE)
+HOME = "127.0.0.1"
+LONG = 1000.0
+"""Seconds until the next step, where nothing comes before."""
+
+
+class Stepped:
+    """A participant's place: counts its steps, does what a test wants in them."""
+
+    def __init__(self, do: Callable[[int], float | None] | None = None) -> None:
+        self.steps = 0
+        self.asked: list[str] = []
+        self._do = do
+        self.changed = threading.Condition()
+
+    def step(self) -> float:
+        with self.changed:
+            self.steps += 1
+            self.changed.notify_all()
+        delay = self._do(self.steps) if self._do else None
+        return LONG if delay is None else delay
+
+    def until(self, steps: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.steps >= steps, 10), f"{self.steps} of {steps} steps"
+
+
+class Started:
+    """What a test gets: a coordination that runs, and its participant."""
+
+    def __init__(self, coordination: Coordination, participant: Stepped, bell: Doorbell | None) -> None:
+        self.coordination = coordination
+        self.participant = participant
+        self.bell = bell
+
+    def notices(self) -> list[Any]:
+        ready, _, _ = select.select([self.coordination], [], [], 10)
+        assert ready, "nothing was told"
+        return self.coordination.take()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Started]]:
+    made: list[Coordination] = []
+    bells: list[Doorbell] = []
+
+    def build(do: Callable[[int], float | None] | None = None, *, bell: bool = False) -> Started:
+        participant = Stepped(do)
+        doorbell = Doorbell(secret=b"s", run_uid="r", uid="a", host=HOME) if bell else None
+        bells.extend([doorbell] if doorbell else [])
+        coordination = Coordination(lambda _: participant, doorbell=doorbell, clock=SystemClock())  # type: ignore[arg-type,return-value]
+        made.append(coordination)
+        coordination.start()
+        participant.until(1)
+        return Started(coordination, participant, doorbell)
+
+    yield build
+    for coordination in made:
+        assert coordination.stop(within=10)
+    for doorbell in bells:
+        doorbell.close()
+
+
+def test_what_is_asked_is_done_in_order_before_the_next_step(start: Callable[..., Started]) -> None:
+    done: list[tuple[str, int]] = []
+    running = start()
+    participant = running.participant
+    for word in "abc":
+        running.coordination.ask(lambda p, word=word: done.append((word, p.steps)))  # type: ignore[attr-defined,misc]
+    participant.until(2)
+    running.coordination.stop(within=10)
+    assert [word for word, _ in done] == ["a", "b", "c"]
+
+
+def test_what_is_told_comes_through_a_descriptor_in_order(start: Callable[..., Started]) -> None:
+    running = start()
+    ready, _, _ = select.select([running.coordination], [], [], 0)
+    assert not ready
+    running.coordination.on_record(RECORD)
+    running.coordination.on_event("closed", {"round": 0})
+    assert running.notices() == [RECORD, ("closed", {"round": 0})]
+    assert running.coordination.take() == []
+    ready, _, _ = select.select([running.coordination], [], [], 0)
+    assert not ready
+
+
+def test_ten_thousand_notices_block_nobody(start: Callable[..., Started]) -> None:
+    """Nobody takes them while the main loop is busy."""
+    running = start()
+    for _ in range(10_000):
+        running.coordination.on_event("x", {})
+    for _ in range(10_000):
+        running.coordination.ask(lambda p: None)
+    assert len(running.notices()) == 10_000
+
+
+def test_a_ring_brings_the_next_step_at_once(start: Callable[..., Started]) -> None:
+    running = start(bell=True)
+    assert running.bell is not None
+    other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
+    try:
+        for steps in (2, 3):
+            other.ring([(HOME, running.bell.port)])
+            running.participant.until(steps)
+    finally:
+        other.close()
+
+
+def test_forged_rings_bring_none(start: Callable[..., Started]) -> None:
+    """Or anybody on the network could have a thousand agents list folders without end."""
+    running = start(bell=True)
+    assert running.bell is not None
+    forger = Doorbell(secret=b"other", run_uid="r", uid="b", host=HOME)
+    try:
+        for count in range(1, 6):
+            forger.ring([(HOME, running.bell.port)])
+            deadline = time.monotonic() + 10
+            while running.bell.rejected < count:
+                assert time.monotonic() < deadline, "the datagram was not taken in"
+                time.sleep(0.001)
+        assert running.participant.steps == 1
+        running.coordination.ask(lambda p: None)
+        running.participant.until(2)
+    finally:
+        forger.close()
+
+
+def test_without_a_ring_the_participant_says_when(start: Callable[..., Started]) -> None:
+    running = start(lambda steps: 0.001 if steps < 20 else None)
+    running.participant.until(20)
+
+
+def test_a_passing_fault_is_tried_again(start: Callable[..., Started]) -> None:
+    def refuse(steps: int) -> float | None:
+        if steps <= 3:
+            raise OSError(5, "Input/output error")
+        return None
+
+    running = start(refuse)
+    running.participant.until(4)
+    assert running.coordination.take() == []
+
+
+@pytest.mark.parametrize("error", [StoreError(root="/store", why="no space"), RuntimeError("a defect")])
+def test_what_ends_the_thread_is_told(start: Callable[..., Started], error: Exception) -> None:
+    def fail(steps: int) -> float | None:
+        if steps == 2:
+            raise error
+        return None
+
+    running = start(fail)
+    running.coordination.ask(lambda p: None)
+    assert running.notices() == [error]
+    assert running.coordination.stop(within=10)
+    assert running.participant.steps == 2
+
+
+def test_an_error_in_what_was_asked_is_told_too(start: Callable[..., Started]) -> None:
+    running = start()
+
+    def defect(_: object) -> None:
+        raise KeyError("a defect")
+
+    running.coordination.ask(defect)
+    (told,) = running.notices()
+    assert isinstance(told, KeyError)
+
+
+def test_a_participant_that_can_not_be_made_yet_is_tried_again() -> None:
+    tries: list[int] = []
+    participant = Stepped()
+
+    def make(_: Coordination) -> Any:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(116, "Stale file handle")
+        return participant
+
+    coordination = Coordination(make, doorbell=None, clock=SystemClock())
+    coordination.start()
+    participant.until(1)
+    assert coordination.stop(within=10)
+    assert len(tries) == 3
+
+
+def test_stopping_does_what_was_asked_for_first(start: Callable[..., Started]) -> None:
+    done = []
+    running = start()
+    running.coordination.ask(lambda p: done.append("last word"))
+    assert running.coordination.stop(within=10)
+    assert done == ["last word"]
+    assert running.coordination.stop(within=10), "again"
+
+
+def test_last_words_are_tried_again_where_the_filesystem_refuses_once(start: Callable[..., Started]) -> None:
+    stopping = threading.Event()
+    refused = []
+
+    def refuse(_: int) -> float | None:
+        if stopping.is_set() and len(refused) < 2:
+            refused.append(1)
+            raise OSError(5, "Input/output error")
+        return None
+
+    running = start(refuse)
+    stopping.set()
+    running.coordination.ask(lambda p: None)
+    assert running.coordination.stop(within=10)
+    assert len(refused) == 2
+    assert running.participant.steps >= 4, "a step that worked came after the refused ones"
+
+
+def test_a_hung_filesystem_is_not_waited_for(start: Callable[..., Started]) -> None:
+    hung, thaw = threading.Event(), threading.Event()
+
+    def hang(steps: int) -> float | None:
+        if steps == 2:
+            hung.set()
+            thaw.wait(30)
+        return None
+
+    running = start(hang)
+    running.coordination.ask(lambda p: None)
+    assert hung.wait(10)
+    assert running.coordination.stop(within=0.05) is False
+    thaw.set()
+
+
+def test_stopping_what_never_started_is_nothing() -> None:
+    coordination = Coordination(lambda _: Stepped(), doorbell=None, clock=SystemClock())  # type: ignore[arg-type,return-value]
+    assert coordination.stop(within=1)
