@@ -88,8 +88,8 @@ class RunSpec:
     """From SIGTERM to SIGKILL when workers are stopped."""
     redirects: str = "0"
     tee: str = "0"
-    """torchrun's grammar, ``3`` or ``0:3,1:1``: `redirects` keeps from the job log, `tee` brings back. By default all is
-    shown; files are always written."""
+    """torchrun's grammar, ``3`` or ``0:3,1:1``: `redirects` keeps from the job log, `tee` brings back. By default all
+    is shown; files are always written."""
     local_ranks_filter: tuple[int, ...] | None = None
     """Only these local ranks reach the job log; None: all."""
     master_addr: str | None = None

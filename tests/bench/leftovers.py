@@ -42,7 +42,9 @@ class Ending:
     """What the workers do (worker.py)."""
     cause: Callable[[Session], None]
     whole_job: bool = True
-    """Whether the job ends with it; otherwise the killed agent's own processes are what must be gone."""
+    """Whether the job ends with it; otherwise the killed agents' own processes are what must be gone."""
+    every_agent: bool = False
+    """Which agents are killed, where the job goes on: all of them, or the last."""
 
 
 def _interrupt(session: Session) -> None:
@@ -55,17 +57,14 @@ def _kill_started(session: Session) -> None:
         process.kill()
 
 
-def _kill_agents(session: Session) -> None:
-    for agent in session.agents():
-        os.kill(agent.pid, signal.SIGKILL)
-
-
 ENDINGS = (
     Ending("all workers exit 0", "exit", lambda session: None),
     Ending("workers raise, restarts exhausted", "raise", lambda session: None),
     Ending("Ctrl-C, a worker's child ignores SIGTERM", "fork", _interrupt),
     Ending("kill -9 of one agent, the job goes on", "fork", lambda session: None, whole_job=False),
-    Ending("kill -9 of every agent", "fork", _kill_agents),
+    Ending(
+        "kill -9 of every agent, which are started again", "fork", lambda _: None, whole_job=False, every_agent=True
+    ),
     Ending("kill -9 of what was started", "fork", _kill_started),
 )
 
@@ -79,7 +78,7 @@ def measure(system: System, ending: Ending) -> Left:
             seen = session.processes()
             sockets = processes.sockets_of(seen)
             if not ending.whole_job:
-                return _one_agent(session, ending)
+                return _agents_killed(session, ending)
             began = time.monotonic()
             ending.cause(session)
             note = ""
@@ -106,18 +105,19 @@ def measure(system: System, ending: Ending) -> Left:
             return Left(ending=ending.name, processes=(), sockets=0, files=(), seconds=0.0, note=str(error))
 
 
-def _one_agent(session: Session, ending: Ending) -> Left:
-    """Kill the agent of one node; what was below it must go, while the others form a new round or end."""
-    agent = session.agents()[-1]
-    its_own = processes.below(agent.pid, session.processes())
+def _agents_killed(session: Session, ending: Ending) -> Left:
+    """Kill agents; what was below them must go, while the job forms a new round or ends."""
+    agents = session.agents() if ending.every_agent else session.agents()[-1:]
+    its_own = [process for agent in agents for process in processes.below(agent.pid, session.processes())]
     pids = {process.pid for process in its_own}
     ranks = {moment["rank"] for moment in session.moments("line") if moment["pid"] in pids}
     sockets = processes.sockets_of(its_own) - processes.sockets_of(
         [process for process in session.processes() if process not in its_own]
     )
     began = time.monotonic()
-    os.kill(agent.pid, signal.SIGKILL)
-    note = "" if ranks else "the killed agent had no worker"
+    for agent in agents:
+        os.kill(agent.pid, signal.SIGKILL)
+    note = "" if ranks else "the killed agents had no worker"
     try:
         session.wait_until(lambda: not any(map(processes.lives, its_own)), "end", limit=SETTLE)
     except TookTooLong:
