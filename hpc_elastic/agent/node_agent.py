@@ -94,6 +94,8 @@ class NodeAgent:
         self._stop_due: float | None = None
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
+        self._unendable: set[int] = set()
+        """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
     @property
     def state(self) -> WorkerState:
@@ -190,7 +192,8 @@ class NodeAgent:
             self._happens(Event.NEWER_ROUND, record.reason)
         if record.member(c.info.uid) is None or record.round < self._round:
             return
-        if record.status is Status.FROZEN and self._phase in (Phase.JOINING, Phase.READY):
+        if record.status is Status.FROZEN and self._phase is Phase.JOINING:
+            # Not in READY: that is the same round under a new coordinator, and the port that was told must stay.
             self._happens(Event.FROZEN, record.reason)
         elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
             self._happens(Event.FINAL, record.reason)
@@ -221,6 +224,7 @@ class NodeAgent:
         )
         for survivor in result.left:
             logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
+            self._unendable.add(survivor.pid)
         if self._phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
 
@@ -320,7 +324,7 @@ class NodeAgent:
             pump=c.pump,
             clock=c.clock,
             shown=c.shown,
-            excluding=c.helpers,
+            excluding=lambda: c.helpers() | self._unendable,
         )
         self._workers = workers
         self._has_run = True

@@ -53,7 +53,6 @@ TRANSITIONS = MappingProxyType(
         ),
         Phase.READY: MappingProxyType(
             {
-                Event.FROZEN: Phase.READY,  # a later round, the one between was given up unseen
                 Event.FINAL: Phase.RUNNING,
                 Event.NEWER_ROUND: Phase.JOINING,
                 Event.CLOSED: Phase.ENDED,

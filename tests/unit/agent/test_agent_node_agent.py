@@ -1,0 +1,629 @@
+"""One agent's loop, fed with records, signals and workers' ends: what it starts, stops, says, and ends with."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent import node_agent
+from hpc_elastic.agent.local_workers import Place
+from hpc_elastic.agent.node_agent import AgentContext, NodeAgent
+from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
+from hpc_elastic.agent.supervision import Phase
+from hpc_elastic.agent.worker import WorkerState
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.processes.command_path import WorkerStartError
+from hpc_elastic.processes.spawn import Inherited
+from hpc_elastic.processes.stop import Stopped, Survivor
+from hpc_elastic.rendezvous.state import Member, NodeInfo, RoundRecord, Status
+from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.store.base import StoreError
+from tests.rigs.fake_clock import FakeClock
+
+ME = "00000-n0-0000000000000005-aaaa"
+OTHER = "00001-n1-0000000000000001-bbbb"
+BOTH = (Member(ME, 0, 2), Member(OTHER, 1, 1))
+START = RoundRecord(number=1, epoch="e", term=1, leader=ME, round=0, status=Status.JOINABLE)
+
+
+def joinable(round_index: int, **changes: Any) -> RoundRecord:
+    return replace(START, round=round_index, members=BOTH, reason="why", **changes)
+
+
+def frozen(round_index: int = 0, members: Sequence[Member] = BOTH, **changes: Any) -> RoundRecord:
+    return replace(START, round=round_index, status=Status.FROZEN, members=tuple(members), **changes)
+
+
+def final(round_index: int = 0, members: Sequence[Member] = BOTH, **changes: Any) -> RoundRecord:
+    return replace(
+        frozen(round_index, members),
+        status=Status.FINAL,
+        **{"master": "10.0.0.1 29500 1", "restarts_used": 0, **changes},
+    )
+
+
+def closed(outcome: Outcome = Outcome.SUCCEEDED) -> RoundRecord:
+    return replace(START, status=Status.CLOSED, outcome=outcome, members=BOTH, reason="the end")
+
+
+def failure(rank: int = 0, **changes: Any) -> WorkerFailure:
+    plain = WorkerFailure(
+        global_rank=rank, message="boom", failure_class=FailureClass.ROOT, fingerprint="F", category=Category.WORKER
+    )
+    return replace(plain, **changes)
+
+
+@dataclass
+class Workers:
+    """Stands for `LocalWorkers`: ends when a test says so; stopping takes one look."""
+
+    round: int
+    layout: Any
+    excluding: Callable[[], Any]
+    argv: list[str] = field(default_factory=list)
+    environments: list[Mapping[str, str]] = field(default_factory=list)
+    failed: bool = False
+    succeeded: bool = False
+    stopping: bool = False
+    looks_to_stop: int = 1
+    graces: list[float] = field(default_factory=list)
+    excluded: list[Any] = field(default_factory=list)
+    failures: list[WorkerFailure] = field(default_factory=list)
+    left: tuple[Survivor, ...] = ()
+    news: bool = False
+    pids: list[int] = field(default_factory=lambda: [4711])
+    seconds: float = 12.0
+
+    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
+        self.argv = argv
+        self.environments = [environment(n, f"error{n}") for n in range(self.layout.local_world_size)]
+
+    def watched(self) -> list[int]:
+        return []
+
+    def poll(self) -> bool:
+        news, self.news = self.news, False
+        return news
+
+    def quick_word(self) -> str:
+        return "rank 0 ended with exit code 1"
+
+    def begin_stop(self, *, grace: float) -> None:
+        self.graces.append(grace)
+        self.excluded.append(set(self.excluding()))
+        self.stopping = True
+
+    def step_stop(self) -> Stopped | float:
+        if self.looks_to_stop > 0:
+            self.looks_to_stop -= 1
+            return 0.0
+        self.stopping = False
+        return Stopped(exits={}, killed=0, left=self.left, seconds=0.1)
+
+    def describe_failures(self) -> list[WorkerFailure]:
+        return self.failures
+
+    def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
+        return failure(message=str(error), retryable=retryable)
+
+    def fall(self, *failures: WorkerFailure) -> None:
+        self.failed, self.news, self.failures = True, True, list(failures)
+
+    def finish(self) -> None:
+        self.succeeded, self.news = True, True
+
+
+class Said:
+    """Stands for the participant: what the agent asks of it, as (word, arguments)."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __getattr__(self, word: str) -> Callable[..., None]:
+        return lambda *arguments: self.words.append((word, arguments))
+
+    def all(self, *wanted: str) -> list[str]:
+        return [word for word, _ in self.words if not wanted or word in wanted]
+
+    def last(self, wanted: str) -> tuple[Any, ...]:
+        return [arguments for word, arguments in self.words if word == wanted][-1]
+
+
+Step = Callable[[], Any] | list[Any]
+
+
+class Script:
+    """Stands for the coordination: each look of the agent's loop plays the next step of the test."""
+
+    def __init__(self, said: Said, fd: int) -> None:
+        self._said = said
+        self._fd = fd
+        self.steps: Iterator[Step] = iter(())
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, *, within: float) -> bool:
+        return True
+
+    def ask(self, command: Callable[[Any], None]) -> None:
+        command(self._said)
+
+    def take(self) -> list[Any]:
+        step = next(self.steps, None)
+        assert step is not None, "the script is over, and the agent has not ended"
+        found = step() if callable(step) else step
+        return found if isinstance(found, list) else []
+
+
+class Server:
+    """Stands for the TCPStore's host."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.port = 29500
+        self.state = StoreState.IDLE
+        self.failure = ""
+        self.refusal: Exception | None = None
+
+    def fileno(self) -> int:
+        return -1
+
+    def bind(self, address: str, port: int | None) -> tuple[str, int]:
+        if self.refusal:
+            raise self.refusal
+        self.calls.append("bind")
+        self.port += 1
+        return address, port or self.port
+
+    def __getattr__(self, name: str) -> Callable[[], None]:
+        return lambda: self.calls.append(name)
+
+    def handle(self) -> StoreState:
+        return self.state
+
+
+@dataclass
+class Play:
+    """An agent, and everything around it."""
+
+    agent: NodeAgent
+    said: Said
+    server: Server
+    workers: list[Workers]
+    signals: list[signal.Signals]
+    events: list[tuple[str, dict[str, Any]]]
+    script: Script
+
+    def run(self, *steps: Step) -> int:
+        self.script.steps = iter(steps)
+        return self.agent.run()
+
+    def phase_is(self, phase: Phase) -> Step:
+        def check() -> None:
+            assert self.agent._phase is phase
+
+        return check
+
+    def event(self, name: str) -> dict[str, Any]:
+        return [fields for event, fields in self.events if event == name][-1]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Play]]:
+    always_ready = os.eventfd(1)
+    never_ready = os.eventfd(0)
+    monkeypatch.setattr(node_agent, "reap_orphans", lambda known: [])
+
+    def build(*, kill_wait: float | None = None, start_error: Exception | None = None, **spec: Any) -> Play:
+        said, server = Said(), Server()
+        made: list[Workers] = []
+        signals: list[signal.Signals] = []
+        events: list[tuple[str, dict[str, Any]]] = []
+        script = Script(said, always_ready)
+
+        def make_workers(place: Place, **kinds: Any) -> Workers:
+            workers = Workers(kinds["round_index"], kinds["layout"], kinds["excluding"])
+            if start_error is not None:
+
+                def refuse(*_: Any, **__: Any) -> None:
+                    raise start_error
+
+                workers.start = refuse  # type: ignore[method-assign]
+            made.append(workers)
+            return workers
+
+        monkeypatch.setattr(node_agent, "LocalWorkers", make_workers)
+
+        def take() -> list[signal.Signals]:
+            taken = list(signals)
+            signals.clear()
+            return taken
+
+        context = AgentContext(
+            spec=RunSpec(
+                run_id="run",
+                uid="0" * 32,
+                name="x",
+                created_ns=0,
+                entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+                cwd="/",
+                **spec,
+            ),
+            attempt=AttemptInfo(
+                number=0, cluster="slurm", nodes=("n0", "n1"), batch_host="n0", started_ns=0, kill_wait=kill_wait
+            ),
+            place=Place(attempt=AttemptPaths(tmp_path), host="n0", node=0),
+            info=NodeInfo(uid=ME, node=0, host="n0", local_world_size=2, addresses=("10.0.0.1",), port=1),
+            tag="tag",
+            run_dir="/run",
+            environ={"PATH": "/bin"},
+            inherited=Inherited(umask=0o22, core_limit=(0, 0), subreaper=True),
+            clock=FakeClock(),
+            coordination=script,  # type: ignore[arg-type]
+            doorbell=None,
+            pump=SimpleNamespace(),  # type: ignore[arg-type]
+            store_server=server,  # type: ignore[arg-type]
+            torch_available=lambda: True,
+            events=SimpleNamespace(write=lambda event, **fields: events.append((event, fields))),  # type: ignore[arg-type]
+            signals=SimpleNamespace(fileno=lambda: never_ready, take=take),  # type: ignore[arg-type]
+            shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
+            helpers=lambda: {77},
+        )
+        return Play(NodeAgent(context), said, server, made, signals, events, script)
+
+    yield build
+    os.close(always_ready)
+    os.close(never_ready)
+
+
+def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
+    p = play()
+    assert p.agent.state is WorkerState.INIT
+    code = p.run(
+        [START],
+        p.phase_is(Phase.JOINING),
+        [frozen()],
+        p.phase_is(Phase.READY),
+        [final()],
+        p.phase_is(Phase.RUNNING),
+        lambda: p.workers[0].finish(),
+        p.phase_is(Phase.DONE),
+        [],
+        [closed()],
+        [],
+        [],
+    )
+    assert code == 0
+    assert p.agent.state is WorkerState.SUCCEEDED
+    assert p.said.all() == ["join", "confirm", "report_done", "say_goodbye"]
+    assert p.said.last("confirm") == (0, "10.0.0.1 29501 1")
+    assert p.said.last("report_done") == (0,)
+    (workers,) = p.workers
+    assert [env["RANK"] for env in workers.environments] == ["0", "1"]
+    assert workers.environments[0]["WORLD_SIZE"] == "3"
+    assert workers.environments[0]["MASTER_PORT"] == "29500"
+    assert p.server.calls[:2] == ["bind", "serve"]
+    assert p.server.calls[-1] == "close"
+
+
+def test_who_is_not_the_first_confirms_without_a_port(play: Callable[..., Play]) -> None:
+    p = play()
+    members = (Member(OTHER, 1, 1), Member(ME, 0, 2))
+    p.run([frozen(members=members)], [final(members=members)], [closed()], [], [], [])
+    assert p.said.last("confirm") == (0, "")
+    assert "bind" not in p.server.calls
+    assert "serve" not in p.server.calls
+    assert [env["RANK"] for env in p.workers[0].environments] == ["1", "2"]
+
+
+def test_a_new_coordinator_in_a_frozen_round_changes_nothing(play: Callable[..., Play]) -> None:
+    """A second bind would give the workers' TCPStore a port that nobody was told."""
+    p = play()
+    p.run(
+        [frozen()],
+        [frozen(term=2, leader=OTHER)],
+        p.phase_is(Phase.READY),
+        [final(term=2)],
+        [final(term=3)],
+        p.phase_is(Phase.RUNNING),
+        [closed()],
+        [],
+        [],
+        [],
+    )
+    assert p.said.all("confirm") == ["confirm"]
+    assert p.server.calls.count("bind") == 1
+    assert len(p.workers) == 1
+
+
+def test_a_round_that_was_given_up_before_it_was_final_is_joined_anew(play: Callable[..., Play]) -> None:
+    p = play()
+    p.run(
+        [frozen(0)],
+        [joinable(1)],
+        p.phase_is(Phase.JOINING),
+        [frozen(1)],
+        [frozen(2)],  # what was between was not seen
+        p.phase_is(Phase.READY),
+        [final(2)],
+        p.phase_is(Phase.RUNNING),
+        [closed()],
+        [],
+        [],
+        [],
+    )
+    assert [arguments[0] for word, arguments in p.said.words if word == "confirm"] == [0, 1, 2]
+    assert p.workers[0].round == 2
+
+
+def test_a_final_round_without_this_node_is_not_its_own(play: Callable[..., Play]) -> None:
+    p = play()
+    p.run([frozen(members=BOTH[1:])], [final(members=BOTH[1:])], p.phase_is(Phase.JOINING), [closed()])
+    assert p.workers == []
+    assert p.said.all() == ["join", "say_goodbye"]
+
+
+def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def told_at_once() -> list[Any]:
+        assert p.said.all()[-1] == "report_failure"
+        assert p.workers[0].stopping
+        return [joinable(1)]
+
+    code = p.run(
+        [frozen()],
+        [final()],
+        lambda: p.workers[0].fall(failure(1), failure(0, stopped_by_agent=True)),
+        [],
+        told_at_once,
+        [],
+        p.phase_is(Phase.JOINING),
+        [frozen(1)],
+        [final(1, restarts_used=1)],
+        [closed(Outcome.FAILED)],
+        [],
+        [],
+        [],
+    )
+    assert code == 1
+    assert p.agent.state is WorkerState.FAILED
+    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "confirm", "say_goodbye"]
+    index, first_word = p.said.last("report_failure")
+    assert (index, first_word.failure_class, first_word.message) == (0, "unknown", "rank 0 ended with exit code 1")
+    index, summed = p.said.last("sum_up_failures")
+    assert (index, summed.message, summed.seconds) == (0, "rank 1: boom", 12.0)
+    assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]
+
+
+def test_a_round_that_others_broke_is_left_without_a_word(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def fell_because_we_ended_it() -> list[Any]:
+        p.workers[0].failures = [failure(stopped_by_agent=True)]
+        return [joinable(1)]
+
+    p.run([frozen()], [final()], fell_because_we_ended_it, [], [], p.phase_is(Phase.JOINING), [closed()])
+    assert p.said.all() == ["join", "confirm", "join", "say_goodbye"]
+
+
+def test_who_is_done_goes_back_when_a_later_failure_breaks_the_round(play: Callable[..., Play]) -> None:
+    p = play()
+    p.run(
+        [frozen()],
+        [final()],
+        lambda: p.workers[0].finish(),
+        [],
+        [],
+        p.phase_is(Phase.DONE),
+        [joinable(1)],
+        [],
+        [],
+        [],
+        p.phase_is(Phase.JOINING),
+        [frozen(1)],
+        [final(1)],
+        p.phase_is(Phase.RUNNING),
+        [closed()],
+        [],
+        [],
+        [],
+    )
+    assert p.said.all() == ["join", "confirm", "report_done", "join", "confirm", "say_goodbye"]
+
+
+def test_a_second_newer_round_while_workers_end_is_no_second_stop(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def slow() -> list[Any]:
+        p.workers[0].looks_to_stop = 5
+        return [joinable(1)]
+
+    p.run([frozen()], [final()], slow, [joinable(2)], [joinable(3)], [], [], [], [], [], [closed()])
+    assert [event for event, _ in p.events].count("workers_stopping") == 1
+    assert p.said.all() == ["join", "confirm", "join", "say_goodbye"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[..., Play], number: signal.Signals) -> None:
+    p = play()
+
+    def slow() -> None:
+        p.workers[0].looks_to_stop = 3
+        p.signals.append(number)
+
+    code = p.run(
+        [frozen()],
+        [final()],
+        slow,
+        lambda: p.signals.append(number),
+        lambda: p.signals.append(signal.SIGTERM),
+        [closed(Outcome.CANCELLED)],
+        [],
+        [],
+        [],
+    )
+    assert code == 128 + number
+    assert p.said.all("close") == ["close"]
+    assert p.said.last("close") == (Outcome.CANCELLED, f"{number.name} on n0")
+    assert p.said.all()[-1] == "say_goodbye"
+
+
+def test_the_notice_closes_the_run_and_ends_nothing_by_itself(play: Callable[..., Play]) -> None:
+    p = play()
+    code = p.run(
+        [frozen()],
+        [final()],
+        lambda: p.signals.append(signal.SIGUSR2),
+        p.phase_is(Phase.RUNNING),
+        p.phase_is(Phase.RUNNING),
+        [closed(Outcome.PREEMPTED)],
+        [],
+        [],
+        [],
+    )
+    assert p.said.last("close") == (Outcome.PREEMPTED, "notice SIGUSR2 on n0")
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("kill_wait", "by_slurm", "grace"),
+    [(None, True, 30.0), (10.0, True, 8.0), (10.0, False, 30.0), (1.0, True, 0.5), (100.0, True, 30.0)],
+)
+def test_the_grace_is_never_more_than_slurm_leaves(
+    play: Callable[..., Play], kill_wait: float | None, by_slurm: bool, grace: float
+) -> None:
+    p = play(kill_wait=kill_wait, shutdown_timeout=30.0)
+    how: Step = (lambda: p.signals.append(signal.SIGTERM)) if by_slurm else [closed(Outcome.CANCELLED)]
+    p.run([frozen()], [final()], how, [], [], [])
+    assert p.workers[0].graces[0] == grace
+
+
+def test_a_store_that_can_not_be_used_ends_the_agent(play: Callable[..., Play]) -> None:
+    p = play()
+    code = p.run([frozen()], [final()], [StoreError(root="/s", why="no space")], [], [], [])
+    assert code == 1
+    assert p.workers[0].graces, "and its workers first"
+    assert "no space" in p.event("agent_ended")["reason"]
+
+
+def test_a_newer_agent_on_this_node_is_left_to_it(play: Callable[..., Play]) -> None:
+    p = play()
+    newer = Member("00000-n0-0000000000000006-cccc", 0, 2)
+    code = p.run([frozen()], [final()], [frozen(1, (newer,))], [], [], [])
+    assert code == 1
+    assert p.event("agent_ended")["reason"] == "a newer agent runs on this node"
+    assert "close" not in p.said.all()
+
+
+def test_an_older_agent_of_this_node_in_the_record_is_none_of_its_business(play: Callable[..., Play]) -> None:
+    p = play()
+    older = Member("00000-n0-0000000000000004-cccc", 0, 2)
+    p.run([final(members=(older, BOTH[1]))], p.phase_is(Phase.JOINING), [closed()])
+
+
+def test_a_master_port_that_is_taken_ends_the_run_with_its_reason(play: Callable[..., Play]) -> None:
+    p = play(master_port=29500)
+    p.server.refusal = MasterPortTakenError(address="n0", port=29500, reason="in use")
+    p.run([frozen()], p.phase_is(Phase.READY), [closed(Outcome.FAILED)])
+    outcome, reason = p.said.last("close")
+    assert outcome is Outcome.FAILED
+    assert "29500" in reason
+    assert "confirm" not in p.said.all()
+
+
+@pytest.mark.parametrize(
+    ("error", "retryable"),
+    [
+        (WorkerStartError(command="python9", cwd="/", errno=errno.ENOENT, reason="no such file"), False),
+        (WorkerStartError(command="python3", cwd="/", errno=errno.EAGAIN, reason="no more processes"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+    ],
+)
+def test_workers_that_can_not_be_started_are_a_failure_with_evidence(
+    play: Callable[..., Play], error: Exception, retryable: bool
+) -> None:
+    p = play(start_error=error)
+    p.run([frozen()], [final()], [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
+    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "say_goodbye"]
+    assert p.said.last("sum_up_failures")[1].retryable is retryable
+    assert "serve" not in p.server.calls
+
+
+def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def lose() -> None:
+        p.server.state, p.server.failure = StoreState.FAILED, "the process ended"
+
+    p.run([frozen()], [final()], lose, [], [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
+    _, summed = p.said.last("sum_up_failures")
+    assert (summed.failure_class, summed.fingerprint) == ("infrastructure", "")
+    assert "the workers' TCPStore is gone: the process ended" in summed.message
+
+
+def test_a_process_that_nothing_ends_is_not_waited_for_again(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def stuck() -> list[Any]:
+        p.workers[0].left = (Survivor(pid=99, name="python", state="D", why="in the kernel"),)
+        return [joinable(1)]
+
+    p.run([frozen()], [final()], stuck, [], [], [frozen(1)], [final(1)], [closed()], [], [], [])
+    assert p.workers[0].excluded[0] == {77}
+    assert p.workers[1].excluded[0] == {77, 99}
+
+
+def test_the_loop_never_meets_an_illegal_event(play: Callable[..., Play]) -> None:
+    """Every record in every phase: what must be ignored is ignored."""
+    records = [
+        joinable(0),
+        joinable(1),
+        joinable(5),
+        frozen(0),
+        frozen(1),
+        frozen(5),
+        final(0),
+        final(1),
+        final(5),
+        final(1, BOTH[1:]),
+        frozen(1, BOTH[1:]),
+        closed(),
+    ]
+    for phase in Phase:
+        for record in records:
+            p = play()
+            prefixes: dict[Phase, list[Step]] = {
+                Phase.JOINING: [[START]],
+                Phase.READY: [[frozen(1)]],
+                Phase.RUNNING: [[frozen(1)], [final(1)]],
+                Phase.DONE: [[frozen(1)], [final(1)], lambda p=p: p.workers[0].finish(), []],  # type: ignore[misc]
+                Phase.STOPPING: [[frozen(1)], [final(1)], lambda p=p: _hold(p, joinable(2))],  # type: ignore[misc]
+                Phase.LEAVING: [[frozen(1)], [final(1)], lambda p=p: _hold(p, closed())],  # type: ignore[misc]
+                Phase.ENDED: [],
+            }
+            if phase is Phase.ENDED:
+                continue
+            p.run(*prefixes[phase], p.phase_is(phase), [record], [closed()], *([[]] * 30))
+
+
+def _hold(p: Play, record: RoundRecord) -> list[RoundRecord]:
+    """Let the workers take a while to end, so that the phase lasts."""
+    p.workers[0].looks_to_stop = 3
+    return [record]
