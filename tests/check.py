@@ -221,6 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", action="store_true", help="also tests marked slow; budgets are not held")
     parser.add_argument("--bench", action="store_true", help="run the benchmarks at the end")
     options = parser.parse_args(argv)
+    # Started in the background (`… &`, nohup, some CI) we inherit an ignored SIGINT, and so would pytest and all tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = set(options.tier or names)
     if options.no_slurm:
         wanted.discard("slurm")

@@ -11,8 +11,12 @@ command -v shellcheck >/dev/null 2>&1 || apt_install shellcheck || say "skipped:
 
 if [ "$(id -u)" != 0 ]; then
     say "skipped: the real-Slurm tests, which need root to start a Slurm in network namespaces"
-elif ! .venv/bin/python -m tests.rigs.slurm_cluster install </dev/null; then
-    say "skipped: the real-Slurm tests, as Slurm's packages could not be installed (see above)"
+else
+    log=$(mktemp)
+    if ! .venv/bin/python -m tests.rigs.slurm_cluster install </dev/null >"$log" 2>&1; then
+        say "skipped: the real-Slurm tests, which can't run here: $(tail -n 1 "$log")"
+    fi
+    rm -f "$log"
 fi
 
 exec .venv/bin/python -m tests.check "$@"
