@@ -15,13 +15,15 @@ def claim_attempt(paths: RunPaths) -> AttemptPaths:
     Raises:
         OSError: it can't be made.
     """
+    numbers = [n for name in os.listdir(paths.root) if (n := attempt_number(name)) is not None]
+    number = max(numbers, default=-1) + 1
     while True:
-        numbers = [n for name in os.listdir(paths.root) if (n := attempt_number(name)) is not None]
-        attempt = paths.attempt(max(numbers, default=-1) + 1)
+        attempt = paths.attempt(number)
         try:
             make_private_dir(attempt.root, exist_ok=False)
         except FileExistsError:
-            continue  # another supervisor of this run was quicker
+            number += 1  # another supervisor of this run was quicker; a listing may not show it yet
+            continue
         make_private_dir(attempt.events)
         _point_latest(paths.latest, attempt.root)
         return attempt

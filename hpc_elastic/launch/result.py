@@ -33,7 +33,10 @@ def load_result(path: Path) -> StoredResult | None:
     value = read_json(path)
     if isinstance(value, str) or value.get("version") != VERSION:
         return None
-    try:
-        return StoredResult(**{key: value[key] for key in StoredResult.__slots__ if key in value})
-    except TypeError:
+    chosen = {key: value[key] for key in StoredResult.__slots__ if key in value}
+    if any(type(item) is not (int if key in ("exit_code", "step") else str) for key, item in chosen.items()):
         return None
+    try:
+        return StoredResult(**chosen)
+    except TypeError:
+        return None  # something is missing

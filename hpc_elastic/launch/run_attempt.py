@@ -86,14 +86,16 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     events.write("verdict", outcome=result.outcome.value, reason=result.reason)
     decision = _decide(paths, spec, attempt, result)
     events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
+    events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
     # Written before the job is requeued: from then on Slurm's SIGKILL is KillWait away.
     _finish(paths, attempt_paths, attempt, result, decision)
     if decision.action is RequeueAction.REQUEUE:
         requeued = _requeue(site, decision)
         if requeued != decision:
             decision = requeued
+            events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
+            events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
             _finish(paths, attempt_paths, attempt, result, decision)
-    events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
     events.close()
     return decision
 
