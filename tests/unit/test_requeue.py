@@ -1,0 +1,117 @@
+"""Whether the job goes back into the queue: the whole table, with reasons and exit codes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.requeue import RequeueAction, RequeueFacts, decide_requeue
+
+PLAIN = RequeueFacts(
+    outcome=Outcome.FAILED,
+    reason="restarts exhausted",
+    retryable=True,
+    attempt=0,
+    max_requeues=3,
+    armed=True,
+    armed_reason="",
+    same_as_before=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "facts", "action", "code", "reason"),
+    [
+        ("success", replace(PLAIN, outcome=Outcome.SUCCEEDED), "end", 0, "the run succeeded"),
+        (
+            "spent restarts",
+            PLAIN,
+            "requeue",
+            75,
+            "requeue 1 of 3 (2 left): restarts exhausted",
+        ),
+        ("the last requeue", replace(PLAIN, attempt=2), "requeue", 75, "requeue 3 of 3 (0 left): restarts exhausted"),
+        ("no requeue left", replace(PLAIN, attempt=3), "end", 1, "3 of 3 requeues used"),
+        ("none allowed", replace(PLAIN, max_requeues=0), "end", 1, "0 of 0 requeues used"),
+        ("too few nodes", replace(PLAIN, outcome=Outcome.TOO_FEW_NODES), "requeue", 75, "requeue 1 of 3"),
+        ("notice was given", replace(PLAIN, outcome=Outcome.PREEMPTED), "requeue", 75, "requeue 1 of 3"),
+        (
+            "notice was given, no requeue left",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, attempt=3),
+            "end",
+            143,
+            "3 of 3 requeues used",
+        ),
+        (
+            "not retryable",
+            replace(PLAIN, retryable=False),
+            "end",
+            93,
+            "another attempt would end the same way: restarts exhausted",
+        ),
+        ("the same failure as before", replace(PLAIN, same_as_before=True), "end", 1, "by the same failure"),
+        (
+            "not armed",
+            replace(PLAIN, armed=False, armed_reason="the site has JobRequeue=0"),
+            "end",
+            1,
+            "requeue is not armed: the site has JobRequeue=0",
+        ),
+        (
+            "cancelled by the user",
+            replace(PLAIN, outcome=Outcome.CANCELLED, reason="SIGINT on n1", signal_number=2),
+            "end",
+            130,
+            "the run was cancelled (SIGINT on n1)",
+        ),
+        ("cancelled in Slurm", replace(PLAIN, outcome=Outcome.CANCELLED, signal_number=15), "end", 143, "cancelled"),
+        ("cancelled elsewhere", replace(PLAIN, outcome=Outcome.CANCELLED), "end", 143, "the run was cancelled"),
+        ("the time limit", replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15), "end", 143, "the time limit"),
+        (
+            "Slurm preempts it",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15),
+            "end",
+            143,
+            "Slurm itself ends this job",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows(what: str, facts: RequeueFacts, action: str, code: int, reason: str) -> None:
+    decision = decide_requeue(facts)
+    assert decision.action.value == action
+    assert decision.exit_code == code
+    assert reason in decision.reason
+
+
+def test_every_combination_keeps_the_promises() -> None:
+    for outcome, retryable, attempt, most, armed, same, number in itertools.product(
+        Outcome, (True, False), (0, 1, 3, 9), (0, 1, 3), (True, False), (True, False), (None, 2, 15)
+    ):
+        facts = RequeueFacts(
+            outcome=outcome,
+            reason="why",
+            retryable=retryable,
+            attempt=attempt,
+            max_requeues=most,
+            armed=armed,
+            armed_reason="because",
+            same_as_before=same,
+            signal_number=number,
+        )
+        decision = decide_requeue(facts)
+        assert decision.reason
+        wanted = (
+            outcome in (Outcome.FAILED, Outcome.TOO_FEW_NODES, Outcome.PREEMPTED)
+            and retryable
+            and attempt < most
+            and armed
+            and not same
+            and number is None
+        )
+        assert (decision.action is RequeueAction.REQUEUE) is wanted, facts
+        assert (decision.exit_code == 75) is wanted, "75 means that it was requeued, and nothing else does"
+        assert (decision.exit_code == 0) is (outcome is Outcome.SUCCEEDED), "0 means success, and nothing else does"
