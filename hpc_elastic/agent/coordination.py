@@ -18,11 +18,15 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.store.base import StoreFullError
 from hpc_elastic.store.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
 
+_FIRST_BACKOFF = 0.05
 _LONGEST_BACKOFF = 5.0
+FULL_SECONDS = 600.0
+"""How long a full disk is waited for, with something to write: as long as a rendezvous waits by default."""
 
 Notice = RoundRecord | tuple[str, Mapping[str, Any]] | Exception
 """A newer record; an event of this node's coordinator; or what ended the thread."""
@@ -32,16 +36,24 @@ class Coordination:
     """Owns the participant: all calls to it happen in this object's thread."""
 
     def __init__(
-        self, make_participant: Callable[[Coordination], Participant], *, doorbell: Doorbell | None, clock: Clock
+        self,
+        make_participant: Callable[[Coordination], Participant],
+        *,
+        doorbell: Doorbell | None,
+        clock: Clock,
+        longest_backoff: float = _LONGEST_BACKOFF,
     ) -> None:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
         doorbell: Rung from outside; None where only polling is wanted.
         clock: For waits.
+        longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
+            which may well work on a full disk and must not be missed for it.
         """
         self._make_participant = make_participant
         self._doorbell = doorbell
         self._clock = clock
+        self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
         self._notices: deque[Notice] = deque()
         self._stop = threading.Event()
@@ -89,7 +101,8 @@ class Coordination:
 
     def _run(self) -> None:
         participant: Participant | None = None
-        backoff = 0.05
+        backoff = _FIRST_BACKOFF
+        full_since: float | None = None
         while True:
             last = self._stop.is_set()
             refused = False
@@ -100,12 +113,18 @@ class Coordination:
                 while self._commands:
                     self._commands.popleft()(participant)
                 delay = participant.step()
-                backoff = 0.05
-            except OSError as error:
-                if backoff == 0.05:
+                backoff, full_since = _FIRST_BACKOFF, None
+            except (OSError, StoreFullError) as error:
+                if backoff == _FIRST_BACKOFF:
                     logger.warning("the shared filesystem refused: %s; trying again", error)
-                backoff = min(_LONGEST_BACKOFF, backoff * 1.5)
+                backoff = min(self._longest_backoff, backoff * 1.5)
                 refused = True
+                if isinstance(error, StoreFullError):
+                    now = self._clock.monotonic()
+                    full_since = now if full_since is None else full_since
+                    if now - full_since > FULL_SECONDS:
+                        self._tell(error)
+                        return
             except HpcElasticError as error:
                 self._tell(error)
                 return

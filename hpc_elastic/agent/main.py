@@ -124,7 +124,9 @@ def agent_main(argv: Sequence[str]) -> int:
             environ=worker_env,
             inherited=inherited,
             clock=clock,
-            coordination=Coordination(make_participant, doorbell=doorbell, clock=clock),
+            coordination=Coordination(
+                make_participant, doorbell=doorbell, clock=clock, longest_backoff=settings.heartbeat_interval
+            ),
             doorbell=doorbell,
             pump=pump,
             store_server=store_server,

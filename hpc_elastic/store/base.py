@@ -17,6 +17,10 @@ class StoreError(HpcElasticError):
     template = "store {root}: {why}"
 
 
+class StoreFullError(StoreError):
+    """A disk or a quota is full: nothing was written, and nothing can be until somebody makes room."""
+
+
 class StoreWipedError(StoreError):
     """The store that this participant joined is gone or was replaced: going on could contradict what others read."""
 
@@ -35,7 +39,8 @@ class Store(Protocol):
             looked like a failure (a lost reply). False: somebody else's value is there.
 
         Raises:
-            StoreError: no space, or a filesystem that is read-only: nothing was written.
+            StoreFullError: no space: nothing was written.
+            StoreError: a filesystem that is read-only: nothing was written.
         """
         ...
 

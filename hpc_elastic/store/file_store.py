@@ -23,14 +23,15 @@ from pathlib import Path
 
 from hpc_elastic.atomic_file import check_private_dir, make_private_dir
 from hpc_elastic.clock import Clock
-from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.base import StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
 """Bytes of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
 SETTLE_SECONDS = 5.0
 """How long a name that a failed create may have left behind is looked for before the create is tried again."""
 
-_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EROFS, errno.EMLINK}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_HOPELESS = {errno.ENAMETOOLONG, errno.EROFS, errno.EMLINK}
 _NO_SUCH_KIND = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 
@@ -68,6 +69,8 @@ class FileStore:
                 self._create(path, raw)
                 return True
             except OSError as error:
+                if error.errno in _FULL:
+                    raise StoreFullError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
                 if error.errno in _HOPELESS:
                     raise StoreError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
                 failure = error
@@ -185,7 +188,7 @@ class FileStore:
             if os.fstat(fd).st_size != len(raw):
                 os.ftruncate(fd, len(raw))
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in _FULL:
                 raise
             os.utime(path)  # no room to rewrite it: a new time is a change too
         finally:

@@ -18,7 +18,7 @@ import pytest
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.store import file_store
-from hpc_elastic.store.base import Store, StoreError, fits_key
+from hpc_elastic.store.base import Store, StoreError, StoreFullError, fits_key
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
@@ -449,6 +449,7 @@ def test_no_room_is_told_at_once_and_leaves_nothing(fs: Filesystem, files: FileS
     with pytest.raises(StoreError, match=r"can't create log/2: ") as caught:
         files.put_if_absent("log/2", "v" * 100)
     assert os.strerror(number) in str(caught.value)
+    assert isinstance(caught.value, StoreFullError) == (number != errno.EROFS)
     assert os.listdir(Path(files._root) / "log") == ["1"]
 
 

@@ -100,7 +100,7 @@ class Process:
 
 @dataclass
 class LocalRun:
-    """One run, and everything that the test gave it. To be used in a ``with``: whatever is left is killed at its end."""
+    """One run, and everything that the test gave it. For a ``with``: at its end nothing may be left, and nothing is."""
 
     folder: Path
     """Of the test; empty."""
@@ -138,21 +138,10 @@ class LocalRun:
 
     def __enter__(self) -> LocalRun:
         nodes = str(self.nodes) if self.min_nodes is None else f"{self.min_nodes}-{self.nodes}"
-        program = (
-            ["-m", "hpc_elastic"]
-            if (ROOT / "hpc_elastic/cli/run.py").exists() and os.environ.get("USE_CLI")
-            else ["/tmp/clishim.py"]
-        )
-        command = [sys.executable, *program, "run", "--cluster", "local", "--nodes", nodes]
-        command += [
-            "--nproc-per-node",
-            str(self.nproc),
-            "--runs-dir",
-            str(self.runs),
-            "--rdzv-conf",
-            f"heartbeat_ttl={self.heartbeat_ttl:g}",
-        ]
-        command += [*self.options]
+        command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", nodes]
+        command += ["--nproc-per-node", str(self.nproc), "--runs-dir", str(self.runs)]
+        command += ["--rdzv-conf", f"heartbeat_ttl={self.heartbeat_ttl:g}"]
+        command += ["--max-requeues", "0", *self.options]
         command += self.interpreter if self.interpreter is not None else [str(self.script_path), *self.arguments]
         with open(self.log_path, "ab") as log:
             self._supervisor = subprocess.Popen(

@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.base import StoreError, StoreFullError
 from hpc_elastic.store.doorbell import Doorbell
 
 RECORD = RoundRecord(number=1, epoch="e", term=1, leader="a", round=0, status=Status.JOINABLE)
@@ -226,6 +226,34 @@ def test_last_words_are_tried_again_where_the_filesystem_refuses_once(start: Cal
     assert running.coordination.stop(within=10)
     assert len(refused) == 2
     assert running.participant.steps >= 4, "a step that worked came after the refused ones"
+
+
+def test_a_full_disk_is_waited_for(start: Callable[..., Started], caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(steps: int) -> float | None:
+        if steps < 5:
+            raise StoreFullError(root="/store", why="No space left on device")
+        return None
+
+    running = start(refuse)
+    running.participant.until(5)
+    assert running.coordination.take() == []
+    assert len(caplog.records) == 1
+
+
+def test_a_disk_that_stays_full_is_given_up_after_ten_minutes() -> None:
+    class Fast(SystemClock):
+        def monotonic(self) -> float:
+            return super().monotonic() * 10_000
+
+    def refuse(_: int) -> float | None:
+        raise full
+
+    full = StoreFullError(root="/store", why="No space left on device")
+    participant = Stepped(refuse)
+    coordination = Coordination(lambda _: participant, doorbell=None, clock=Fast())  # type: ignore[arg-type,return-value]
+    coordination.start()
+    assert Started(coordination, participant, None).notices() == [full]
+    assert participant.steps > 100, "tried again all the while"
 
 
 def test_a_hung_filesystem_is_not_waited_for(start: Callable[..., Started]) -> None:

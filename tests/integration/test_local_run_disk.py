@@ -1,0 +1,117 @@
+"""A full disk under the run directory: recording stops, training does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import LocalRun
+
+_TRAINS = """
+tell("here")
+others_in_round()
+if ROUND == 0:
+    wait_for("train")
+    for step in range(300):
+        print("step", step, "x" * 80)
+    tell("trained")
+wait_for("end")
+"""
+
+
+class TinyDisk:
+    """A filesystem of 4 MB of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._filler = path / "filler"
+
+    def fill(self) -> None:
+        """Take all that is left of it."""
+        with open(self._filler, "wb", buffering=0) as file:
+            size = 1 << 20
+            while size:
+                try:
+                    file.write(b"0" * size)
+                except OSError:
+                    size //= 2
+
+    def make_room(self) -> None:
+        self._filler.unlink()
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[TinyDisk]:
+    path = tmp_path / "runs"
+    path.mkdir(mode=0o700)
+    if os.geteuid() != 0:
+        pytest.skip("mounts a filesystem, which needs root")
+    options = "size=4m,mode=700"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield TinyDisk(path)
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def wait_for_heartbeats(run: LocalRun) -> None:
+    """Until each node's has changed."""
+
+    def cells() -> dict[str, str]:
+        return {path.name: path.read_text() for path in (run.attempt().store / "hb").glob("0000*")}
+
+    before = cells()
+    run.until(lambda: all(value != before[name] for name, value in cells().items()), "heartbeats")
+
+
+def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+    with LocalRun(tmp_path, _TRAINS) as run:
+        run.wait_moments("here", count=2)
+        tiny_disk.fill()
+        run.say("train")
+        run.wait_moments("trained", count=2)
+        run.until(lambda: "No space left on device" in run.log(), "word about the full disk")
+        tiny_disk.make_room()
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert {event["round"] for event in run.events("round_final")} == {0}
+        told = [line for line in run.log().splitlines() if "No space left on device" in line]
+        assert len(told) <= 4  # each agent once for its workers' output, once for the store
+        assert all(f"[node{rank}:{rank}] step 299" in run.log() for rank in range(2))
+
+
+def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+    with LocalRun(tmp_path, _TRAINS) as run:
+        run.wait_moments("here", count=2)
+        tiny_disk.fill()
+        run.kill_worker(1, round_index=0)
+        run.until(lambda: "the shared filesystem refused" in run.log(), "word about the full disk")
+        for _ in range(4):
+            wait_for_heartbeats(run)
+        tiny_disk.make_room()
+        run.wait_moments("here", count=2, round_index=1)
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
+        (failed,) = run.events("worker_failed")
+        assert failed["rank"] == 1
+        assert run.events("node_lost") == []
+
+
+def test_end_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+    with LocalRun(tmp_path, _TRAINS) as run:
+        run.wait_moments("here", count=2)
+        tiny_disk.fill()
+        run.say("train")
+        run.say("end")
+        run.until(lambda: "the shared filesystem refused" in run.log(), "word about the full disk")
+        wait_for_heartbeats(run)
+        tiny_disk.make_room()
+        assert run.finish() == ExitCode.OK
