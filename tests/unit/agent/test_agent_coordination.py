@@ -253,7 +253,7 @@ def test_a_disk_that_stays_full_is_given_up_after_ten_minutes() -> None:
     coordination = Coordination(lambda _: participant, doorbell=None, clock=Fast())  # type: ignore[arg-type,return-value]
     coordination.start()
     assert Started(coordination, participant, None).notices() == [full]
-    assert participant.steps > 100, "tried again all the while"
+    assert participant.steps > 1
 
 
 def test_a_hung_filesystem_is_not_waited_for(start: Callable[..., Started]) -> None:
