@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpc_elastic.cli.option_table import Option, Parsed
 from hpc_elastic.slurm.sbatch import SbatchOptions
+from hpc_elastic.slurm.time_limit import check_time_option
 
 GROUP = "job"
 OWN_GROUP = "own"
@@ -115,7 +116,14 @@ def wants_requeue(parsed: Parsed) -> bool:
 
 
 def only_for_slurm(parsed: Parsed) -> list[str]:
-    """The options given that mean nothing without Slurm, as the user wrote them."""
+    """The options given that mean nothing without Slurm, as the user wrote them.
+
+    Raises:
+        UsageError: one is wrong in any case: ``-t 0:3`` was meant for torchrun's ``--tee``.
+    """
+    time_limit = parsed.get("time")
+    if time_limit is not None:
+        check_time_option(time_limit, option=parsed.sources["time"])
     meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
     meaningless |= {"exclusive", "grace", "sbatch_args", "srun_args", "wait", "follow"}
     return [source for dest, source in parsed.sources.items() if dest in meaningless]

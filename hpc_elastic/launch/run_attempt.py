@@ -229,15 +229,12 @@ def _versions(facts: SiteFacts) -> dict[str, str]:
 def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
     """The first lines of the job log: what a person who opens it needs to find everything else."""
     versions = ", ".join(f"{name} {value}" for name, value in attempt.versions.items())
-    nodes = (
-        str(len(attempt.nodes))
-        if spec.min_nodes == spec.max_nodes
-        else f"{len(attempt.nodes)} ({spec.min_nodes}-{spec.max_nodes})"
-    )
+    asked = "" if spec.min_nodes == spec.max_nodes else f" ({spec.min_nodes}-{spec.max_nodes})"
+    nodes = f"{len(attempt.nodes)} node{'s' if len(attempt.nodes) > 1 else ''}{asked}"
     where = f"job {attempt.job_id}" if attempt.job_id else "this machine"
     armed = "yes" if attempt.requeue_armed else f"no, because {attempt.requeue_reason}"
     lines = [
-        f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes} nodes: {_shortened(attempt.nodes)}",
+        f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes}: {_shortened(attempt.nodes)}",
         f"command: {spec.entrypoint}",
         f"versions: {versions}",
         f"run directory: {paths.root}",

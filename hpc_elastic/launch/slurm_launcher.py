@@ -91,25 +91,30 @@ class SlurmLauncher:
         self._steps: list[_Step] = []
         self._newest: dict[int, _Step] = {}
         """Node → the step that was started there last: what an older one tells of that node is no news."""
-        self._left_out: set[int] = set()
+        self._unstarted: list[AgentEnded] = []
         self._tries = 0
+        self._ending = False
 
     def launch(self) -> None:
-        wanted = set(range(len(self._nodes))) - self._left_out
+        self._launch(set(range(len(self._nodes))))
+
+    def _launch(self, wanted: set[int]) -> None:
         self._tries += 1
-        argv = srun_agents(
-            len(wanted),
-            self._command,
-            exclude=[self._nodes[node] for node in sorted(self._left_out)],
-            extra=self._extra,
-        )
-        self._start(argv, wanted)
+        left_out = [name for node, name in enumerate(self._nodes) if node not in wanted]
+        self._start(srun_agents(len(wanted), self._command, exclude=left_out, extra=self._extra), wanted)
 
     def relaunch(self, node: int) -> None:
         self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
 
     def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
-        step = _Step(argv, self._environment, nodes, self._umask)
+        try:
+            step = _Step(argv, self._environment, nodes, self._umask)
+        except OSError as error:  # no srun here: a container without it
+            detail = f"srun can't be started: {error}"
+            self._unstarted += [
+                AgentEnded(node=node, code=None, detail=detail, started=False) for node in sorted(nodes)
+            ]
+            return
         self._steps.append(step)
         self._newest.update(dict.fromkeys(nodes, step))
 
@@ -117,7 +122,7 @@ class SlurmLauncher:
         return [step.stderr for step in self._steps]
 
     def take(self) -> list[AgentEnded]:
-        found: list[AgentEnded] = []
+        found, self._unstarted = self._unstarted, []
         for step in list(self._steps):
             for line in step.lines():
                 found += self._read_line(step, line)
@@ -132,7 +137,10 @@ class SlurmLauncher:
     def _read_line(self, step: _Step, line: str) -> list[AgentEnded]:
         event = parse_srun_line(line)
         # Everything goes on into the job log: it is what a person who knows Slurm looks for.
-        print(line, file=sys.stderr, flush=True)
+        try:
+            print(line, file=sys.stderr, flush=True)
+        except OSError:
+            pass  # a full disk stops the record, not the run
         if event is None:
             return []
         if event.kind is SrunEventKind.LAUNCH_FAILED:
@@ -158,11 +166,12 @@ class SlurmLauncher:
     def _step_ended(self, step: _Step, code: int) -> list[AgentEnded]:
         if step.bad and self._worth_another_launch(step):
             # The whole step was aborted for one dead node (slurm 22.05: rc 233 after 11 s, whatever --no-kill says).
-            self._left_out |= set(step.bad)
             names = ", ".join(self._nodes[node] for node in sorted(step.bad))
             logger.warning("the launch failed on %s; launching again without", names)
             gone = [self._ended(step, node, None, why, started=False) for node, why in sorted(step.bad.items())]
-            self.launch()
+            # Not those that were told of as ended before: they are started again one by one, if they were not already.
+            if left := step.nodes - step.ended:
+                self._launch(left)
             return gone
         started = not step.refused and not step.bad
         detail = step.refused or f"its step ended, srun: {describe_code(code)}"
@@ -173,7 +182,9 @@ class SlurmLauncher:
 
     def _worth_another_launch(self, step: _Step) -> bool:
         left = len(step.nodes - set(step.bad))
-        return len(step.nodes) > 1 and left >= max(1, self._min_nodes) and self._tries < _LAUNCH_TRIES
+        return (
+            not self._ending and len(step.nodes) > 1 and left >= max(1, self._min_nodes) and self._tries < _LAUNCH_TRIES
+        )
 
     def _close(self, step: _Step) -> None:
         self._steps.remove(step)
@@ -189,6 +200,7 @@ class SlurmLauncher:
             step.process.send_signal(signal.SIGTERM)
 
     def end(self, *, within: float) -> None:
+        self._ending = True
         if not self._steps:
             return
         self.terminate()

@@ -194,6 +194,11 @@ def test_what_means_nothing_without_slurm() -> None:
     assert job_options.only_for_slurm(parsed) == ["-p", "--time", "--follow"]
 
 
+def test_a_time_that_was_meant_for_tee_is_refused_without_slurm_too() -> None:
+    with pytest.raises(UsageError, match="-t 0:3: .*--tee 0:3"):
+        job_options.only_for_slurm(read("-t", "0:3", "s.py"))
+
+
 def test_clusters() -> None:
     assert asked_cluster(read("s")) == "auto"
     assert asked_cluster(read("--cluster=local", "s")) == "local"
