@@ -84,7 +84,7 @@ def test_agent_killed_while_another_worker_fails(tmp_path: Path) -> None:
 def test_node_whose_agent_does_not_stay_is_left_out(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _WAIT, nodes=2, min_nodes=1) as run:
         for _ in range(4):  # the first one and the three that follow it
-            os.kill(run.agent_in_a_round(1).pid, signal.SIGKILL)
+            run.kill_agent_in_a_round(1)
         alone = run.until(lambda: [e for e in run.events("round_final") if e["group_world_size"] == 1], "smaller round")
         assert alone[-1]["node"] == 0
         run.wait_moments("here", count=1, round_index=alone[-1]["round"])
@@ -97,7 +97,7 @@ def test_node_whose_agent_does_not_stay_is_left_out(tmp_path: Path) -> None:
 def test_too_few_nodes_are_left(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _WAIT, nodes=2) as run:
         for _ in range(4):
-            os.kill(run.agent_in_a_round(1).pid, signal.SIGKILL)
+            run.kill_agent_in_a_round(1)
         assert run.finish() == ExitCode.WORKERS_FAILED
         report = run.report()
         assert report["outcome"] == "too_few_nodes"

@@ -327,16 +327,14 @@ class LocalRun:
         mine = [p for p in children if p.environ.get(NODE_TAG_VARIABLE, "").endswith(f":{node}")]
         return mine[0] if mine else None
 
-    def agent_in_a_round(self, node: int) -> Process:
-        """The agent of a node, once its workers run."""
+    def kill_agent_in_a_round(self, node: int) -> None:
+        """SIGKILL the agent of a node, once its workers run."""
 
         def found() -> Process | None:
             agent = self._agent(node)
             return agent if agent is not None and self._workers_of(agent) else None
 
-        agent = self.until(found, f"agent with workers on node {node}")
-        assert isinstance(agent, Process)
-        return agent
+        os.kill(self.until(found, f"agent with workers on node {node}").pid, signal.SIGKILL)
 
     def _workers_of(self, agent: Process) -> list[Process]:
         return [p for p in self.processes() if p.parent == agent.pid and "RANK" in p.environ]

@@ -1,0 +1,66 @@
+"""What torchrun 2.13 never recovers from: one worker's SIGKILL on gloo, any rank, again and again."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import LocalRun
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+]
+
+# The survivors sit in a collective when the victim dies, as they would in training.
+_ALL_REDUCE = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+value = torch.tensor([2.0**RANK])
+dist.all_reduce(value)
+tell("here", total=value.item(), group=dist.get_world_size(), restarts=ROUND)
+for step in range(100000):
+    stop = torch.tensor([float(is_said("end"))])
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    if stop.item():
+        break
+    time.sleep(0.01)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "victims"), [(4, (0, 3)), (2, (1, 1))])
+def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes: int, victims: tuple[int, ...]) -> None:
+    with LocalRun(tmp_path, _ALL_REDUCE, nodes=nodes, environ={"OMP_NUM_THREADS": "1"}) as run:
+        for round_index, victim in enumerate((*victims, None)):
+            here = run.wait_moments("here", count=nodes, round_index=round_index)
+            assert [value["rank"] for value in here] == list(range(nodes))
+            assert {value["total"] for value in here} == {2.0**nodes - 1}
+            assert {value["group"] for value in here} == {nodes}
+            if victim is not None:
+                run.kill_worker(victim, round_index=round_index)
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        roots = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
+        assert [(event["round"], event["rank"], event["exitcode"]) for event in roots] == [
+            (index, rank, -signal.SIGKILL) for index, rank in enumerate(victims)
+        ]
+        assert max(event["restarts_used"] for event in run.events("round_final")) == len(victims)
+
+
+def test_process_group_after_an_agents_death_and_on_fewer_nodes(tmp_path: Path) -> None:
+    """Node 0's agent, with the TCPStore, is killed until the supervisor gives it up: node 1 goes on alone."""
+    with LocalRun(tmp_path, _ALL_REDUCE, nodes=2, min_nodes=1, environ={"OMP_NUM_THREADS": "1"}) as run:
+        run.wait_moments("here", count=2, round_index=0)
+        for _ in range(4):
+            run.kill_agent_in_a_round(0)
+        alone = run.until(lambda: [value for value in run.moments("here") if value["group"] == 1], "group of one")
+        assert [(value["rank"], value["total"]) for value in alone] == [(0, 1.0)]
+        run.say("end")
+        assert run.finish() == ExitCode.OK
