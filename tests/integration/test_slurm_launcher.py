@@ -1,0 +1,446 @@
+"""Agents as srun steps, against an srun that prints what real ones printed and ends, or does not, as they did."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.launch.slurm_launcher import SlurmLauncher
+from tests.rigs.captures import DATA, VERSIONS
+
+NODES = ["n1", "n2", "n3", "n4"]
+FAKE_SRUN = """\
+#!/bin/sh
+# Plays what the test wrote for its N-th call; notes its arguments and environment.
+n=1
+until mkdir "$FAKE/call.$n" 2>/dev/null; do n=$((n + 1)); done
+for word in "$@"; do printf '%s\\n' "$word"; done > "$FAKE/call.$n/argv"
+env > "$FAKE/call.$n/env"
+umask > "$FAKE/call.$n/umask"
+echo $$ > "$FAKE/call.$n/pid"
+[ -f "$FAKE/plan.$n" ] || exit 0
+. "$FAKE/plan.$n"
+"""
+FOREVER = "while :; do sleep 0.02; done\n"
+LAUNCH_FAILED = """\
+printf '%s\\n' >&2 \\
+  'srun: error: Task launch for StepId=5.0 failed on node {node}: Communication connection failure' \\
+  'srun: error: Application launch failed: Communication connection failure' \\
+  'srun: Job step aborted: Waiting up to 7 seconds for job step to finish.' \\
+  'srun: error: n1: task 0: Killed' 'srun: error: n2: task 1: Killed'
+exit 233
+"""
+
+
+class Srun:
+    """The fake, its plans and what it was called with."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        script = folder / "bin/srun"
+        script.write_text(FAKE_SRUN)
+        script.chmod(0o755)
+        self.env = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "FAKE": str(folder), "SLURM_NTASKS": "2"}
+
+    def plan(self, *plans: str) -> None:
+        for number, text in enumerate(plans, start=1):
+            (self.folder / f"plan.{number}").write_text(text)
+
+    def argv(self, call: int) -> list[str]:
+        until(lambda: (self.folder / f"call.{call}/pid").exists(), f"call {call} of srun")
+        return (self.folder / f"call.{call}/argv").read_text().splitlines()
+
+    def read(self, call: int, name: str) -> str:
+        self.argv(call)
+        return (self.folder / f"call.{call}/{name}").read_text().strip()
+
+    @property
+    def calls(self) -> int:
+        return len(list(self.folder.glob("call.*")))
+
+
+def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def srun(tmp_path: Path) -> Srun:
+    return Srun(tmp_path)
+
+
+@pytest.fixture
+def make(srun: Srun) -> Iterator[Callable[..., SlurmLauncher]]:
+    made: list[SlurmLauncher] = []
+
+    def build(**changes: Any) -> SlurmLauncher:
+        arguments: dict[str, Any] = {"environment": srun.env, "min_nodes": 2, "umask": 0o027, **changes}
+        made.append(SlurmLauncher(NODES, ["agent", "--run-dir", "/runs/a b"], **arguments))
+        return made[-1]
+
+    yield build
+    for launcher in made:
+        launcher.end(within=0.1)
+
+
+def ended(launcher: SlurmLauncher, count: int) -> list[AgentEnded]:
+    """The next `count` agents that end, by node; waits for them."""
+    found: list[AgentEnded] = []
+    deadline = time.monotonic() + 20
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {found}"
+        select.select(launcher.filenos(), [], [], 0.05)
+        found += launcher.take()
+    assert len(found) == count, found
+    return sorted(found, key=lambda end: end.node)
+
+
+def nothing_more(launcher: SlurmLauncher, seconds: float = 0.1) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        assert launcher.take() == []
+        time.sleep(0.01)
+
+
+def play(launcher: SlurmLauncher, condition: Callable[[], object], what: str) -> list[AgentEnded]:
+    """Take until a condition holds; what ended meanwhile."""
+    found: list[AgentEnded] = []
+
+    def step() -> object:
+        found.extend(launcher.take())
+        return condition()
+
+    until(step, what)
+    return found
+
+
+# -- how it is called
+
+
+def test_one_agent_per_node_whatever_the_jobs_shape(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    launcher = make(extra=["--mpi=none"])
+    launcher.launch()
+    argv = srun.argv(1)
+    assert {"-N4", "-n4", "--ntasks-per-node=1", "--overlap", "--no-kill", "--kill-on-bad-exit=0"} <= set(argv)
+    assert argv[-4:] == ["--mpi=none", "agent", "--run-dir", "/runs/a b"]
+    assert not [word for word in argv if word.startswith("--exclude")]
+    assert "SLURM_NTASKS" not in srun.read(1, "env")
+    assert int(srun.read(1, "umask"), 8) == 0o027
+    ended(launcher, 4)
+    assert not launcher.running()
+
+
+def test_srun_is_no_child_of_the_terminal(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    """A Ctrl-C is for the supervisor to hand on: srun would abort the step at once."""
+    srun.plan("readlink /proc/$$/fd/0 > $FAKE/stdin; cut -d' ' -f6 /proc/$$/stat > $FAKE/session; exit 0")
+    launcher = make()
+    launcher.launch()
+    ended(launcher, 4)
+    assert (srun.folder / "stdin").read_text().strip() == "/dev/null"
+    assert (srun.folder / "session").read_text().strip() == srun.read(1, "pid")
+
+
+# -- how agents end
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (1, None), (137, None)])
+def test_the_steps_end_is_the_end_of_all_its_agents(
+    srun: Srun, make: Callable[..., SlurmLauncher], code: int, expected: int | None
+) -> None:
+    srun.plan(f"exit {code}")
+    launcher = make()
+    launcher.launch()
+    found = ended(launcher, 4)
+    assert [(end.node, end.code, end.started) for end in found] == [(n, expected, True) for n in range(4)]
+    assert not launcher.running()
+    assert launcher.filenos() == []
+
+
+def test_an_agent_that_is_killed_is_told_of_while_the_others_run(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    srun.plan("echo 'srun: error: n3: task 2: Killed' >&2; until [ -e $FAKE/end ]; do sleep 0.01; done; exit 137")
+    launcher = make()
+    launcher.launch()
+    assert ended(launcher, 1) == [AgentEnded(node=2, code=-9, detail="Killed")]
+    assert launcher.running()
+    (srun.folder / "end").touch()
+    assert [end.node for end in ended(launcher, 3)] == [0, 1, 3]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    ("capture", "codes"),
+    [
+        ("err-srun-task-killed", {0: -9, 1: -9}),
+        ("err-srun-exit-3", {0: 3, 1: 3}),
+        ("err-srun-one-task-fails", {1: 7}),
+        ("err-srun-no-such-command", {0: 2}),
+    ],
+)
+def test_what_real_sruns_printed(
+    srun: Srun, make: Callable[..., SlurmLauncher], version: str, capture: str, codes: dict[int, int]
+) -> None:
+    path = DATA / version / f"{capture}.stderr.txt"
+    path = path if path.exists() else DATA / version / f"{capture}.txt"
+    srun.plan(f"cat {path} >&2; {FOREVER}")
+    launcher = make()
+    launcher.launch()
+    found = {end.node: end.code for end in ended(launcher, len(codes))}
+    if capture == "err-srun-no-such-command":
+        assert list(found.values()) == [2]  # which node it was differs
+    else:
+        assert found == codes
+    nothing_more(launcher)
+
+
+def test_an_agents_own_words_are_no_events(
+    srun: Srun, make: Callable[..., SlurmLauncher], capfd: pytest.CaptureFixture[str]
+) -> None:
+    srun.plan(
+        "printf 'Traceback (most recent call last):\\nn3: task 2: Killed\\n\\377\\376 not UTF-8\\n' >&2; "
+        "printf 'the last line has no end' >&2; exit 0"
+    )
+    launcher = make()
+    launcher.launch()
+    assert all(end.code == 0 for end in ended(launcher, 4))
+    text = capfd.readouterr().err
+    assert "Traceback" in text, "they go on into the job log"
+    assert "not UTF-8\n" in text
+    assert "the last line has no end\n" in text
+
+
+def test_a_full_job_log_does_not_end_the_supervisor(
+    srun: Srun, make: Callable[..., SlurmLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        flush = write
+
+    srun.plan("echo 'srun: error: n3: task 2: Killed' >&2; exit 137")
+    launcher = make()
+    launcher.launch()
+    monkeypatch.setattr(sys, "stderr", Full())
+    found = ended(launcher, 4)
+    monkeypatch.undo()
+    assert [(end.node, end.code) for end in found] == [(0, None), (1, None), (2, -9), (3, None)]
+
+
+# -- a node that is dead at launch
+
+
+def test_a_launch_that_fails_for_a_dead_node_is_made_again_without_it(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    srun.plan(LAUNCH_FAILED.format(node="n3"), FOREVER)
+    launcher = make()
+    launcher.launch()
+    (gone,) = ended(launcher, 1)
+    assert (gone.node, gone.started) == (2, False)
+    assert "Communication connection failure" in gone.detail
+    argv = srun.argv(2)
+    assert {"-N3", "-n3", "--exclude=n3"} <= set(argv)
+    nothing_more(launcher)  # those that srun killed on the way run again: nobody is to start them too
+    assert launcher.running()
+
+
+def test_two_dead_nodes_one_after_the_other(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan(LAUNCH_FAILED.format(node="n3"), LAUNCH_FAILED.format(node="n4"), FOREVER)
+    launcher = make()
+    launcher.launch()
+    assert [(end.node, end.started) for end in ended(launcher, 2)] == [(2, False), (3, False)]
+    assert {"-N2", "-n2", "--exclude=n[3-4]"} <= set(srun.argv(3))
+
+
+def test_with_too_few_left_it_is_not_made_again(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan(LAUNCH_FAILED.format(node="n3"), FOREVER)
+    launcher = make(min_nodes=4)
+    launcher.launch()
+    found = ended(launcher, 4)
+    assert not any(end.started for end in found)
+    assert "Communication connection failure" in found[2].detail
+    assert srun.calls == 1
+    assert not launcher.running()
+
+
+def test_it_is_not_tried_for_ever(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan(*[LAUNCH_FAILED.format(node=node) for node in ("n4", "n3", "n2", "n1")])
+    launcher = make(min_nodes=1)
+    launcher.launch()
+    found = ended(launcher, 4)
+    assert not any(end.started for end in found)
+    assert srun.calls == 3
+    assert not launcher.running()
+
+
+def test_an_agent_that_was_started_again_meanwhile_is_not_started_twice(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    """A second agent of a node would end the first one."""
+    first = "echo 'srun: error: n1: task 0: Exited with exit code 1' >&2; until [ -e $FAKE/go ]; do sleep 0.01; done\n"
+    srun.plan(first + LAUNCH_FAILED.format(node="n3"), FOREVER, FOREVER)
+    launcher = make()
+    launcher.launch()
+    assert [end.node for end in ended(launcher, 1)] == [0]
+    launcher.relaunch(0)
+    assert srun.argv(2)[:3] == ["-N1", "-n1", "-w"]
+    (srun.folder / "go").touch()
+    assert [end.node for end in ended(launcher, 1)] == [2]
+    argv = srun.argv(3)
+    assert {"-N2", "-n2", "--exclude=n[1,3]"} <= set(argv)
+    nothing_more(launcher)
+
+
+def test_a_node_that_is_dead_when_its_agent_is_started_again_is_given_up(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    srun.plan(FOREVER, LAUNCH_FAILED.format(node="n2"))
+    launcher = make()
+    launcher.launch()
+    srun.argv(1)
+    launcher.relaunch(1)
+    (end,) = ended(launcher, 1)
+    assert (end.node, end.started) == (1, False)
+    assert srun.calls == 2
+
+
+# -- a step that can not be made
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_step_that_slurm_refuses(srun: Srun, make: Callable[..., SlurmLauncher], version: str) -> None:
+    srun.plan(f"cat {DATA / version}/err-srun-jobid-completed*.txt >&2; exit 1")
+    launcher = make()
+    launcher.launch()
+    found = ended(launcher, 4)
+    assert not any(end.started for end in found)
+    assert all(end.detail.startswith("srun: error: ") for end in found)
+
+
+def test_a_container_without_srun(make: Callable[..., SlurmLauncher], tmp_path: Path) -> None:
+    launcher = make(environment={"PATH": str(tmp_path)})
+    launcher.launch()
+    found = ended(launcher, 4)
+    assert not any(end.started for end in found)
+    assert all("srun" in end.detail for end in found)
+    assert not launcher.running()
+    launcher.relaunch(2)
+    assert [(end.node, end.started) for end in ended(launcher, 1)] == [(2, False)]
+
+
+# -- starting again
+
+
+def test_one_agent_is_started_again_in_a_step_of_its_own(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    first = "echo 'srun: error: n2: task 1: Killed' >&2; until [ -e $FAKE/end ]; do sleep 0.01; done; exit 137"
+    srun.plan(first, "until [ -e $FAKE/end2 ]; do sleep 0.01; done; exit 3")
+    launcher = make(extra=["--mpi=none"])
+    launcher.launch()
+    ended(launcher, 1)
+    launcher.relaunch(1)
+    argv = srun.argv(2)
+    assert argv[:4] == ["-N1", "-n1", "-w", "n2"]
+    assert {"--overlap", "--no-kill", "--mpi=none"} <= set(argv)
+    assert len(launcher.filenos()) == 2
+    (srun.folder / "end").touch()
+    assert [end.node for end in ended(launcher, 3)] == [0, 2, 3], "the older step knows nothing of the newer agent"
+    assert launcher.running()
+    (srun.folder / "end2").touch()
+    assert [(end.node, end.code) for end in ended(launcher, 1)] == [(1, None)]
+    assert not launcher.running()
+
+
+# -- the end
+
+
+def test_sigterm_is_handed_on_each_time(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan("trap 'echo term >> $FAKE/terms' TERM; touch $FAKE/ready; " + FOREVER)
+    launcher = make()
+    launcher.launch()
+    until((srun.folder / "ready").exists, "the trap")
+    for count in (1, 2):
+        launcher.terminate()
+        until(
+            lambda count=count: (
+                (srun.folder / "terms").exists() and len((srun.folder / "terms").read_text()) == 5 * count
+            ),
+            "SIGTERM",
+        )  # type: ignore[misc]
+
+
+def test_an_srun_that_never_returns_is_ended(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan("trap '' TERM; touch $FAKE/ready; " + FOREVER)
+    launcher = make()
+    launcher.launch()
+    until((srun.folder / "ready").exists, "the trap")
+    pid = int(srun.read(1, "pid"))
+    began = time.monotonic()
+    launcher.end(within=0.3)
+    assert 0.2 < time.monotonic() - began < 5
+    assert not alive(pid)
+    assert not launcher.running()
+    assert launcher.filenos() == []
+    launcher.end(within=10)
+    assert time.monotonic() - began < 5, "nothing is left to wait for"
+
+
+def test_one_that_returns_is_not_waited_for_longer(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan("trap 'exit 143' TERM; touch $FAKE/ready; " + FOREVER)
+    launcher = make()
+    launcher.launch()
+    until((srun.folder / "ready").exists, "the trap")
+    began = time.monotonic()
+    launcher.end(within=20)
+    assert time.monotonic() - began < 10
+
+
+def test_at_the_end_nothing_is_launched_again(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    """A node was dead, and before that was known the run was cancelled."""
+    failed = LAUNCH_FAILED.format(node="n3")
+    srun.plan(f"fail() {{\n{failed}}}\ntrap fail TERM; touch $FAKE/ready; {FOREVER}", FOREVER)
+    launcher = make()
+    launcher.launch()
+    until((srun.folder / "ready").exists, "the trap")
+    launcher.end(within=5)
+    assert srun.calls == 1
+    assert not launcher.running()
+
+
+def test_ending_what_was_never_launched_is_nothing(make: Callable[..., SlurmLauncher]) -> None:
+    launcher = make()
+    launcher.end(within=1)
+    launcher.terminate()
+    assert launcher.take() == []
+
+
+def test_a_step_that_ended_by_itself_needs_no_signal(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    launcher = make()
+    launcher.launch()
+    pid = int(srun.read(1, "pid"))
+    until(lambda: not alive(pid), "srun's end")
+    launcher.terminate()
+    assert [end.code for end in ended(launcher, 4)] == [0] * 4
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)  # and was reaped
