@@ -91,6 +91,7 @@ class Supervisor:
         self._due: dict[int, tuple[float, AgentEnded]] = {}
         self._given_up: set[int] = set()
         self._signal: signal.Signals | None = None
+        self._signal_reason = ""
         self._end_by: float | None = None
         self._last_grace = LAST_GRACE
         self._orphaned_since: float | None = None
@@ -141,10 +142,11 @@ class Supervisor:
                 self._end_by, self._last_grace = self._clock.monotonic(), AT_ONCE
             elif self._signal is None:
                 self._signal = number
+                self._signal_reason = f"{number.name} on {self._attempt.batch_host}"
                 meaning = self._ask_meaning(number)
                 if number is signal.SIGINT:
                     logger.info("Ctrl-C: ending the workers (again to kill them at once)")
-                self._close(meaning, f"{number.name} on {self._attempt.batch_host}")
+                self._close(meaning, self._signal_reason)
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._coordination.ask(lambda participant: participant.close(outcome, reason))
@@ -181,6 +183,7 @@ class Supervisor:
             self._give_up(ended.node)  # it said why; it would say it again
         else:
             self._due[ended.node] = (self._clock.monotonic() + SETTLE_SECONDS, ended)
+            self._coordination.ask(lambda participant: None)  # look now: it may have ended because the run has
 
     def _relaunch_due(self) -> None:
         now = self._clock.monotonic()
@@ -244,8 +247,8 @@ class Supervisor:
         number = int(self._signal) if self._signal is not None else None
         if record is not None and record.status is Status.CLOSED and record.outcome is not None:
             outcome = record.outcome
-            if outcome is not Outcome.CANCELLED:
-                number = None
+            if outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
+                number = None  # it came later, or after a notice: something else has ended the attempt
             return AttemptResult(
                 outcome=outcome,
                 reason=record.reason,

@@ -1,0 +1,603 @@
+"""The supervisor over real participants and a launcher of the test's own: who is started again, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent.coordination import Coordination
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.launch import supervisor as module
+from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.launch.supervisor import (
+    AT_ONCE,
+    END_RESERVE,
+    LAUNCH_NEWS_SECONDS,
+    RELAUNCHES_PER_NODE,
+    SETTLE_SECONDS,
+    AttemptResult,
+    Supervisor,
+)
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.store.base import StoreError
+from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
+
+SETTINGS = RendezvousSettings(
+    min_nodes=2, max_nodes=3, expected_nodes=3, last_call_timeout=5, heartbeat_interval=1, heartbeat_ttl=5
+)
+TICK = 0.1
+"""Seconds that pass with each turn of the supervisor's loop."""
+
+
+class Look:
+    """Stands for `Coordination`: the same participant, stepped whenever the supervisor looks."""
+
+    def __init__(self, world: World, fd: int) -> None:
+        self._fd = fd
+        self._notices: deque[Any] = deque()
+        self.failure: Exception | None = None
+        self.stopped = False
+        info = NodeInfo(
+            uid=new_uid(99999, "supervisor", world.clock),
+            node=OBSERVER_NODE,
+            host="head",
+            local_world_size=0,
+            addresses=(),
+            port=0,
+        )
+        self._participant = Participant(
+            run_id="unit",
+            store=world.store,
+            info=info,
+            settings=world.settings,
+            settle=settle_always_restarting,
+            clock=world.clock,
+            rng=random.Random(0),
+            listener=self,
+        )
+
+    def on_record(self, record: RoundRecord) -> None:
+        self._notices.append(record)
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        self._notices.append((event, fields))
+
+    def start(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def ask(self, command: Callable[[Participant], None]) -> None:
+        command(self._participant)
+
+    def take(self) -> list[Any]:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            return [failure]
+        while self._participant.step() == 0.0:
+            pass
+        taken = list(self._notices)
+        self._notices.clear()
+        return taken
+
+    def stop(self, *, within: float) -> bool:
+        self.stopped = True
+        self._participant.step()
+        return True
+
+
+class Agents:
+    """A launcher whose agents are the world's nodes. A test says who dies; those of a closed run end by themselves."""
+
+    def __init__(self, world: World, play: Iterator[Callable[[], Any] | float]) -> None:
+        self._world = world
+        self._play = play
+        self._until = 0.0
+        self._ended: list[AgentEnded] = []
+        self.of: dict[int, Node] = {}
+        self.relaunched: list[tuple[int, float]] = []
+        self.ends: list[float] = []
+        self.stubborn = False
+        self.silent = False
+        """The launcher never says that somebody has ended."""
+
+    def launch(self) -> None:
+        for node in range(self._world.settings.expected_nodes):
+            self.of[node] = self._world.start(node)
+
+    def relaunch(self, node: int) -> None:
+        self.relaunched.append((node, self._world.clock.now))
+        self.of[node] = self._world.start(node)
+
+    def kill(self, node: int, code: int | None = -9, *, started: bool = True, detail: str = "Killed") -> None:
+        self.of.pop(node).alive = False
+        self._ended.append(AgentEnded(node=node, code=code, detail=detail, started=started))
+
+    def filenos(self) -> list[int]:
+        return []
+
+    def take(self) -> list[AgentEnded]:
+        world = self._world
+        world.clock.now += TICK
+        for agent in list(self.of.values()):
+            if not agent.frozen:
+                agent.step()
+        for number, agent in list(self.of.items()):
+            record = agent.participant.record
+            if not self.stubborn and record is not None and record.status is Status.CLOSED:
+                agent.participant.say_goodbye()
+                agent.step()
+                if not self.silent:
+                    self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
+        if world.clock.now >= self._until and (now := next(self._play, None)) is not None:
+            if callable(now):
+                now()
+            else:
+                self._until = world.clock.now + now
+        ended, self._ended = self._ended, []
+        return ended
+
+    def running(self) -> bool:
+        return bool(self.of)
+
+    def terminate(self) -> None:
+        pass
+
+    def end(self, *, within: float) -> None:
+        self.ends.append(within)
+
+
+class Stage:
+    """A supervisor with all that is around it."""
+
+    def __init__(self, ready: int, never: int, settings: RendezvousSettings) -> None:
+        """`ready` is a descriptor that can always be read, `never` one that never can."""
+        self.world = World(settings)
+        self.signals: list[signal.Signals] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.meaning = Outcome.CANCELLED
+        self.script: deque[Callable[[], Any] | float] = deque()
+        self.agents = Agents(self.world, self._plays())
+        self.look = Look(self.world, ready)
+        self.supervisor = Supervisor(
+            attempt=AttemptInfo(
+                number=0,
+                cluster="slurm",
+                nodes=tuple(f"n{n}" for n in range(settings.expected_nodes)),
+                batch_host="head",
+                started_ns=0,
+            ),
+            launcher=self.agents,
+            coordination=self.look,  # type: ignore[arg-type]
+            signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals),  # type: ignore[arg-type]
+            events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
+            clock=self.world.clock,
+            shutdown_timeout=30.0,
+            ask_meaning=lambda number: self.meaning,
+        )
+
+    def _plays(self) -> Iterator[Callable[[], Any] | float]:
+        while True:
+            yield self.script.popleft() if self.script else 1e9
+
+    def _take_signals(self) -> list[signal.Signals]:
+        taken = list(self.signals)
+        self.signals.clear()
+        return taken
+
+    def run(self, *script: Callable[[], Any] | float) -> AttemptResult:
+        """Each step is done when its turn comes; a number lets so many seconds pass."""
+        self.script.extend(script)
+        return self.supervisor.run()
+
+    def done(self) -> None:
+        """All agents that run say that their workers have ended with 0."""
+        record = self.world.newest()
+        assert record is not None
+        for agent in self.agents.of.values():
+            agent.participant.report_done(record.round)
+
+    def names(self, wanted: str) -> list[dict[str, Any]]:
+        return [fields for event, fields in self.events if event == wanted]
+
+
+@pytest.fixture
+def stage() -> Iterator[Callable[..., Stage]]:
+    ready, never = os.eventfd(1), os.eventfd(0)
+    yield lambda settings=SETTINGS: Stage(ready, never, settings)
+    os.close(ready)
+    os.close(never)
+
+
+# -- how a run ends
+
+
+def test_success(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    result = s.run(3.0, s.done)
+    assert (result.outcome, result.reason) == (Outcome.SUCCEEDED, "all workers ended with 0")
+    assert result.signal_number is None
+    assert s.agents.relaunched == [], "an agent that ends with the run is not started again"
+    assert len(s.agents.ends) == 1, "and nothing is left behind"
+    assert s.look.stopped
+    assert {fields["node"] for fields in s.names("agent_ended")} == {0, 1, 2}
+
+
+def test_what_the_record_says_of_the_failure_is_handed_on(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    memory = FailureMemory(fingerprint="F", times=2, step=70)
+
+    def close() -> None:
+        agent = s.agents.of[0].participant
+        record = agent.record
+        assert record is not None
+        closed = record.successor(
+            status=Status.CLOSED, outcome=Outcome.FAILED, reason="a bug", retryable=False, memory=memory
+        )
+        agent._append(closed, "closed", {})
+
+    result = s.run(3.0, close)
+    assert (result.outcome, result.reason, result.retryable) == (Outcome.FAILED, "a bug", False)
+    assert (result.fingerprint, result.step) == ("F", 70)
+
+
+def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    closed_at: list[float] = []
+
+    def done() -> None:
+        s.done()
+        closed_at.append(s.world.clock.now)
+
+    assert s.run(3.0, done).outcome is Outcome.SUCCEEDED
+    waited = s.world.clock.now - closed_at[0]
+    assert 30 + END_RESERVE - 1 < waited < 30 + END_RESERVE + 2
+    assert len(s.agents.ends) == 1
+
+
+def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.silent = True
+    closed_at: list[float] = []
+
+    def done() -> None:
+        s.done()
+        closed_at.append(s.world.clock.now)
+
+    assert s.run(3.0, done).outcome is Outcome.SUCCEEDED
+    assert s.world.clock.now - closed_at[0] < 5
+
+
+# -- agents that end before the run does
+
+
+def test_an_agent_that_dies_is_started_again_after_a_moment(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    at: list[float] = []
+
+    def kill() -> None:
+        at.append(s.world.clock.now)
+        s.agents.kill(1)
+
+    result = s.run(3.0, kill, 3.0, s.done)
+    assert result.outcome is Outcome.SUCCEEDED
+    ((node, when),) = s.agents.relaunched
+    assert node == 1
+    assert SETTLE_SECONDS <= when - at[0] < SETTLE_SECONDS + 3 * TICK
+    record = s.world.newest()
+    assert record is not None
+    assert record.round == 1
+    assert record.restarts_used == 0
+    assert sorted(m.node for m in record.members) == [0, 1, 2]
+    assert s.names("agent_relaunched") == [{"node": 1, "name": "n1"}]
+
+
+@pytest.mark.parametrize("code", [0, 1, -11, None, 143])
+def test_however_it_ended_while_the_run_goes_on(stage: Callable[..., Stage], code: int | None) -> None:
+    s = stage()
+    s.run(3.0, lambda: s.agents.kill(1, code), 3.0, s.done)
+    assert [node for node, _ in s.agents.relaunched] == [1]
+
+
+def test_one_that_dies_again_and_again_is_given_up(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    deaths = [step for _ in range(RELAUNCHES_PER_NODE + 1) for step in (3.0, lambda: s.agents.kill(1))]
+    result = s.run(*deaths, 10.0, s.done)
+    assert len(s.agents.relaunched) == RELAUNCHES_PER_NODE
+    assert s.world.store.list("gone") == ["00001"]
+    assert result.outcome is Outcome.SUCCEEDED, "the others go on: MIN is 2"
+    record = s.world.newest()
+    assert record is not None
+    assert sorted(m.node for m in record.members) == [0, 2]
+
+
+def test_each_node_has_starts_of_its_own(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    deaths = [step for node in (0, 1, 2) * 3 for step in (3.0, lambda node=node: s.agents.kill(node))]
+    assert s.run(*deaths, 3.0, s.done).outcome is Outcome.SUCCEEDED
+    assert len(s.agents.relaunched) == 9
+    assert s.world.store.list("gone") == []
+
+
+@pytest.mark.parametrize(("code", "started"), [(2, True), (None, False), (0, False)])
+def test_one_that_can_not_be_started_is_given_up_at_once(
+    stage: Callable[..., Stage], code: int | None, started: bool
+) -> None:
+    """Exit code 2 is a wrong use: it has said why, and would say it again."""
+    s = stage()
+    result = s.run(lambda: s.agents.kill(1, code, started=started), 10.0, s.done)
+    assert s.agents.relaunched == []
+    assert s.world.store.list("gone") == ["00001"]
+    assert result.outcome is Outcome.SUCCEEDED
+
+
+def test_fewer_than_min_left_closes_the_run(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    result = s.run(3.0, lambda: s.agents.kill(1, 2), lambda: s.agents.kill(2, 2))
+    assert result.outcome is Outcome.TOO_FEW_NODES
+    assert result.retryable
+
+
+def test_all_gone_without_a_verdict_closes_it_as_failed(stage: Callable[..., Stage]) -> None:
+    s = stage()
+
+    def all_die() -> None:
+        for node in (0, 1, 2):
+            s.agents.kill(node, 2)
+
+    result = s.run(3.0, all_die)
+    assert result.outcome is Outcome.FAILED
+    assert result.reason == "all agents ended without a verdict"
+    record = s.world.newest()
+    assert record is not None
+    assert (record.status, record.outcome) == (Status.CLOSED, Outcome.FAILED), "said in the store too"
+
+
+def test_not_one_agent_could_be_started(stage: Callable[..., Stage]) -> None:
+    s = stage()
+
+    def launch() -> None:
+        for node in (0, 1, 2):
+            s.agents.of[node] = SimpleNamespace(alive=True, frozen=True, participant=SimpleNamespace(record=None))  # type: ignore[assignment]
+            s.agents.kill(node, None, started=False, detail="srun can't be started")
+
+    s.agents.launch = launch  # type: ignore[method-assign]
+    result = s.run()
+    assert (result.outcome, result.reason) == (Outcome.TOO_FEW_NODES, "no agent could be started")
+    assert s.world.clock.now < 1020
+
+
+def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    s.run(3.0, lambda: s.signals.append(signal.SIGTERM), 1.0, lambda: s.agents.kill(1))
+    assert s.agents.relaunched == []
+
+
+def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.run(3.0, lambda: (s.agents.kill(1), s.signals.append(signal.SIGTERM)))
+    assert s.agents.relaunched == []
+
+
+def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
+    """On polling alone: an agent that ended because the run was closed must not be started again."""
+    world = World(SETTINGS)
+    first = world.start(0)
+    world.start(1)
+    world.start(2)
+    assert world.run(world.all_running_in_one_round)
+    slow = RendezvousSettings(
+        min_nodes=2, max_nodes=3, expected_nodes=3, poll_interval=60, heartbeat_interval=60, heartbeat_ttl=300
+    )
+    clock = SystemClock()
+    info = NodeInfo(
+        uid=new_uid(99999, "supervisor", clock),
+        node=OBSERVER_NODE,
+        host="head",
+        local_world_size=0,
+        addresses=(),
+        port=0,
+    )
+
+    def participant(coordination: Coordination) -> Participant:
+        return Participant(
+            run_id="unit",
+            store=world.store,
+            info=info,
+            settings=slow,
+            settle=settle_always_restarting,
+            clock=clock,
+            rng=random.Random(0),
+            listener=coordination,
+        )
+
+    class Launcher:
+        def __init__(self) -> None:
+            self.turn = 0
+            self.relaunched: list[int] = []
+            self.gone = False
+
+        def launch(self) -> None:
+            pass
+
+        def relaunch(self, node: int) -> None:
+            self.relaunched.append(node)
+
+        def filenos(self) -> list[int]:
+            return []
+
+        def take(self) -> list[AgentEnded]:
+            self.turn += 1
+            if supervisor._record is None or self.gone:
+                return []
+            for node in world.nodes:
+                node.participant.report_done(0)
+            assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
+            self.gone = True
+            return [AgentEnded(node=node, code=0, detail="exit code 0") for node in (0, 1, 2)]
+
+        def running(self) -> bool:
+            return not self.gone
+
+        def terminate(self) -> None:
+            pass
+
+        def end(self, *, within: float) -> None:
+            pass
+
+    launcher = Launcher()
+    never = os.eventfd(0)
+    supervisor = Supervisor(
+        attempt=AttemptInfo(number=0, cluster="slurm", nodes=("n0", "n1", "n2"), batch_host="head", started_ns=0),
+        launcher=launcher,
+        coordination=Coordination(participant, doorbell=None, clock=clock),
+        signals=SimpleNamespace(fileno=lambda: never, take=list),  # type: ignore[arg-type]
+        events=SimpleNamespace(write=lambda event, **fields: None),  # type: ignore[arg-type]
+        clock=clock,
+        shutdown_timeout=30.0,
+        ask_meaning=lambda number: Outcome.CANCELLED,
+    )
+    result = supervisor.run()
+    os.close(never)
+    assert result.outcome is Outcome.SUCCEEDED
+    assert launcher.relaunched == []
+    assert first.participant.record is not None
+
+
+# -- signals
+
+
+def test_ctrl_c_closes_the_run_and_lets_the_workers_end(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGINT))
+    assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGINT on head", 2)
+    assert s.agents.ends != [AT_ONCE]
+    assert s.names("notice") == [{"signal": "SIGINT"}]
+
+
+def test_a_second_ctrl_c_kills_at_once(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    at: list[float] = []
+
+    def press() -> None:
+        at.append(s.world.clock.now)
+        s.signals.append(signal.SIGINT)
+
+    result = s.run(3.0, press, 2.0, press)
+    assert result.outcome is Outcome.CANCELLED
+    assert s.world.clock.now - at[1] < 1
+    assert s.agents.ends == [AT_ONCE]
+
+
+def test_a_repeated_sigterm_tells_nothing(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    at: list[float] = []
+
+    def term() -> None:
+        at.append(s.world.clock.now)
+        s.signals.append(signal.SIGTERM)
+
+    s.run(3.0, term, 1.0, term, 1.0, term)
+    assert s.world.clock.now - at[0] > 30
+
+
+def test_ctrl_c_before_anybody_is_there(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.signals.append(signal.SIGINT)
+    result = s.run()
+    assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, 2)
+
+
+def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2))
+    assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
+    assert result.reason == "notice SIGUSR2"
+
+
+@pytest.mark.parametrize("meaning", [Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.PREEMPTED])
+def test_what_a_sigterm_means_is_slurms_to_say(stage: Callable[..., Stage], meaning: Outcome) -> None:
+    """It ended the attempt, whatever it means: the job is not ours to requeue then."""
+    s = stage()
+    s.meaning = meaning
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
+    assert (result.outcome, result.reason) == (meaning, "SIGTERM on head")
+    assert result.signal_number == 15
+
+
+def test_a_sigterm_after_the_notice_does_not_make_it_slurms(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 1.0, lambda: s.signals.append(signal.SIGTERM))
+    assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
+
+
+def test_a_sigterm_after_the_verdict_changes_nothing(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    result = s.run(3.0, s.done, 1.0, lambda: s.signals.append(signal.SIGTERM))
+    assert (result.outcome, result.signal_number) == (Outcome.SUCCEEDED, None)
+
+
+def test_the_end_of_a_child_is_no_notice(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    assert s.run(3.0, lambda: s.signals.append(signal.SIGCHLD), 1.0, s.done).outcome is Outcome.SUCCEEDED
+    assert s.names("notice") == []
+
+
+# -- the store
+
+
+def test_a_store_that_can_not_be_read_ends_the_attempt(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+
+    def fail() -> None:
+        s.look.failure = StoreError(root="/s", why="no space")
+
+    result = s.run(3.0, fail)
+    assert result.outcome is Outcome.FAILED
+    assert "no space" in result.reason
+    assert s.agents.ends
+
+
+def test_who_waits_for_long_is_told_of_once(stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture) -> None:
+    s = stage()
+
+    def nobody_joins() -> None:
+        for agent in s.agents.of.values():
+            agent.frozen = True
+
+    nobody_joins_first = s.agents.launch
+
+    def launch() -> None:
+        nobody_joins_first()
+        nobody_joins()
+
+    s.agents.launch = launch  # type: ignore[method-assign]
+
+    def thaw() -> None:
+        for agent in s.agents.of.values():
+            agent.frozen = False
+
+    s.run(LAUNCH_NEWS_SECONDS + 5, thaw, 3.0, s.done)
+    said = [message for message in caplog.messages if "have not met after 30 s" in message]
+    assert len(said) == 1
+    assert module.logger.name == caplog.records[0].name
