@@ -139,12 +139,11 @@ def _observe(
 
 def _decide(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
     before = load_result(paths.attempt(attempt.number - 1).result_json) if attempt.number else None
-    same = (
-        before is not None
-        and bool(result.fingerprint)
-        and before.fingerprint == result.fingerprint
-        and result.step <= before.step
-    )
+    same = before is not None and bool(result.fingerprint) and before.fingerprint == result.fingerprint
+    if before is not None and result.step >= 0 and before.step >= 0:
+        progress = result.step > before.step
+    else:
+        progress = result.seconds >= spec.restart_window  # as for a round: where no steps are told, time has to do
     return decide_requeue(
         RequeueFacts(
             outcome=result.outcome,
@@ -154,7 +153,7 @@ def _decide(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, result: Attemp
             max_requeues=spec.max_requeues,
             armed=attempt.requeue_armed,
             armed_reason=attempt.requeue_reason,
-            same_as_before=same,
+            same_as_before=same and not progress,
             signal_number=result.signal_number,
         )
     )

@@ -51,6 +51,8 @@ class AttemptResult:
     """Of the failure that it ended by, where that counts as the script's."""
     step: int
     """The furthest step reported by then, -1 for none."""
+    seconds: float
+    """How long the attempt lasted."""
 
 
 class Supervisor:
@@ -254,8 +256,10 @@ class Supervisor:
                 reason=record.reason,
                 retryable=record.retryable,
                 signal_number=number,
-                fingerprint=record.memory.fingerprint,
+                # What an earlier round of it failed by is no reason where a notice, or lost nodes, ended it.
+                fingerprint=record.memory.fingerprint if outcome is Outcome.FAILED else "",
                 step=record.memory.step,
+                seconds=self._clock.monotonic() - self._started_at,
             )
         if self._signal is not None:
             outcome, reason = Outcome.CANCELLED, self._signal.name
@@ -266,5 +270,11 @@ class Supervisor:
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(
-            outcome=outcome, reason=reason, retryable=True, signal_number=number, fingerprint="", step=-1
+            outcome=outcome,
+            reason=reason,
+            retryable=True,
+            signal_number=number,
+            fingerprint="",
+            step=-1,
+            seconds=self._clock.monotonic() - self._started_at,
         )

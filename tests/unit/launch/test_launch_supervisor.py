@@ -236,7 +236,11 @@ def test_success(stage: Callable[..., Stage]) -> None:
     assert {fields["node"] for fields in s.names("agent_ended")} == {0, 1, 2}
 
 
-def test_what_the_record_says_of_the_failure_is_handed_on(stage: Callable[..., Stage]) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "fingerprint"), [(Outcome.FAILED, "F"), (Outcome.PREEMPTED, ""), (Outcome.TOO_FEW_NODES, "")]
+)
+def test_what_the_record_says_is_handed_on(stage: Callable[..., Stage], outcome: Outcome, fingerprint: str) -> None:
+    """A failure that the run had got over is not what a preemption ended it by."""
     s = stage()
     memory = FailureMemory(fingerprint="F", times=2, step=70)
 
@@ -244,14 +248,13 @@ def test_what_the_record_says_of_the_failure_is_handed_on(stage: Callable[..., S
         agent = s.agents.of[0].participant
         record = agent.record
         assert record is not None
-        closed = record.successor(
-            status=Status.CLOSED, outcome=Outcome.FAILED, reason="a bug", retryable=False, memory=memory
-        )
+        closed = record.successor(status=Status.CLOSED, outcome=outcome, reason="why", retryable=False, memory=memory)
         agent._append(closed, "closed", {})
 
     result = s.run(3.0, close)
-    assert (result.outcome, result.reason, result.retryable) == (Outcome.FAILED, "a bug", False)
-    assert (result.fingerprint, result.step) == ("F", 70)
+    assert (result.outcome, result.reason, result.retryable) == (outcome, "why", False)
+    assert (result.fingerprint, result.step) == (fingerprint, 70)
+    assert 3 < result.seconds < 6
 
 
 def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(stage: Callable[..., Stage]) -> None:
