@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,7 +147,7 @@ def run_tier(tier: Tier, outcome: Outcome, *, long: bool) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-check-") as temporary:
         xml = Path(temporary) / "junit.xml"
-        argv = [sys.executable, "-m", "pytest", "-q", *folders, f"--junitxml={xml}", "--durations=3"]
+        argv = [sys.executable, "-m", "pytest", "-q", *folders, "-rfE", f"--junitxml={xml}", "--durations=3"]
         if not long:
             argv += ["-m", "not slow"]
         code, stopped = run_limited(argv, None if long else tier.budget * STOP_FACTOR)
@@ -160,19 +161,22 @@ def run_tier(tier: Tier, outcome: Outcome, *, long: bool) -> None:
 
 
 def count(xml: Path, outcome: Outcome) -> None:
-    """Add the figures of a JUnit file, and the names of what failed, to an outcome."""
+    """Add the figures of a JUnit file, the names of what failed and the reasons of what was skipped to an outcome."""
     try:
         root = ElementTree.parse(xml).getroot()
     except (OSError, ElementTree.ParseError):
         return  # pytest did not get far enough: its exit code is what is told
+    reasons: Counter[str] = Counter()
     for case in root.iter("testcase"):
         kinds = {child.tag for child in case}
         if kinds & {"failure", "error"}:
             outcome.fail(f"{case.get('classname')}::{case.get('name')}")
         elif "skipped" in kinds:
             outcome.skipped += 1
+            reasons.update(child.get("message", "") for child in case if child.tag == "skipped")
         else:
             outcome.passed += 1
+    outcome.notes += [f"{number} skipped: {reason}" for reason, number in reasons.most_common()]
 
 
 def run_bench(outcome: Outcome) -> None:

@@ -25,7 +25,7 @@ def test_a_junit_file_is_counted_and_what_failed_is_named(tmp_path: Path) -> Non
     outcome = Outcome(name="unit")
     check.count(tmp_path / "junit.xml", outcome)
     assert (outcome.passed, outcome.failed, outcome.skipped) == (1, 2, 1)
-    assert outcome.notes == ["tests.unit.test_a::test_bad", "tests.unit.test_a::test_torn[x]"]
+    assert outcome.notes == ["tests.unit.test_a::test_bad", "tests.unit.test_a::test_torn[x]", "1 skipped: why"]
 
 
 @pytest.mark.parametrize("text", [None, "", XML[:200]])
