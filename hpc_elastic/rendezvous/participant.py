@@ -18,22 +18,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims, read_confirmed, read_failures
 from hpc_elastic.rendezvous.coordinator import Proposal, SettleFailures, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.peers import Bell, Peers
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import (
-    NodeFailure,
-    NodeInfo,
-    Outcome,
-    RoundRecord,
-    Status,
-    decode_failure,
-    decode_node,
-    decode_record,
-)
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import node_of, supersedes
 from hpc_elastic.store.base import Store, StoreWipedError
-from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat, Liveness
 from hpc_elastic.store.record_log import RecordLog
 
@@ -41,12 +33,6 @@ logger = logging.getLogger(__name__)
 
 OBSERVER_NODE = -1
 """Node index of a participant that only looks: the supervisor."""
-
-
-class Bell(Protocol):
-    """What a participant needs of `store.doorbell.Doorbell`."""
-
-    def ring(self, addresses: list[Address]) -> None: ...
 
 
 class Listener(Protocol):
@@ -85,10 +71,9 @@ class Participant:
         self._settle = settle
         self._clock = clock
         self._listener = listener
-        self._bell = bell
+        self._peers = Peers(store, info, bell)
         self._heartbeat = Heartbeat(store, info.uid, interval=settings.heartbeat_interval)
         self._liveness = Liveness(store)
-        self._nodes: dict[str, NodeInfo] = {info.uid: info}
         self._claims: deque[tuple[str, str]] = deque()
         self._closing: tuple[Outcome, str] | None = None
         self._wants_in = False
@@ -112,27 +97,27 @@ class Participant:
 
     def confirm(self, round_index: int, master: str) -> None:
         """This node is ready for the frozen round; `master` is ``host:port`` from the first slot, else empty."""
-        self._claim(round_index, "ack", {"master": master})
+        self._claim(round_index, ClaimKind.ACK, {"master": master})
 
     def report_failure(self, round_index: int, failure: NodeFailure) -> None:
         """A worker of this node failed: the round is over for all, as soon as the coordinator reads it."""
-        self._claim(round_index, "fail", failure.to_json())
+        self._claim(round_index, ClaimKind.FAIL, failure.to_json())
 
     def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
         """What the failures on this node were, once its workers have ended and the evidence is written.
 
         To be said before `join`: the coordinator settles a round's failures when the next one is frozen.
         """
-        self._claim(round_index, "sum", failure.to_json())
+        self._claim(round_index, ClaimKind.SUM, failure.to_json())
 
     def report_done(self, round_index: int) -> None:
         """All workers of this node ended with 0."""
-        self._claim(round_index, "done", {})
+        self._claim(round_index, ClaimKind.DONE, {})
 
     def leave(self, round_index: int, reason: str) -> None:
         """This node takes itself out."""
         self._wants_in = False
-        self._claim(round_index, "leave", {"reason": reason[:300]})
+        self._claim(round_index, ClaimKind.LEAVE, {"reason": reason[:300]})
 
     def give_up_node(self, node: int) -> None:
         """The launcher will bring no further agent to `node`."""
@@ -146,8 +131,8 @@ class Participant:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
         self._closing = self._closing or (outcome, reason)
 
-    def _claim(self, round_index: int, kind: str, value: Mapping[str, Any]) -> None:
-        key = f"round/{round_index:06d}/{kind}+{self._info.uid}"
+    def _claim(self, round_index: int, kind: ClaimKind, value: Mapping[str, Any]) -> None:
+        key = claim_key(round_index, kind, self._info.uid)
         self._claims.append((key, json.dumps(value, separators=(",", ":"))))
 
     # -- the machine ---------------------------------------------------------------------------------------------
@@ -185,7 +170,7 @@ class Participant:
     def _announce(self, now: float) -> None:
         """Before anything else is claimed: who this is, and that it lives."""
         self._heartbeat.beat_if_due(now)
-        self._store.put_if_absent(f"node/{self._info.uid}", json.dumps(self._info.to_json(), separators=(",", ":")))
+        self._peers.announce()
         mine = secrets.token_hex(8)
         self._store.put_if_absent("epoch/id", mine)
         epoch = self._store.get("epoch/id")
@@ -234,8 +219,8 @@ class Participant:
             self._store.put_if_absent(key, value)
             self._claims.popleft()
             rang = True
-        if rang:
-            self._ring_leader()
+        if rang and self._record is not None:
+            self._peers.ring(self._record.leader)
 
     def _join_if_wanted(self) -> None:
         record = self._record
@@ -249,9 +234,9 @@ class Participant:
             return
         if target <= self._joined_round:
             return
-        self._store.put_if_absent(f"round/{target:06d}/join+{self._info.uid}", "in")
+        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._info.uid), "in")
         self._joined_round = target
-        self._ring_leader()
+        self._peers.ring(record.leader)
 
     def _close_if_asked(self) -> bool:
         if self._closing is None or self._record is None:
@@ -301,7 +286,7 @@ class Participant:
         if record is None or record.status is not Status.CLOSED or self._all_departed:
             return
         newest: dict[int, str] = {}
-        for uid in self._store.list("node"):
+        for uid in self._peers.all_uids():
             node = node_of(uid)
             if node in record.lost or uid == self._info.uid:
                 continue
@@ -344,15 +329,14 @@ class Participant:
 
     def _look(self, record: RoundRecord) -> View:
         """Collect what a decision needs: two listings, and one read per node that matters."""
-        here = self._claims_of(record.round)
+        here = read_claims(self._store, record.round)
         joinable = record.status is Status.JOINABLE
-        other = (
-            self._claims_of(record.round - 1 if joinable else record.round + 1) if record.round or not joinable else {}
-        )
+        beside = record.round - 1 if joinable else record.round + 1
+        other = read_claims(self._store, beside) if beside >= 0 else {}
         joined = (here if joinable else other).get("join", [])
-        failures = other if joinable else here
+        failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
-        self._learn_nodes(sorted(uids))
+        self._peers.learn(uids)
         self._look_at(sorted(uids - {self._info.uid}))
         dead = frozenset(uid for uid in uids if self._liveness.age(uid, self._mark) > self._settings.heartbeat_ttl)
         if dead - self._dead:
@@ -360,14 +344,14 @@ class Participant:
         self._dead = dead
         return View(
             record=record,
-            joined={uid: self._nodes[uid] for uid in joined if uid in self._nodes},
-            acked=self._confirmed(record, here.get("ack", [])),
-            failures=self._failures_of(record.round - 1 if joinable else record.round, failures),
+            joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
+            acked=read_confirmed(self._store, record, here.get("ack", ())),
+            failures=read_failures(self._store, failed_round, failed),
             done=frozenset(here.get("done", ())),
             leaving=dict.fromkeys(here.get("leave", ()), "left"),
             gone=frozenset(int(n) for n in self._store.list("gone") if n.isdecimal()),
             dead=dead,
-            names={node.node: node.host for node in self._nodes.values()},
+            names=self._peers.names(),
             since_status=self._mark - self._status_since,
             since_lost=self._mark - self._lost_since,
         )
@@ -384,49 +368,6 @@ class Participant:
             self._status_since += gap
             self._lost_since += gap
         self._mark = now
-
-    def _claims_of(self, round_index: int) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for name in sorted(self._store.list(f"round/{round_index:06d}")):
-            kind, _, uid = name.partition("+")
-            found.setdefault(kind, []).append(uid)
-        return found
-
-    def _learn_nodes(self, uids: list[str]) -> None:
-        if all(uid in self._nodes for uid in uids) and len(self._nodes) > 1:
-            return
-        for uid in self._store.list("node"):  # observers too: they want to be rung
-            if uid not in self._nodes:
-                info = _decode(self._store.get(f"node/{uid}"))
-                node = decode_node(uid, info) if info is not None else None
-                if node is not None:
-                    self._nodes[uid] = node
-
-    def _confirmed(self, record: RoundRecord, uids: list[str]) -> dict[str, str]:
-        """Who has confirmed a frozen round. The first slot has when its word can be read: nobody can start without."""
-        if record.status is not Status.FROZEN:
-            return {}
-        first = record.members[0].uid
-        confirmed = {uid: "" for uid in uids if uid != first}
-        if first in uids:
-            value = _decode(self._store.get(f"round/{record.round:06d}/ack+{first}"))
-            if value is not None:
-                confirmed[first] = str(value.get("master", ""))
-        return confirmed
-
-    def _failures_of(self, round_index: int, claims: Mapping[str, list[str]]) -> dict[str, NodeFailure]:
-        found: dict[str, NodeFailure] = {}
-        for kind in ("sum", "fail"):  # what a node summed up replaces its first word
-            for uid in claims.get(kind, ()):
-                value = None if uid in found else _decode(self._store.get(f"round/{round_index:06d}/{kind}+{uid}"))
-                failure = decode_failure(value) if value is not None else None
-                if failure is not None:
-                    found[uid] = failure
-        for uid in {*claims.get("sum", ()), *claims.get("fail", ())} - set(found):
-            found[uid] = NodeFailure(
-                node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)"
-            )
-        return dict(sorted(found.items()))
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
@@ -448,7 +389,8 @@ class Participant:
         if self._append(record, name, fields) and before is not None:
             for node in sorted(set(record.lost) - set(before.lost)):
                 uid = next((m.uid for m in before.members if m.node == node), None)
-                host = self._nodes[uid].host if uid in self._nodes else ""
+                known = self._peers.get(uid) if uid else None
+                host = known.host if known else ""
                 age = round(self._liveness.age(uid, self._mark), 3) if uid else None
                 self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
             if record.number % 16 == 0:
@@ -460,37 +402,6 @@ class Participant:
             return False
         self._listener.on_event(event, fields)
         self._take_in(record)
-        self._learn_nodes([])
-        self._ring_all()
+        self._peers.learn(())
+        self._peers.ring_all()
         return True
-
-    def _ring_leader(self) -> None:
-        if self._bell is None or self._record is None or self._record.leader == self._info.uid:
-            return
-        leader = self._record.leader
-        if leader not in self._nodes:
-            info = _decode(self._store.get(f"node/{leader}"))
-            node = decode_node(leader, info) if info is not None else None
-            if node is None:
-                return
-            self._nodes[leader] = node
-        self._bell.ring(_addresses(self._nodes[leader]))
-
-    def _ring_all(self) -> None:
-        if self._bell is None:
-            return
-        self._bell.ring([a for uid, node in self._nodes.items() if uid != self._info.uid for a in _addresses(node)])
-
-
-def _addresses(node: NodeInfo) -> list[Address]:
-    return [(host, node.port) for host in node.addresses] if node.port else []
-
-
-def _decode(raw: str | None) -> dict[str, Any] | None:
-    if raw is None:
-        return None
-    try:
-        value = json.loads(raw)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
