@@ -13,7 +13,6 @@ from pathlib import Path
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
-from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.node_agent import AgentContext, NodeAgent
@@ -33,6 +32,7 @@ from hpc_elastic.processes.logs import LogPump
 from hpc_elastic.processes.spawn import prepare_agent_process
 from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
+from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import NodeInfo

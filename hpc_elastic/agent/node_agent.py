@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.agent.addresses import choose_master_address
-from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.agent.local_workers import LocalWorkers, Place, Pump, sum_up
 from hpc_elastic.agent.ranks import assign_ranks
 from hpc_elastic.agent.signals import SignalQueue
@@ -35,6 +34,7 @@ from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited, reap_orphans
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.run_spec import RunSpec

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
-from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.agent.main import rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
@@ -25,6 +24,7 @@ from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supervisor import AttemptResult, Supervisor
 from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.rendezvous.uid import new_uid

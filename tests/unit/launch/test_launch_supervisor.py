@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch import supervisor as module
@@ -27,6 +26,7 @@ from hpc_elastic.launch.supervisor import (
     Supervisor,
 )
 from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status

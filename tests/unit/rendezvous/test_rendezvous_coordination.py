@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.coordination import Coordination
 from hpc_elastic.clock import SystemClock
+from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreError, StoreFullError
 from hpc_elastic.store.doorbell import Doorbell
