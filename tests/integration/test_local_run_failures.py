@@ -239,13 +239,12 @@ def test_worker_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -
 def test_daemon_of_a_finished_worker_is_ended(tmp_path: Path) -> None:
     script = """
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    if RANK == 0:
-        tell("here")
-        sys.exit(0)
-    wait_for("end")
+    tell("here")
+    if RANK == 1:
+        wait_for("end")
     """
     with LocalRun(tmp_path, script) as run:
-        run.wait_moments("here", count=1)
+        run.wait_moments("here", count=2)
         # At once, and not only at the end of the run, for which node 1 keeps everybody waiting.
         run.until(lambda: run.events("workers_succeeded"), "end of node 0's worker")
         run.until(lambda: len(sleepers(run)) < 2, "end of what node 0's worker left running")
