@@ -125,7 +125,11 @@ def agent_main(argv: Sequence[str]) -> int:
             inherited=inherited,
             clock=clock,
             coordination=Coordination(
-                make_participant, doorbell=doorbell, clock=clock, longest_backoff=settings.heartbeat_interval
+                make_participant,
+                doorbell=doorbell,
+                clock=clock,
+                longest_backoff=settings.heartbeat_interval,
+                beat_interval=settings.beat_interval,
             ),
             doorbell=doorbell,
             pump=pump,

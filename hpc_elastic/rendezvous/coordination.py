@@ -19,7 +19,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.store.base import StoreFullError
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.doorbell import Address, Doorbell
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class Coordination:
         doorbell: Doorbell | None,
         clock: Clock,
         longest_backoff: float = _LONGEST_BACKOFF,
+        beat_interval: float = 1.0,
     ) -> None:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
@@ -49,6 +50,7 @@ class Coordination:
         clock: For waits.
         longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
             which may well work on a full disk and must not be missed for it.
+        beat_interval: Seconds between two datagrams that say "alive", where there is a doorbell.
         """
         self._make_participant = make_participant
         self._doorbell = doorbell
@@ -59,10 +61,16 @@ class Coordination:
         self._stop = threading.Event()
         self._wake_read, self._wake_write = _wake_pair()
         self._told_read, self._told_write = _wake_pair()
+        self._beat_addresses: list[Address] = []
         self._thread = threading.Thread(target=self._run, name="coordination", daemon=True)
+        self._beats: threading.Thread | None = None
+        if doorbell is not None:
+            self._beats = threading.Thread(target=self._beat, args=(doorbell, beat_interval), name="beats", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        if self._beats is not None:
+            self._beats.start()
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
@@ -112,7 +120,9 @@ class Coordination:
                     participant = self._make_participant(self)
                 while self._commands:
                     self._commands.popleft()(participant)
+                self._hear(participant)
                 delay = participant.step()
+                self._beat_addresses = participant.beat_addresses()
                 backoff, full_since = _FIRST_BACKOFF, None
             except (OSError, StoreFullError) as error:
                 if backoff == _FIRST_BACKOFF:
@@ -134,10 +144,10 @@ class Coordination:
                 return
             if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
                 return
-            self._wait(delay)
+            self._wait(delay, participant)
 
-    def _wait(self, seconds: float) -> None:
-        """Until somebody asks or rings, or the time has passed. What is no valid ring ends no wait."""
+    def _wait(self, seconds: float, participant: Participant | None) -> None:
+        """Until somebody asks or rings, or the time has passed. A beat, or what is no valid datagram, ends no wait."""
         deadline = self._clock.monotonic() + seconds
         watched: list[Any] = [self._wake_read]
         if self._doorbell is not None:
@@ -147,8 +157,22 @@ class Coordination:
             if self._wake_read in ready:
                 _drain(self._wake_read)
                 return
-            if self._doorbell is not None and self._doorbell in ready and self._doorbell.drain():
+            if self._doorbell is not None and self._doorbell in ready and self._hear(participant):
                 return
+
+    def _hear(self, participant: Participant | None) -> bool:
+        """Take in what has come over the network. Returns whether it rang."""
+        if self._doorbell is None:
+            return False
+        heard = self._doorbell.drain()
+        if participant is not None and heard.alive:
+            participant.heard(heard.alive)
+        return heard.rung
+
+    def _beat(self, doorbell: Doorbell, interval: float) -> None:
+        """The beats' own thread: a filesystem that hangs makes no node silent."""
+        while not self._clock.wait(self._stop, interval):
+            doorbell.beat(self._beat_addresses)
 
 
 def _wake_pair() -> tuple[socket.socket, socket.socket]:

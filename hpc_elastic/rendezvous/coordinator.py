@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.slots import assign_slots
@@ -39,6 +39,10 @@ class View:
     """Nodes for which the launcher will bring no further agent."""
     dead: frozenset[str]
     """Those whose heartbeat has stopped."""
+    silent: frozenset[str]
+    """Those that were heard on the network before, and are not any more: to be asked through the files."""
+    answered: frozenset[str]
+    """Suspects that have rewritten their heartbeat since, or were heard again."""
     names: Mapping[int, str]
     """Node index → name, of the nodes that have said who they are."""
     since_status: float
@@ -76,13 +80,39 @@ class Proposal:
 def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
     """Decide what to commit next, if anything. The log may still refuse it."""
     status = view.record.status
+    proposal = None
     if status is Status.JOINABLE:
-        return _while_joinable(view, settings, settle)
-    if status is Status.FROZEN:
-        return _while_frozen(view, settings)
-    if status is Status.FINAL:
-        return _while_final(view, settings)
-    return None
+        proposal = _while_joinable(view, settings, settle)
+    elif status is Status.FROZEN:
+        proposal = _while_frozen(view, settings)
+    elif status is Status.FINAL:
+        proposal = _while_final(view, settings)
+    else:
+        return None
+    suspects = _suspects(view)
+    if proposal is not None:
+        return replace(proposal, record=replace(proposal.record, suspects=suspects))
+    if suspects == view.record.suspects:
+        return None
+    return Proposal(
+        event=RoundEvent.ANNOUNCE,
+        record=view.record.successor(status=next_status(status, RoundEvent.ANNOUNCE), suspects=suspects),
+        reason=_told_of_suspects(view, suspects),
+    )
+
+
+def _suspects(view: View) -> tuple[str, ...]:
+    """Who is to be asked: silence alone makes nobody lost."""
+    taking_part = {member.uid for member in view.record.members} | set(view.joined)
+    still = set(view.record.suspects) - view.answered
+    return tuple(sorted(((still | view.silent) & taking_part) - view.dead))
+
+
+def _told_of_suspects(view: View, suspects: Sequence[str]) -> str:
+    new = sorted(set(suspects) - set(view.record.suspects))
+    if not new:
+        return "all that were asked have answered, or are lost"
+    return f"no word from {', '.join(_name(node_of(uid), view) for uid in new)}: asked whether it lives"
 
 
 def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:

@@ -14,18 +14,20 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims, read_confirmed, read_failures
 from hpc_elastic.rendezvous.coordinator import Proposal, SettleFailures, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.hearing import Hearing
 from hpc_elastic.rendezvous.peers import Bell, Peers
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import node_of, supersedes
 from hpc_elastic.store.base import Store, StoreWipedError
+from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat, Liveness
 from hpc_elastic.store.record_log import RecordLog
 
@@ -71,9 +73,12 @@ class Participant:
         self._settle = settle
         self._clock = clock
         self._listener = listener
+        self._bell = bell
         self._peers = Peers(store, info, bell)
         self._heartbeat = Heartbeat(store, info.uid, interval=settings.heartbeat_interval)
         self._liveness = Liveness(store)
+        self._hearing = Hearing()
+        self._answered_number = 0
         self._claims: deque[tuple[str, str]] = deque()
         self._closing: tuple[Outcome, str] | None = None
         self._wants_in = False
@@ -81,6 +86,7 @@ class Participant:
         self._epoch: str | None = None
         self._epoch_missing_since: float | None = None
         self._dead: frozenset[str] = frozenset()
+        self._seen_joining: frozenset[str] = frozenset()
         self._record: RoundRecord | None = None
         self._started_at = clock.monotonic()
         self._mark = self._started_at
@@ -135,6 +141,19 @@ class Participant:
         key = claim_key(round_index, kind, self._info.uid)
         self._claims.append((key, json.dumps(value, separators=(",", ":"))))
 
+    def heard(self, uids: Iterable[str]) -> None:
+        """Datagrams of these have come in: they live."""
+        self._hearing.heard(uids, self._clock.monotonic())
+
+    def beat_addresses(self) -> list[Address]:
+        """To whom this participant is to say, every second, that it lives: the coordinator; the coordinator to all."""
+        record = self._record
+        if record is None or record.status is Status.CLOSED or self._info.node == OBSERVER_NODE:
+            return []
+        if record.leader != self._info.uid:
+            return self._peers.addresses([record.leader])
+        return self._peers.addresses({m.uid for m in record.members} | self._seen_joining)
+
     # -- the machine ---------------------------------------------------------------------------------------------
 
     @property
@@ -160,6 +179,7 @@ class Participant:
             self._check_epoch(now)
         next_beat = self._heartbeat.beat_if_due(now)
         self._read_log()
+        self._answer_if_asked(now)
         self._flush_claims()
         self._join_if_wanted()
         progress = self._close_if_asked() or self._coordinate()
@@ -208,9 +228,18 @@ class Participant:
             self._status_since = now
         if before is None or before.lost != record.lost:
             self._lost_since = now
+        self._hearing.asked(record.suspects, now)
         if record.status is Status.FINAL and record.member(self._info.uid) is not None:
             self._wants_in = False  # the next round needs the agent's word: its workers must have ended
         self._listener.on_record(record)
+
+    def _answer_if_asked(self, now: float) -> None:
+        """The coordinator has not heard this node for a while: show by the files that it lives."""
+        record = self._record
+        if record is not None and self._info.uid in record.suspects and record.number > self._answered_number:
+            self._heartbeat.beat_now(now)
+            self._answered_number = record.number
+            self._peers.ring(record.leader)
 
     def _flush_claims(self) -> None:
         rang = False
@@ -308,18 +337,35 @@ class Participant:
 
     def _take_over_if_needed(self, record: RoundRecord) -> bool:
         me = self._info.uid
+        suspects = record.suspects
         if supersedes(me, record.leader):
             why = "the coordinator's node has a new agent"
         else:
-            self._look_at([record.leader])
-            silent = self._liveness.age(record.leader, self._mark)
-            if silent <= self._settings.heartbeat_ttl + self._turn(record) * 0.2 + self._patience:
+            why = self._why_take_over(record)
+            if not why:
                 return False
-            why = f"the coordinator {record.leader} has not changed its heartbeat for {silent:.1f} s"
-        successor = record.successor(term=record.term + 1, leader=me)
+            if self._bell is not None:
+                # A roll call: this node has heard none of the others, and whoever died with the coordinator is to be
+                # missed soon. The old one may live, cut off from here alone: it stays in if it answers.
+                suspects = tuple(sorted({m.uid for m in record.members} - {me}))
+                self._look_at(list(suspects))  # what their cells say before they are asked
+            self._hearing.forget(record.leader)
+        successor = record.successor(term=record.term + 1, leader=me, suspects=suspects)
         logger.info("taking over as coordinator: %s", why)
         self._append(successor, "coordinator_changed", {"round": record.round, "reason": why})
         return True
+
+    def _why_take_over(self, record: RoundRecord) -> str:
+        """Why this node should, or nothing."""
+        self._look_at([record.leader])
+        turn = self._turn(record) * 0.2 + self._patience
+        unchanged = self._liveness.age(record.leader, self._mark)
+        silent = self._hearing.silence(record.leader, self._mark)
+        if unchanged > self._settings.heartbeat_ttl + turn:
+            return f"the coordinator {record.leader} has not changed its heartbeat for {unchanged:.1f} s"
+        if silent is not None and silent > self._settings.beat_silence + turn:
+            return f"no word from the coordinator {record.leader} for {silent:.1f} s"
+        return ""
 
     def _turn(self, record: RoundRecord) -> int:
         for index, member in enumerate(record.members):
@@ -338,7 +384,8 @@ class Participant:
         uids = {m.uid for m in record.members} | set(joined)
         self._peers.learn(uids)
         self._look_at(sorted(uids - {self._info.uid}))
-        dead = frozenset(uid for uid in uids if self._liveness.age(uid, self._mark) > self._settings.heartbeat_ttl)
+        self._seen_joining = frozenset(joined)
+        dead = frozenset(uid for uid in uids if self._is_dead(uid))
         if dead - self._dead:
             self._lost_since = self._mark
         self._dead = dead
@@ -351,10 +398,40 @@ class Participant:
             leaving=dict.fromkeys(here.get("leave", ()), "left"),
             gone=frozenset(int(n) for n in self._store.list("gone") if n.isdecimal()),
             dead=dead,
+            silent=frozenset(uid for uid in uids if self._is_silent(uid)),
+            answered=self._answered(record),
             names=self._peers.names(),
             since_status=self._mark - self._status_since,
             since_lost=self._mark - self._lost_since,
         )
+
+    def _is_dead(self, uid: str) -> bool:
+        """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time."""
+        silent = self._hearing.silence(uid, self._mark)
+        asked = self._hearing.asked_since(uid)
+        if asked is not None and self._mark - asked > self._settings.suspect_answer:
+            heard = silent is not None and silent < self._settings.beat_silence
+            return not heard and not self._liveness.changed_since(uid, asked)
+        age = self._liveness.age(uid, self._mark)
+        return (age if silent is None else min(age, silent)) > self._settings.heartbeat_ttl
+
+    def _is_silent(self, uid: str) -> bool:
+        silent = self._hearing.silence(uid, self._mark)
+        return silent is not None and silent > self._settings.beat_silence
+
+    def _answered(self, record: RoundRecord) -> frozenset[str]:
+        found = set()
+        for uid in record.suspects:
+            asked = self._hearing.asked_since(uid)
+            silent = self._hearing.silence(uid, self._mark)
+            if asked is None:
+                continue
+            if silent is not None and self._mark - silent > asked:
+                found.add(uid)
+            elif self._liveness.changed_since(uid, asked):
+                found.add(uid)
+                self._hearing.forget(uid)
+        return frozenset(found)
 
     def _look_at(self, uids: list[str]) -> None:
         """Read heartbeats; where this process itself was held up meanwhile, nobody has aged."""
@@ -365,6 +442,7 @@ class Participant:
         if gap > max(4 * self._settings.poll_interval, self._settings.heartbeat_ttl / 2):
             logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
             self._liveness.forgive(gap, now=now)
+            self._hearing.forgive(gap, now=now)
             self._status_since += gap
             self._lost_since += gap
         self._mark = now

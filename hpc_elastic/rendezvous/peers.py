@@ -64,7 +64,12 @@ class Peers:
     def ring_all(self) -> None:
         """Tell all that are known to look now."""
         if self._bell is not None:
-            self._bell.ring([a for uid, node in self._known.items() if uid != self._own.uid for a in _addresses(node)])
+            self._bell.ring(self.addresses(self._known))
+
+    def addresses(self, uids: Iterable[str]) -> list[Address]:
+        """Where the bells of those of `uids` are that are known; never this one's own."""
+        known = (self._known.get(uid) for uid in uids if uid != self._own.uid)
+        return [address for node in known if node is not None for address in _addresses(node)]
 
     def _read(self, uid: str) -> NodeInfo | None:
         value = decode_object(self._store.get(f"{_FOLDER}/{uid}"))

@@ -27,6 +27,12 @@ class RendezvousSettings:
     """The fallback's, where no ring comes through."""
     doorbell: bool = True
     """Off: the files alone, slower."""
+    beat_interval: float = 1.0
+    """Between two datagrams that say "alive"."""
+    beat_silence: float = 3.0
+    """After so long without one, a node that was heard before is asked through the files whether it lives."""
+    suspect_answer: float = 4.0
+    """How long it may take to rewrite its heartbeat then. Above what the filesystem takes to show a change."""
 
 
 def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> RendezvousSettings:
@@ -36,6 +42,7 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
         UsageError: an unknown key, or a value that is no number; it is named.
     """
     allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
+    allowed |= {"beat_interval", "beat_silence", "suspect_answer"}
     known = {f.name for f in fields(RendezvousSettings)} & allowed
     changes: dict[str, float | bool] = {}
     for key, text in conf.items():

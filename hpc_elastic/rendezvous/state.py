@@ -73,6 +73,8 @@ class RoundRecord:
     """Nodes that wait while the round is final."""
     lost: tuple[int, ...] = ()
     """Node indexes whose agent stopped its heartbeat, until a new agent comes from there."""
+    suspects: tuple[str, ...] = ()
+    """Uids that have fallen silent on the network: each rewrites its heartbeat on reading its name here, or is lost."""
     reason: str = ""
     """Why this round was opened, or the run closed."""
     master: str = ""
@@ -96,6 +98,7 @@ class RoundRecord:
             "restarts": self.restarts_used,
             "waiting": self.waiting,
             "lost": list(self.lost),
+            "suspects": list(self.suspects),
             "reason": self.reason,
             "master": self.master,
             "outcome": self.outcome.value if self.outcome else None,
@@ -132,6 +135,7 @@ def decode_record(number: int, value: Mapping[str, Any], *, run_id: str) -> Roun
             restarts_used=int(value["restarts"]),
             waiting=int(value["waiting"]),
             lost=tuple(int(node) for node in value["lost"]),
+            suspects=tuple(str(uid) for uid in value["suspects"]),
             reason=str(value["reason"]),
             master=str(value["master"]),
             outcome=Outcome(value["outcome"]) if value["outcome"] else None,

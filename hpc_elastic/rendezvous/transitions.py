@@ -21,7 +21,7 @@ class RoundEvent(str, Enum):
     REOPEN = "reopen"
     """A member failed, was lost, or a node may come in: the next round."""
     ANNOUNCE = "announce"
-    """Another number of nodes waits, or a node that never came is given up."""
+    """Another number of nodes waits, or a node is suspected of having died, or has answered."""
     CLOSE = "close"
     """Done, given up, or cancelled."""
 
@@ -39,6 +39,7 @@ TRANSITIONS = MappingProxyType(
         Status.FROZEN: MappingProxyType(
             {
                 RoundEvent.TAKE_OVER: Status.FROZEN,
+                RoundEvent.ANNOUNCE: Status.FROZEN,
                 RoundEvent.CONFIRM: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,
                 RoundEvent.CLOSE: Status.CLOSED,

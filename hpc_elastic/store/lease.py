@@ -40,10 +40,18 @@ class Heartbeat:
         due = now if self._renewed_at is None else self._renewed_at + self._interval
         if now < due:
             return due - now
+        self.beat_now(now)
+        return self._interval
+
+    def beat_now(self, now: float) -> None:
+        """Change the cell, due or not: somebody asked whether this participant lives.
+
+        Raises:
+            OSError: as `beat_if_due`.
+        """
         self._store.overwrite(self._key, f"{self._count} {self._nonce}")
         self._count += 1
         self._renewed_at = now  # taken before the write: a slow write ages the lease
-        return self._interval
 
     def age(self, now: float) -> float:
         """Seconds since the last renewal began; infinite before the first."""
@@ -78,6 +86,11 @@ class Liveness:
         """For how many seconds `uid`'s cell has not changed as far as this process has seen; 0 before a first look."""
         seen = self._seen.get(uid)
         return now - seen.since if seen else 0.0
+
+    def changed_since(self, uid: str, moment: float) -> bool:
+        """Whether a change of `uid`'s cell was first seen after `moment` of this process' clock."""
+        seen = self._seen.get(uid)
+        return seen is not None and seen.since > moment
 
     def forgive(self, seconds: float, *, now: float) -> None:
         """This process itself was held up for so long (a frozen filesystem, SIGSTOP): nobody aged meanwhile."""

@@ -186,8 +186,9 @@ def _scenario(world: World) -> bool:
     return False
 
 
+@pytest.mark.parametrize("beats", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_random_crashes_freezes_and_returns(seed: int) -> None:
+def test_random_crashes_freezes_and_returns(seed: int, beats: bool) -> None:
     rng = random.Random(seed)
     size = rng.randint(2, 6)
     settings = RendezvousSettings(
@@ -200,7 +201,9 @@ def test_random_crashes_freezes_and_returns(seed: int) -> None:
             "last_call_timeout": 1000,
         }
     )
-    world = World(settings)
+    world = World(settings, beats=beats)
+    if beats and rng.random() < 0.5:
+        world.cut = {(rng.randrange(size), rng.randrange(size)) for _ in range(rng.randrange(4))}
     for index in range(size):
         world.start(index)
 
@@ -240,6 +243,81 @@ def test_random_crashes_freezes_and_returns(seed: int) -> None:
         return world.all_running_in_one_round() and len(world.newest().members) == size  # type: ignore[union-attr]
 
     assert world.run(whole, seconds=300, rng=rng), f"seed {seed}: {world.newest()}"
+
+
+SLOW_LEASE = RendezvousSettings(
+    **{
+        **{name: getattr(SETTINGS, name) for name in RendezvousSettings.__slots__},
+        "heartbeat_interval": 30,
+        "heartbeat_ttl": 100,
+    }
+)
+"""With beats: the files alone would need minutes to miss a node."""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_node_that_falls_silent_is_asked_and_then_out_in_ten_seconds(victim: int) -> None:
+    world = World(SLOW_LEASE, beats=True)
+    for index in range(3):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=3)
+    at = world.clock.now
+    world.nodes[victim].alive = False
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1, seconds=60)  # type: ignore[union-attr]
+    assert world.clock.now - at <= 10
+    assert world.newest().lost == (victim,)  # type: ignore[union-attr]
+
+
+def test_the_coordinator_and_another_node_may_die_at_once() -> None:
+    world = World(RendezvousSettings(**{**_as_dict(SLOW_LEASE), "max_nodes": 4, "expected_nodes": 4}), beats=True)
+    for index in range(4):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=3)
+    at = world.clock.now
+    world.nodes[0].alive = world.nodes[2].alive = False
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().round >= 1, seconds=60)  # type: ignore[union-attr]
+    assert world.clock.now - at <= 12
+    assert [m.node for m in world.newest().members] == [1, 3]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cut", [(1, 0), (0, 1), (2, 0), (0, 2)])
+def test_a_node_whose_packets_are_lost_in_one_direction_stays_in(cut: tuple[int, int]) -> None:
+    world = World(SLOW_LEASE, beats=True)
+    for index in range(3):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=3)
+    world.cut = {cut}
+    world.run(lambda: False, seconds=120)
+    record = world.newest()
+    assert record is not None
+    assert (record.round, record.status) == (0, Status.FINAL)
+    assert record.suspects == ()
+    assert record.number < 12, "nobody is asked again and again"
+
+
+def test_a_cut_network_evicts_nobody_while_the_files_move() -> None:
+    world = World(SLOW_LEASE, beats=True)
+    for index in range(3):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=3)
+    world.cut = {(a, b) for a in range(3) for b in range(3)}
+    world.run(lambda: False, seconds=120)
+    assert world.newest().round == 0  # type: ignore[union-attr]
+
+
+def test_everybody_frozen_at_once_evicts_nobody_with_beats_either() -> None:
+    world = World(SLOW_LEASE, beats=True)
+    for index in range(3):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=3)
+    world.clock.now += 60
+    world.run(lambda: False, seconds=30)
+    assert world.newest().round == 0  # type: ignore[union-attr]
 
 
 def _as_dict(settings: RendezvousSettings) -> dict[str, float]:

@@ -106,6 +106,7 @@ class Node:
             clock=clock,
             rng=random.Random(self.index),
             listener=self,
+            bell=SilentBell() if self.world.beats else None,
         )
         self.participant.join()
 
@@ -140,8 +141,20 @@ class Node:
             return 0.0
 
 
+class SilentBell:
+    """A bell that nobody hears: `World.beat` carries the beats, and rings are left to polling."""
+
+    def ring(self, addresses: object) -> None:
+        pass
+
+
 class World:
-    def __init__(self, settings: RendezvousSettings, *, settle: Callable[..., Settlement] | None = None) -> None:
+    def __init__(
+        self, settings: RendezvousSettings, *, settle: Callable[..., Settlement] | None = None, beats: bool = False
+    ) -> None:
+        self.beats = beats
+        self.cut: set[tuple[int, int]] = set()
+        """(from, to): node indexes between which no packet comes through."""
         self.settings = settings
         self.settle = settle or settle_always_restarting
         self.clock = FakeClock()
@@ -167,6 +180,8 @@ class World:
         while not until():
             if self.clock.now > deadline:
                 return False
+            if self.beats:
+                self.beat()
             order = self.live()
             if rng is not None:
                 rng.shuffle(order)
@@ -176,6 +191,19 @@ class World:
                     self.check()
             self.clock.now += tick
         return True
+
+    def beat(self) -> None:
+        """Every live participant says to the coordinator, and the coordinator to all, that it lives."""
+        live = {node.info.uid: node for node in self.live()}
+        for node in live.values():
+            record = node.participant.record
+            if record is None or record.status is Status.CLOSED:
+                continue
+            hearers = [record.leader] if record.leader != node.info.uid else list(live)
+            for uid in hearers:
+                other = live.get(uid)
+                if other is not None and other is not node and (node.index, other.index) not in self.cut:
+                    other.participant.heard([node.info.uid])
 
     def newest(self) -> RoundRecord | None:
         found = RecordLog(self.store).latest()

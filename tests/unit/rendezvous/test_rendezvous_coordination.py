@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +29,8 @@ class Stepped:
         self.steps = 0
         self.asked: list[str] = []
         self._do = do
+        self.beaten_to: list[tuple[str, int]] = []
+        self.heard_of: set[str] = set()
         self.changed = threading.Condition()
 
     def step(self) -> float:
@@ -37,6 +39,14 @@ class Stepped:
             self.changed.notify_all()
         delay = self._do(self.steps) if self._do else None
         return LONG if delay is None else delay
+
+    def heard(self, uids: Iterable[str]) -> None:
+        with self.changed:
+            self.heard_of |= set(uids)
+            self.changed.notify_all()
+
+    def beat_addresses(self) -> list[tuple[str, int]]:
+        return self.beaten_to
 
     def until(self, steps: int) -> None:
         with self.changed:
@@ -275,3 +285,48 @@ def test_a_hung_filesystem_is_not_waited_for(start: Callable[..., Started]) -> N
 def test_stopping_what_never_started_is_nothing() -> None:
     coordination = Coordination(lambda _: Stepped(), doorbell=None, clock=SystemClock())  # type: ignore[arg-type,return-value]
     assert coordination.stop(within=1)
+
+
+def test_a_beat_is_passed_on_and_ends_no_wait(start: Callable[..., Started]) -> None:
+    running = start(bell=True)
+    assert running.bell is not None
+    other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
+    try:
+        other.beat([(HOME, running.bell.port)])
+        participant = running.participant
+        with participant.changed:
+            assert participant.changed.wait_for(lambda: participant.heard_of == {"b"}, 10)
+        assert participant.steps == 1
+    finally:
+        other.close()
+
+
+def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
+    """A mount that does not answer must not make its node silent."""
+    other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
+    release = threading.Event()
+    try:
+        participant = Stepped(lambda n: None if n == 1 else (release.wait(20), None)[1])
+        participant.beaten_to = [(HOME, other.port)]
+        doorbell = Doorbell(secret=b"s", run_uid="r", uid="a", host=HOME)
+        coordination = Coordination(
+            lambda _: participant,  # type: ignore[arg-type,return-value]
+            doorbell=doorbell,
+            clock=SystemClock(),
+            beat_interval=0.02,
+        )
+        coordination.start()
+        participant.until(1)
+        coordination.ask(lambda _: None)
+        participant.until(2)  # hangs from here on
+        other.drain()
+        alive: set[str] = set()
+        for _ in range(3):
+            select.select([other], [], [], 10)
+            alive |= other.drain().alive
+        assert alive == {"a"}
+    finally:
+        release.set()
+        coordination.stop(within=10)
+        doorbell.close()
+        other.close()

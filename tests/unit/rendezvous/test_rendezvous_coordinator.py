@@ -77,6 +77,8 @@ def view(of: RoundRecord, *, joined: Sequence[str] = (), **seen: Any) -> View:
         leaving={},
         gone=frozenset(),
         dead=frozenset(),
+        silent=frozenset(),
+        answered=frozenset(),
         names={3: "nid003"},
         since_status=0.0,
         since_lost=0.0,
@@ -144,6 +146,7 @@ FINAL = record(Status.FINAL, *ALL, master="n0:1")
         ("MIN is here, the last call goes on", view(START, joined=ALL[:2], since_status=29.9), None),
         ("the last call is over", view(START, joined=ALL[1:3], since_status=30), [1, 2]),
         ("nobody is waited for who was given up", view(START, joined=ALL[1:], gone=frozenset([0])), [1, 2, 3]),
+        ("who was given up stays out", view(START, joined=ALL, gone=frozenset([0])), [1, 2, 3]),
         ("nor who was lost before", view(replace(START, lost=(0, 1)), joined=ALL[2:]), [2, 3]),
         ("nor who died while joining", view(START, joined=ALL, dead=frozenset(ALL[1:2])), [0, 2, 3]),
         ("one that died is no member after the last call", view(START, joined=ALL[:3], dead=frozenset(ALL[:1])), None),
@@ -547,6 +550,7 @@ SMALL = record(Status.FINAL, *ALL[:3], lost=(3,), master="n0:1")
     ("what", "seen", "event", "waiting"),
     [
         ("a node comes and there is room", view(SMALL, joined=[uid(3)]), RoundEvent.REOPEN, 0),
+        ("one that was given up came", view(SMALL, joined=[uid(3)], gone=frozenset([3])), None, 0),
         ("a dead one came", view(SMALL, joined=[uid(3)], dead=frozenset([uid(3)])), None, 0),
         (
             "a node comes when the first are done",
@@ -611,3 +615,27 @@ def test_nodes_are_named_in_ranges(missing: set[int], text: str) -> None:
     settings = replace(SETTINGS, expected_nodes=13, min_nodes=13, max_nodes=13)
     here = [uid(node) for node in range(13) if node not in missing]
     assert f"(missing: {text})" in committed(view(START, joined=here, since_status=600), settings).reason
+
+
+def test_who_falls_silent_is_asked_and_not_put_out() -> None:
+    proposal = next_proposal(view(FINAL, silent=frozenset({uid(1)})), SETTINGS, Settle())
+    assert proposal is not None
+    assert proposal.event is RoundEvent.ANNOUNCE
+    assert (proposal.record.round, proposal.record.status) == (FINAL.round, Status.FINAL)
+    assert proposal.record.suspects == (uid(1),)
+
+
+def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_once() -> None:
+    asked = replace(FINAL, suspects=(uid(1),))
+    assert next_proposal(view(asked, silent=frozenset({uid(1)})), SETTINGS, Settle()) is None
+    proposal = next_proposal(view(asked, answered=frozenset({uid(1)})), SETTINGS, Settle())
+    assert proposal is not None
+    assert (proposal.event, proposal.record.suspects) == (RoundEvent.ANNOUNCE, ())
+
+
+def test_a_suspect_that_is_lost_or_takes_no_part_is_none_any_more() -> None:
+    asked = replace(FINAL, suspects=(uid(1), uid(99)))
+    proposal = next_proposal(view(asked, dead=frozenset({uid(1)})), SETTINGS, Settle())
+    assert proposal is not None
+    assert proposal.event is RoundEvent.REOPEN
+    assert proposal.record.suspects == ()

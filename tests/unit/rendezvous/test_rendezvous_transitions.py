@@ -24,6 +24,7 @@ LEGAL = {
     (J, E.FREEZE): Z,
     (J, E.CLOSE): C,
     (Z, E.TAKE_OVER): Z,
+    (Z, E.ANNOUNCE): Z,
     (Z, E.CONFIRM): F,
     (Z, E.REOPEN): J,
     (Z, E.CLOSE): C,

@@ -8,6 +8,7 @@ import json
 import os
 import select
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -42,7 +43,7 @@ def heard(bell: Doorbell) -> bool:
     """Whether a valid ring has come; waits for the datagram that a test has just sent."""
     ready, _, _ = select.select([bell], [], [], 5)
     assert ready, "no datagram came"
-    return bell.drain()
+    return bell.drain().rung
 
 
 def at(bell: Doorbell) -> tuple[str, int]:
@@ -56,17 +57,17 @@ def sealed(body: bytes, *, secret: bytes = SECRET, run_uid: str = "run") -> byte
 
 
 def body(uid: str = "b", count: object = 1, to: str = HOME) -> bytes:
-    return json.dumps({"u": uid, "c": count, "to": to}).encode()
+    return json.dumps({"u": uid, "k": "ring", "c": count, "to": to}).encode()
 
 
 def test_a_ring_is_heard_once_and_says_where_it_arrived(make_bell: MakeBell) -> None:
     a, b = make_bell("a"), make_bell("b")
     a.ring([at(b)])
     assert heard(b) is True
-    assert b.drain() is False
+    assert b.drain().rung is False
     assert list(b.reached) == [HOME]
     assert b.rejected == 0
-    assert a.drain() is False
+    assert a.drain().rung is False
 
 
 def test_each_ring_of_many_is_valid(make_bell: MakeBell) -> None:
@@ -89,7 +90,7 @@ def test_the_datagram_is_the_documented_one(make_bell: MakeBell, stranger: socke
     bell.ring([stranger.getsockname()])
     data = stranger.recv(4096)
     assert data == sealed(data[32:])
-    assert json.loads(data[32:]) == {"u": "a", "c": 1, "to": HOME}
+    assert json.loads(data[32:]) == {"u": "a", "k": "ring", "c": 1, "to": HOME}
 
 
 def test_addresses_are_kept_in_the_order_of_the_first_ring_that_reached_them(
@@ -187,7 +188,7 @@ def test_a_flood_does_not_keep_the_owner_from_its_work(make_bell: MakeBell) -> N
     bell.close()
     flood = Flood()
     bell._socket = flood  # type: ignore[assignment]
-    assert bell.drain() is False
+    assert bell.drain().rung is False
     assert 100 <= flood.received <= 10_000
 
 
@@ -208,5 +209,39 @@ def test_ringing_nobody_is_nothing(make_bell: MakeBell) -> None:
 
 def test_the_socket_is_not_inherited_and_never_blocks(make_bell: MakeBell) -> None:
     bell = make_bell()
-    assert bell.drain() is False
+    assert bell.drain().rung is False
     assert not os.get_inheritable(bell.fileno())
+
+
+def test_a_beat_says_who_lives_and_rings_nobody(make_bell: MakeBell) -> None:
+    a, b = make_bell("a"), make_bell("b")
+    a.beat([at(b)])
+    select.select([b], [], [], 5)
+    said = b.drain()
+    assert (said.rung, said.alive) == (False, {"a"})
+    a.ring([at(b)])
+    select.select([b], [], [], 5)
+    assert b.drain().alive == {"a"}, "who rings lives too"
+
+
+def test_a_ring_that_a_beat_overtook_still_rings(make_bell: MakeBell, stranger: socket.socket) -> None:
+    bell = make_bell("a")
+    late_ring = json.dumps({"u": "b", "k": "ring", "c": 5, "to": HOME}).encode()
+    early_beat = json.dumps({"u": "b", "k": "beat", "c": 6, "to": HOME}).encode()
+    stranger.sendto(sealed(early_beat), at(bell))
+    stranger.sendto(sealed(late_ring), at(bell))
+    deadline = time.monotonic() + 5
+    rung = False
+    while not rung and time.monotonic() < deadline:
+        select.select([bell], [], [], 0.1)
+        rung = bell.drain().rung
+    assert rung
+    assert bell.rejected == 0
+
+
+def test_a_datagram_of_an_unknown_kind_is_rejected(make_bell: MakeBell, stranger: socket.socket) -> None:
+    bell = make_bell("a")
+    stranger.sendto(sealed(json.dumps({"u": "b", "k": "kill", "c": 1, "to": HOME}).encode()), at(bell))
+    select.select([bell], [], [], 5)
+    said = bell.drain()
+    assert (said.rung, said.alive, bell.rejected) == (False, frozenset(), 1)

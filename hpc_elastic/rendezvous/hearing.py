@@ -1,0 +1,39 @@
+"""Who was heard on the network, and when, by this process' own clock; and who was asked whether it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class Hearing:
+    """Bookkeeping of one participant. Times are seconds of its monotonic clock."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
+
+    def heard(self, uids: Iterable[str], now: float) -> None:
+        for uid in uids:
+            self._heard[uid] = now
+
+    def silence(self, uid: str, now: float) -> float | None:
+        """Seconds since `uid` was heard; None where it was not heard at all, which says nothing."""
+        at = self._heard.get(uid)
+        return None if at is None else now - at
+
+    def forget(self, uid: str) -> None:
+        """It has to be heard again before its silence means anything: no packet of its comes through, and it lives."""
+        self._heard.pop(uid, None)
+
+    def asked(self, suspects: Iterable[str], now: float) -> None:
+        """These are suspects now: remember since when, for those that were not before."""
+        self._asked = {uid: self._asked.get(uid, now) for uid in suspects}
+
+    def asked_since(self, uid: str) -> float | None:
+        return self._asked.get(uid)
+
+    def forgive(self, seconds: float, *, now: float) -> None:
+        """This process was held up for so long: nobody was silent, or slow to answer, meanwhile."""
+        for times in (self._heard, self._asked):
+            for uid in times:
+                times[uid] = min(now, times[uid] + seconds)
