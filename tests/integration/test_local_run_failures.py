@@ -205,6 +205,14 @@ def test_script_that_is_not_there_any_more_is_not_tried_again(tmp_path: Path) ->
         assert "the script could not start" in text
 
 
+def test_script_that_was_never_there(tmp_path: Path) -> None:
+    with LocalRun(tmp_path, "", interpreter=["nosuch.py"]) as run:
+        assert run.finish() == ExitCode.USAGE
+        (line,) = run.log().splitlines()
+        assert "nosuch.py" in line
+        assert list(run.runs.iterdir()) == []
+
+
 def test_command_that_cannot_be_executed_is_not_tried_again(tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text("#!/nonexistent/interpreter\n")
