@@ -176,7 +176,7 @@ class NodeAgent:
             name = names[node] if 0 <= node < len(names) else str(node)
             silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
             logger.warning("node %s is lost%s", name, silent)
-        elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting"):
+        elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
             logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
 
     def _handle_record(self, record: RoundRecord) -> None:

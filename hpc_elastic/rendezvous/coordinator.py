@@ -95,15 +95,16 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     if suspects == view.record.suspects:
         return None
     return Proposal(
-        event=RoundEvent.ANNOUNCE,
-        record=view.record.successor(status=next_status(status, RoundEvent.ANNOUNCE), suspects=suspects),
+        event=RoundEvent.ASK,
+        record=view.record.successor(status=next_status(status, RoundEvent.ASK), suspects=suspects),
         reason=_told_of_suspects(view, suspects),
     )
 
 
 def _suspects(view: View) -> tuple[str, ...]:
     """Who is to be asked: silence alone makes nobody lost."""
-    taking_part = {member.uid for member in view.record.members} | set(view.joined)
+    members = {m.uid for m in view.record.members if m.node not in view.record.lost}
+    taking_part = members | set(view.joined)
     still = set(view.record.suspects) - view.answered
     return tuple(sorted(((still | view.silent) & taking_part) - view.dead))
 

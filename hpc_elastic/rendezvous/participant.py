@@ -456,6 +456,7 @@ class Participant:
             RoundEvent.CONFIRM: "round_confirmed",
             RoundEvent.REOPEN: "round_opened",
             RoundEvent.ANNOUNCE: "nodes_waiting",
+            RoundEvent.ASK: "nodes_asked",
             RoundEvent.CLOSE: "closed",
             RoundEvent.TAKE_OVER: "coordinator_changed",
         }[proposal.event]

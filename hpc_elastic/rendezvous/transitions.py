@@ -21,7 +21,9 @@ class RoundEvent(str, Enum):
     REOPEN = "reopen"
     """A member failed, was lost, or a node may come in: the next round."""
     ANNOUNCE = "announce"
-    """Another number of nodes waits, or a node is suspected of having died, or has answered."""
+    """Another number of nodes waits, or a node that never came is given up."""
+    ASK = "ask"
+    """A node has fallen silent on the network and is asked through the files, or has answered."""
     CLOSE = "close"
     """Done, given up, or cancelled."""
 
@@ -32,6 +34,7 @@ TRANSITIONS = MappingProxyType(
             {
                 RoundEvent.TAKE_OVER: Status.JOINABLE,
                 RoundEvent.ANNOUNCE: Status.JOINABLE,
+                RoundEvent.ASK: Status.JOINABLE,
                 RoundEvent.FREEZE: Status.FROZEN,
                 RoundEvent.CLOSE: Status.CLOSED,
             }
@@ -39,7 +42,7 @@ TRANSITIONS = MappingProxyType(
         Status.FROZEN: MappingProxyType(
             {
                 RoundEvent.TAKE_OVER: Status.FROZEN,
-                RoundEvent.ANNOUNCE: Status.FROZEN,
+                RoundEvent.ASK: Status.FROZEN,
                 RoundEvent.CONFIRM: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,
                 RoundEvent.CLOSE: Status.CLOSED,
@@ -49,6 +52,7 @@ TRANSITIONS = MappingProxyType(
             {
                 RoundEvent.TAKE_OVER: Status.FINAL,
                 RoundEvent.ANNOUNCE: Status.FINAL,
+                RoundEvent.ASK: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,
                 RoundEvent.CLOSE: Status.CLOSED,
             }

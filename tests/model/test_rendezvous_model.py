@@ -267,6 +267,7 @@ def test_a_node_that_falls_silent_is_asked_and_then_out_in_ten_seconds(victim: i
     assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1, seconds=60)  # type: ignore[union-attr]
     assert world.clock.now - at <= 10
     assert world.newest().lost == (victim,)  # type: ignore[union-attr]
+    assert [event for _, event, _ in world.events].count("nodes_asked") == 1
 
 
 def test_the_coordinator_and_another_node_may_die_at_once() -> None:

@@ -620,7 +620,7 @@ def test_nodes_are_named_in_ranges(missing: set[int], text: str) -> None:
 def test_who_falls_silent_is_asked_and_not_put_out() -> None:
     proposal = next_proposal(view(FINAL, silent=frozenset({uid(1)})), SETTINGS, Settle())
     assert proposal is not None
-    assert proposal.event is RoundEvent.ANNOUNCE
+    assert proposal.event is RoundEvent.ASK
     assert (proposal.record.round, proposal.record.status) == (FINAL.round, Status.FINAL)
     assert proposal.record.suspects == (uid(1),)
 
@@ -630,7 +630,7 @@ def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_onc
     assert next_proposal(view(asked, silent=frozenset({uid(1)})), SETTINGS, Settle()) is None
     proposal = next_proposal(view(asked, answered=frozenset({uid(1)})), SETTINGS, Settle())
     assert proposal is not None
-    assert (proposal.event, proposal.record.suspects) == (RoundEvent.ANNOUNCE, ())
+    assert (proposal.event, proposal.record.suspects) == (RoundEvent.ASK, ())
 
 
 def test_a_suspect_that_is_lost_or_takes_no_part_is_none_any_more() -> None:

@@ -21,15 +21,17 @@ E = RoundEvent
 LEGAL = {
     (J, E.TAKE_OVER): J,
     (J, E.ANNOUNCE): J,
+    (J, E.ASK): J,
     (J, E.FREEZE): Z,
     (J, E.CLOSE): C,
     (Z, E.TAKE_OVER): Z,
-    (Z, E.ANNOUNCE): Z,
+    (Z, E.ASK): Z,
     (Z, E.CONFIRM): F,
     (Z, E.REOPEN): J,
     (Z, E.CLOSE): C,
     (F, E.TAKE_OVER): F,
     (F, E.ANNOUNCE): F,
+    (F, E.ASK): F,
     (F, E.REOPEN): J,
     (F, E.CLOSE): C,
 }

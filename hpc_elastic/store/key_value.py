@@ -1,0 +1,279 @@
+"""A small database of keys with values, counters and queues, for many writers at once, made of a store's primitives.
+
+Every change of a key is a new numbered version, ``<folder>/<digest of the key>+<number>``, created and never changed:
+creating number n + 1 is the compare-and-set on what was read as number n. So no change is lost, whatever the number of
+processes and mounts, without a lock. Reading is one listing of the folder, fresh from the server, and one read.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+import secrets
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.store.base import Store, StoreError
+
+KEPT_VERSIONS = 1024
+"""Of each key. Whoever was stopped while so many others wrote is told so, instead of writing into the past."""
+_PRUNE_EVERY = 256
+_FIRST_DELAY = 0.003
+_LONGEST_DELAY = 0.1
+
+
+class KeyValueTimeoutError(StoreError):
+    """What was waited for did not come."""
+
+    template = "store {root}: nothing under {why} after {seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    number: int
+    value: bytes | None
+    """None: deleted, or never written."""
+    key: str = ""
+
+
+class KeyValueStore:
+    """Keys and values in `folder` of `store`. Any text is a key, any bytes are a value."""
+
+    def __init__(self, store: Store, folder: str, *, clock: Clock, rng: random.Random | None = None) -> None:
+        """Open, or create.
+
+        Args:
+            store: Where.
+            folder: A key prefix of its own, which nothing else uses.
+            clock: For waits.
+            rng: For the delays between two tries.
+
+        Raises:
+            OSError: a passing fault of the filesystem, here and in all methods; the call may be repeated.
+            StoreError: a lasting one, as for `Store`.
+        """
+        self._store = store
+        self._folder = f"{folder}/key"
+        self._queue_folder = f"{folder}/queue"
+        self._taken_folder = f"{folder}/taken"
+        self._clock = clock
+        self._rng = rng or random.Random()
+        self._never = threading.Event()
+        for part in (self._folder, self._queue_folder, self._taken_folder):
+            # The folder must be there before anybody looks for something in it: a client may remember for a minute
+            # that it is not.
+            store.put_if_absent(f"{part}/open", "open")
+
+    def set(self, key: str, value: bytes) -> None:
+        """The last one to write holds."""
+        self._change(key, lambda _: value)
+
+    def get(self, key: str) -> bytes | None:
+        """The value, or None."""
+        return self._newest(_digest(key)).value
+
+    def get_waiting(self, key: str, timeout: float) -> bytes:
+        """The value, waited for.
+
+        Args:
+            key: Which.
+            timeout: Seconds.
+
+        Raises:
+            KeyValueTimeoutError: it did not come.
+        """
+        found: list[bytes] = []
+
+        def there() -> bool:
+            value = self.get(key)
+            if value is not None:
+                found.append(value)
+            return bool(found)
+
+        self._wait_until(there, timeout, key)
+        return found[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, kept as decimal text; what is not there counts as 0. Returns the new value.
+
+        Raises:
+            ValueError: the value is no number.
+        """
+        changed = self._change(key, lambda old: b"%d" % (int(old or b"0") + amount))
+        assert changed is not None
+        return int(changed)
+
+    def append(self, key: str, value: bytes) -> None:
+        """Put `value` behind what is there."""
+        self._change(key, lambda old: (old or b"") + value)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set `desired` where the value is `expected`, or where there is none and `expected` is empty.
+
+        Returns:
+            The value after this; `expected` where there is none.
+        """
+
+        def decide(old: bytes | None) -> bytes | None:
+            return desired if old == expected or (old is None and not expected) else old
+
+        changed = self._change(key, decide, keep_same=True)
+        return expected if changed is None else changed
+
+    def delete(self, key: str) -> bool:
+        """Remove the value. Returns whether there was one."""
+        existed = [False]
+
+        def decide(old: bytes | None) -> None:
+            existed[0] = old is not None
+
+        self._change(key, decide, keep_same=True)
+        return existed[0]
+
+    def check(self, keys: Iterable[str]) -> bool:
+        """Whether all of them have a value."""
+        names = self._store.list(self._folder)
+        return all(self._newest(_digest(key), names).value is not None for key in keys)
+
+    def wait(self, keys: Iterable[str], timeout: float) -> None:
+        """Wait until all of them have a value.
+
+        Raises:
+            KeyValueTimeoutError: after `timeout` seconds; it names those without.
+        """
+        left = list(dict.fromkeys(keys))
+
+        def there() -> bool:
+            names = self._store.list(self._folder)
+            left[:] = [key for key in left if self._newest(_digest(key), names).value is None]
+            return not left
+
+        self._wait_until(there, timeout, left)
+
+    def keys(self) -> list[str]:
+        """All keys that have a value. One read for each."""
+        names = self._store.list(self._folder)
+        digests = {name.partition("+")[0] for name in names if "+" in name}
+        versions = (self._newest(digest, names) for digest in sorted(digests))
+        return sorted(version.key for version in versions if version.value is not None)
+
+    def push(self, key: str, value: bytes) -> None:
+        """Put `value` at the end of the queue `key`; queues and values of the same name don't touch."""
+        digest = _digest(key)
+        payload = _encode(key, value)
+        while True:
+            number = max(_numbers(digest, self._store.list(self._queue_folder)), default=0) + 1
+            if self._store.put_if_absent(f"{self._queue_folder}/{digest}+{number:012d}", payload):
+                return
+
+    def pop(self, key: str) -> bytes | None:
+        """Take the first value of the queue, which nobody else gets; None where it is empty."""
+        digest = _digest(key)
+        taken = set(_numbers(digest, self._store.list(self._taken_folder)))
+        for number in sorted(_numbers(digest, self._store.list(self._queue_folder))):
+            if number in taken:
+                continue
+            name = f"{digest}+{number:012d}"
+            raw = self._store.get(f"{self._queue_folder}/{name}")
+            if raw is None:
+                continue  # listed, and not readable yet
+            if self._store.put_if_absent(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
+                return _decode(number, raw).value
+        return None
+
+    def pop_waiting(self, key: str, timeout: float) -> bytes:
+        """`pop`, waiting for something to take.
+
+        Raises:
+            KeyValueTimeoutError: nothing came within `timeout` seconds.
+        """
+        found: list[bytes] = []
+
+        def there() -> bool:
+            value = self.pop(key)
+            if value is not None:
+                found.append(value)
+            return bool(found)
+
+        self._wait_until(there, timeout, key)
+        return found[0]
+
+    def queue_length(self, key: str) -> int:
+        digest = _digest(key)
+        waiting = set(_numbers(digest, self._store.list(self._queue_folder)))
+        return len(waiting - set(_numbers(digest, self._store.list(self._taken_folder))))
+
+    def _change(
+        self, key: str, decide: Callable[[bytes | None], bytes | None], *, keep_same: bool = False
+    ) -> bytes | None:
+        """Write what `decide` makes of the value, again and again until nobody else has written in between."""
+        digest = _digest(key)
+        delay = _FIRST_DELAY
+        while True:
+            old = self._newest(digest)
+            value = decide(old.value)
+            if keep_same and value == old.value:
+                return value
+            number = old.number + 1
+            if self._store.put_if_absent(f"{self._folder}/{digest}+{number:012d}", _encode(key, value)):
+                self._check_not_past(digest, number, key)
+                return value
+            self._clock.wait(self._never, self._rng.uniform(0, delay))
+            delay = min(_LONGEST_DELAY, delay * 1.5)
+
+    def _check_not_past(self, digest: str, number: int, key: str) -> None:
+        numbers = _numbers(digest, self._store.list(self._folder))
+        newest = max(numbers, default=number)
+        if newest - number >= KEPT_VERSIONS // 2:
+            why = f"{key!r}: this process was stopped while others wrote {newest - number} times; its change may be lost"
+            raise StoreError(root=self._folder, why=why)
+        if number % _PRUNE_EVERY == 0:
+            for old in numbers:
+                if old <= number - KEPT_VERSIONS:
+                    self._store.delete(f"{self._folder}/{digest}+{old:012d}")
+
+    def _newest(self, digest: str, names: Iterable[str] | None = None) -> _Version:
+        """The newest version. Listed and not readable yet is waited for: an older one must not pass for it."""
+        while True:
+            numbers = _numbers(digest, self._store.list(self._folder) if names is None else names)
+            if not numbers:
+                return _Version(0, None)
+            newest = max(numbers)
+            raw = self._store.get(f"{self._folder}/{digest}+{newest:012d}")
+            if raw is not None:
+                return _decode(newest, raw)
+            names = None
+            self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _FIRST_DELAY)
+
+    def _wait_until(self, there: Callable[[], bool], timeout: float, what: object) -> None:
+        deadline = self._clock.monotonic() + timeout
+        delay = _FIRST_DELAY
+        while not there():
+            left = deadline - self._clock.monotonic()
+            if left <= 0:
+                raise KeyValueTimeoutError(root=self._folder, why=repr(what), seconds=timeout)
+            self._clock.wait(self._never, min(left, self._rng.uniform(0.7, 1) * delay))
+            delay = min(_LONGEST_DELAY, delay * 1.5)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _numbers(digest: str, names: Iterable[str]) -> list[int]:
+    prefix = f"{digest}+"
+    return [int(name[len(prefix) :]) for name in names if name.startswith(prefix)]
+
+
+def _encode(key: str, value: bytes | None) -> str:
+    body = {"k": key, "v": None if value is None else base64.b64encode(value).decode(), "x": secrets.token_hex(8)}
+    return json.dumps(body, separators=(",", ":"))
+
+
+def _decode(number: int, raw: str) -> _Version:
+    body = json.loads(raw)
+    return _Version(number, None if body["v"] is None else base64.b64decode(body["v"]), body["k"])
