@@ -109,7 +109,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        return [key[len(self._prefix) :] for key in self._values.keys() if key.startswith(self._prefix)]
+        return [key[len(self._prefix) :] for key in self._values.all_keys() if key.startswith(self._prefix)]
 
     def append(self, key: str, value: str | bytes) -> None:
         self._values.append(self._prefix + key, _bytes(value))

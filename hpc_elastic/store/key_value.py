@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.store.base import Store, StoreError
@@ -24,6 +25,10 @@ KEPT_VERSIONS = 1024
 _PRUNE_EVERY = 256
 _FIRST_DELAY = 0.003
 _LONGEST_DELAY = 0.1
+FAULT_SECONDS = 30.0
+"""How long a filesystem that refuses is asked again before the caller hears of it."""
+
+T = TypeVar("T")
 
 
 class KeyValueTimeoutError(StoreError):
@@ -53,8 +58,8 @@ class KeyValueStore:
             rng: For the delays between two tries.
 
         Raises:
-            OSError: a passing fault of the filesystem, here and in all methods; the call may be repeated.
-            StoreError: a lasting one, as for `Store`.
+            OSError: the filesystem refused for half a minute; here and in all methods.
+            StoreError: it always will, as for `Store`.
         """
         self._store = store
         self._folder = f"{folder}/key"
@@ -66,7 +71,7 @@ class KeyValueStore:
         for part in (self._folder, self._queue_folder, self._taken_folder):
             # The folder must be there before anybody looks for something in it: a client may remember for a minute
             # that it is not.
-            store.put_if_absent(f"{part}/open", "open")
+            self._put(f"{part}/open", "open")
 
     def set(self, key: str, value: bytes) -> None:
         """The last one to write holds."""
@@ -136,7 +141,7 @@ class KeyValueStore:
 
     def check(self, keys: Iterable[str]) -> bool:
         """Whether all of them have a value."""
-        names = self._store.list(self._folder)
+        names = self._list(self._folder)
         return all(self._newest(_digest(key), names).value is not None for key in keys)
 
     def wait(self, keys: Iterable[str], timeout: float) -> None:
@@ -148,15 +153,15 @@ class KeyValueStore:
         left = list(dict.fromkeys(keys))
 
         def there() -> bool:
-            names = self._store.list(self._folder)
+            names = self._list(self._folder)
             left[:] = [key for key in left if self._newest(_digest(key), names).value is None]
             return not left
 
         self._wait_until(there, timeout, left)
 
-    def keys(self) -> list[str]:
+    def all_keys(self) -> list[str]:
         """All keys that have a value. One read for each."""
-        names = self._store.list(self._folder)
+        names = self._list(self._folder)
         digests = {name.partition("+")[0] for name in names if "+" in name}
         versions = (self._newest(digest, names) for digest in sorted(digests))
         return sorted(version.key for version in versions if version.value is not None)
@@ -166,22 +171,22 @@ class KeyValueStore:
         digest = _digest(key)
         payload = _encode(key, value)
         while True:
-            number = max(_numbers(digest, self._store.list(self._queue_folder)), default=0) + 1
-            if self._store.put_if_absent(f"{self._queue_folder}/{digest}+{number:012d}", payload):
+            number = max(_numbers(digest, self._list(self._queue_folder)), default=0) + 1
+            if self._put(f"{self._queue_folder}/{digest}+{number:012d}", payload):
                 return
 
     def pop(self, key: str) -> bytes | None:
         """Take the first value of the queue, which nobody else gets; None where it is empty."""
         digest = _digest(key)
-        taken = set(_numbers(digest, self._store.list(self._taken_folder)))
-        for number in sorted(_numbers(digest, self._store.list(self._queue_folder))):
+        taken = set(_numbers(digest, self._list(self._taken_folder)))
+        for number in sorted(_numbers(digest, self._list(self._queue_folder))):
             if number in taken:
                 continue
             name = f"{digest}+{number:012d}"
-            raw = self._store.get(f"{self._queue_folder}/{name}")
+            raw = self._read(f"{self._queue_folder}/{name}")
             if raw is None:
                 continue  # listed, and not readable yet
-            if self._store.put_if_absent(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
+            if self._put(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
                 return _decode(number, raw).value
         return None
 
@@ -204,8 +209,8 @@ class KeyValueStore:
 
     def queue_length(self, key: str) -> int:
         digest = _digest(key)
-        waiting = set(_numbers(digest, self._store.list(self._queue_folder)))
-        return len(waiting - set(_numbers(digest, self._store.list(self._taken_folder))))
+        waiting = set(_numbers(digest, self._list(self._queue_folder)))
+        return len(waiting - set(_numbers(digest, self._list(self._taken_folder))))
 
     def _change(
         self, key: str, decide: Callable[[bytes | None], bytes | None], *, keep_same: bool = False
@@ -219,17 +224,19 @@ class KeyValueStore:
             if keep_same and value == old.value:
                 return value
             number = old.number + 1
-            if self._store.put_if_absent(f"{self._folder}/{digest}+{number:012d}", _encode(key, value)):
+            if self._put(f"{self._folder}/{digest}+{number:012d}", _encode(key, value)):
                 self._check_not_past(digest, number, key)
                 return value
             self._clock.wait(self._never, self._rng.uniform(0, delay))
             delay = min(_LONGEST_DELAY, delay * 1.5)
 
     def _check_not_past(self, digest: str, number: int, key: str) -> None:
-        numbers = _numbers(digest, self._store.list(self._folder))
+        numbers = _numbers(digest, self._list(self._folder))
         newest = max(numbers, default=number)
         if newest - number >= KEPT_VERSIONS // 2:
-            why = f"{key!r}: this process was stopped while others wrote {newest - number} times; its change may be lost"
+            why = (
+                f"{key!r}: this process was stopped while others wrote {newest - number} times; its change may be lost"
+            )
             raise StoreError(root=self._folder, why=why)
         if number % _PRUNE_EVERY == 0:
             for old in numbers:
@@ -239,15 +246,35 @@ class KeyValueStore:
     def _newest(self, digest: str, names: Iterable[str] | None = None) -> _Version:
         """The newest version. Listed and not readable yet is waited for: an older one must not pass for it."""
         while True:
-            numbers = _numbers(digest, self._store.list(self._folder) if names is None else names)
+            numbers = _numbers(digest, self._list(self._folder) if names is None else names)
             if not numbers:
                 return _Version(0, None)
             newest = max(numbers)
-            raw = self._store.get(f"{self._folder}/{digest}+{newest:012d}")
+            raw = self._read(f"{self._folder}/{digest}+{newest:012d}")
             if raw is not None:
                 return _decode(newest, raw)
             names = None
             self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _FIRST_DELAY)
+
+    def _put(self, key: str, value: str) -> bool:
+        return self._steadily(lambda: self._store.put_if_absent(key, value))  # the same once more is the same
+
+    def _read(self, key: str) -> str | None:
+        return self._steadily(lambda: self._store.get(key))
+
+    def _list(self, folder: str) -> list[str]:
+        return self._steadily(lambda: self._store.list(folder))
+
+    def _steadily(self, operation: Callable[[], T]) -> T:
+        """Try an operation that may be repeated until it works."""
+        deadline = self._clock.monotonic() + FAULT_SECONDS
+        while True:
+            try:
+                return operation()
+            except OSError:
+                if self._clock.monotonic() >= deadline:
+                    raise
+            self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _LONGEST_DELAY)
 
     def _wait_until(self, there: Callable[[], bool], timeout: float, what: object) -> None:
         deadline = self._clock.monotonic() + timeout

@@ -1,0 +1,209 @@
+"""The key-value store over memory: what each operation means, and that no change is lost."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.store import key_value
+from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
+from hpc_elastic.store.memory_store import MemoryStore
+
+
+class JumpingClock:
+    """A wait takes no time and moves the clock."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return 0
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        self.now += seconds
+        return stop.is_set()
+
+
+class FaultyStore(MemoryStore):
+    """Every second operation fails, creates after they have worked: the reply was lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = 0
+        self.always = False
+
+    def _fail(self) -> None:
+        self.turn += 1
+        if self.always or self.turn % 2:
+            raise OSError(5, "a fault")
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        created = super().put_if_absent(key, value)
+        self._fail()
+        return created
+
+    def get(self, key: str) -> str | None:
+        self._fail()
+        return super().get(key)
+
+    def list(self, folder: str) -> list[str]:
+        self._fail()
+        return super().list(folder)
+
+
+def values(store: MemoryStore | None = None) -> KeyValueStore:
+    return KeyValueStore(store or MemoryStore(), "kv", clock=JumpingClock())
+
+
+@pytest.mark.parametrize("key", ["a", "a/b", "", "ü\n", "k" * 400, "\udc80"])
+@pytest.mark.parametrize("value", [b"", b"v", bytes(range(256)) * 40])
+def test_any_key_and_any_value(key: str, value: bytes) -> None:
+    kv = values()
+    assert kv.get(key) is None
+    kv.set(key, value)
+    assert kv.get(key) == value
+
+
+def test_the_last_value_set_holds() -> None:
+    kv = values()
+    for number in range(12):
+        kv.set("key", b"%d" % number)
+    assert kv.get("key") == b"11"
+
+
+def test_a_counter_starts_at_zero_and_is_readable_text() -> None:
+    kv = values()
+    assert (kv.add("n", 2), kv.add("n", -5), kv.add("n", 0)) == (2, -3, -3)
+    assert kv.get("n") == b"-3"
+    kv.set("n", b"7")
+    assert kv.add("n", 1) == 8
+    kv.set("n", b"x")
+    with pytest.raises(ValueError):
+        kv.add("n", 1)
+
+
+def test_compare_set_sets_where_the_value_is_as_expected() -> None:
+    kv = values()
+    assert kv.compare_set("k", b"x", b"y") == b"x"
+    assert kv.get("k") is None
+    assert kv.compare_set("k", b"", b"a") == b"a"
+    assert kv.compare_set("k", b"", b"b") == b"a"
+    assert kv.compare_set("k", b"a", b"c") == b"c"
+    assert kv.get("k") == b"c"
+
+
+def test_a_deleted_key_is_gone_and_may_come_again() -> None:
+    kv = values()
+    assert not kv.delete("k")
+    kv.set("k", b"1")
+    assert kv.delete("k")
+    assert not kv.delete("k")
+    assert kv.get("k") is None
+    assert not kv.check(["k"])
+    assert kv.all_keys() == []
+    assert kv.add("k", 3) == 3
+    assert kv.all_keys() == ["k"]
+
+
+def test_appending_puts_behind() -> None:
+    kv = values()
+    kv.append("k", b"a")
+    kv.append("k", b"b")
+    assert kv.get("k") == b"ab"
+
+
+def test_waiting_ends_in_time_and_names_what_is_missing() -> None:
+    kv = values()
+    kv.set("there", b"")
+    kv.wait(["there"], 0)
+    with pytest.raises(KeyValueTimeoutError, match=r"\['missing'\] after 3 s"):
+        kv.wait(["there", "missing"], 3)
+    with pytest.raises(KeyValueTimeoutError, match="missing"):
+        kv.get_waiting("missing", 3)
+    with pytest.raises(KeyValueTimeoutError, match="queue"):
+        kv.pop_waiting("queue", 3)
+
+
+def test_a_queue_is_first_in_first_out_and_no_value() -> None:
+    kv = values()
+    assert kv.pop("q") is None
+    for item in (b"a", b"b", b"c"):
+        kv.push("q", item)
+    assert kv.queue_length("q") == 3
+    assert [kv.pop("q"), kv.pop_waiting("q", 1), kv.pop("q"), kv.pop("q")] == [b"a", b"b", b"c", None]
+    kv.push("q", b"d")
+    assert kv.pop("q") == b"d"
+    assert kv.get("q") is None
+
+
+def test_passing_faults_and_lost_replies_count_nothing_twice() -> None:
+    kv = values(FaultyStore())
+    assert [kv.add("n", 1) for _ in range(10)] == list(range(1, 11))
+    kv.push("q", b"once")
+    assert (kv.pop("q"), kv.pop("q")) == (b"once", None)
+
+
+def test_a_filesystem_that_goes_on_refusing_is_told() -> None:
+    store = FaultyStore()
+    kv = values(store)
+    store.always = True
+    with pytest.raises(OSError, match="a fault"):
+        kv.get("k")
+
+
+def test_old_versions_are_removed_and_the_past_can_not_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_value, "KEPT_VERSIONS", 32)
+    monkeypatch.setattr(key_value, "_PRUNE_EVERY", 8)
+    store = MemoryStore()
+    kv = values(store)
+    for _ in range64:
+        kv.add("n", 1)
+    assert kv.get("n") == b"64"
+    names = store.list("kv/key")
+    assert len(names) <= 32 + 9
+    stale = sorted(name for name in names if "+" in name)
+
+    class Stopped(MemoryStore):
+        """Shows one long outdated listing, as a process sees that is stopped between looking and writing."""
+
+        def list(self, folder: str) -> list[str]:
+            if folder == "kv/key" and not shown:
+                shown.append(True)
+                return [f"{stale[0].partition('+')[0]}+{9:012d}"]
+            return store.list(folder)
+
+        def get(self, key: str) -> str | None:
+            return store.get(stale_key) if key.endswith(f"+{9:012d}") else store.get(key)
+
+        def put_if_absent(self, key: str, value: str) -> bool:
+            return store.put_if_absent(key, value)
+
+    shown: list[bool] = []
+    stale_key = f"kv/key/{stale[0]}"
+    with pytest.raises(StoreError, match="stopped while others wrote"):
+        values(Stopped()).add("n", 1)
+    assert kv.get("n") == b"64"
+
+
+def test_many_threads_lose_no_increment_and_no_item() -> None:
+    store = MemoryStore()
+
+    def work(_: int) -> tuple[list[int], list[bytes | None]]:
+        kv = KeyValueStore(store, "kv", clock=SystemClock())
+        sums = [kv.add("n", 1) for _ in range(20)]
+        for number in range(5):
+            kv.push("q", b"%d" % number)
+        return sums, [kv.pop("q") for _ in range(5)]
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(work, range(4)))
+    assert sorted(n for sums, _ in results for n in sums) == list(range(1, 81))
+    items = sorted(item or b"" for _, popped in results for item in popped)
+    assert items == sorted(b"%d" % number for number in range(5) for _ in range(4))
