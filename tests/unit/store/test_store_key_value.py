@@ -163,7 +163,7 @@ def test_old_versions_are_removed_and_the_past_can_not_be_written(monkeypatch: p
     monkeypatch.setattr(key_value, "_PRUNE_EVERY", 8)
     store = MemoryStore()
     kv = values(store)
-    for _ in range64:
+    for _ in range(64):
         kv.add("n", 1)
     assert kv.get("n") == b"64"
     names = store.list("kv/key")
