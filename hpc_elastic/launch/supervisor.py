@@ -92,6 +92,8 @@ class Supervisor:
         self._relaunches: dict[int, int] = {}
         self._due: dict[int, tuple[float, AgentEnded]] = {}
         self._given_up: set[int] = set()
+        self._refused: set[int] = set()
+        """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
         self._end_by: float | None = None
@@ -182,6 +184,7 @@ class Supervisor:
             logger.warning("no agent on %s: %s", name, ended.detail)
             self._give_up(ended.node)
         elif ended.code == ExitCode.USAGE:
+            self._refused.add(ended.node)
             self._give_up(ended.node)  # it said why; it would say it again
         else:
             self._due[ended.node] = (self._clock.monotonic() + SETTLE_SECONDS, ended)
@@ -272,7 +275,7 @@ class Supervisor:
         return AttemptResult(
             outcome=outcome,
             reason=reason,
-            retryable=True,
+            retryable=len(self._refused) < len(self._attempt.nodes),  # another attempt would hear the same
             signal_number=number,
             fingerprint="",
             step=-1,

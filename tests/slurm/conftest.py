@@ -38,7 +38,7 @@ def slurm_can_run() -> None:
 
 @pytest.fixture(scope="session")
 def cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
-    """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 6 s; one for the session."""
+    """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 11 s; one for the session."""
     with SlurmCluster(4) as started:
         yield started
 

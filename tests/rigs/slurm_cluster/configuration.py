@@ -29,7 +29,7 @@ class Settings:
     cpus: int = 4
     memory_mb: int = 4000
     gpus: int = 0
-    cred_expire: int = 5
+    cred_expire: int = 10
     max_time: str = "UNLIMITED"
     slurm_conf: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
     extra_lines: Sequence[str] = ()

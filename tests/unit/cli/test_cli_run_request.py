@@ -195,7 +195,7 @@ def test_what_means_nothing_without_slurm() -> None:
 
 
 def test_a_time_that_was_meant_for_tee_is_refused_without_slurm_too() -> None:
-    with pytest.raises(UsageError, match="-t 0:3: .*--tee 0:3"):
+    with pytest.raises(UsageError, match=r"-t 0:3: .*--tee 0:3"):
         job_options.only_for_slurm(read("-t", "0:3", "s.py"))
 
 

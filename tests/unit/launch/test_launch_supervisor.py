@@ -384,6 +384,22 @@ def test_not_one_agent_could_be_started(stage: Callable[..., Stage]) -> None:
     assert s.world.clock.now < 1020
 
 
+@pytest.mark.parametrize(("code", "started", "retryable"), [(2, True, False), (None, False, True)])
+def test_agents_that_all_refuse_would_do_so_again(
+    stage: Callable[..., Stage], code: int | None, started: bool, retryable: bool
+) -> None:
+    s = stage()
+
+    def launch() -> None:
+        for node in (0, 1, 2):
+            s.agents.of[node] = SimpleNamespace(alive=True, frozen=True, participant=SimpleNamespace(record=None))  # type: ignore[assignment]
+            s.agents.kill(node, code, started=started, detail="no run here")
+
+    s.agents.launch = launch  # type: ignore[method-assign]
+    result = s.run()
+    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, retryable)
+
+
 def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(stage: Callable[..., Stage]) -> None:
     s = stage()
     s.agents.stubborn = True
