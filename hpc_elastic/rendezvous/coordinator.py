@@ -105,8 +105,8 @@ def _suspects(view: View) -> tuple[str, ...]:
     """Who is to be asked: silence alone makes nobody lost."""
     members = {m.uid for m in view.record.members if m.node not in view.record.lost}
     taking_part = members | set(view.joined)
-    still = set(view.record.suspects) - view.answered
-    return tuple(sorted(((still | view.silent) & taking_part) - view.dead))
+    asked = (set(view.record.suspects) | view.silent) - view.answered
+    return tuple(sorted((asked & taking_part) - view.dead))
 
 
 def _told_of_suspects(view: View, suspects: Sequence[str]) -> str:

@@ -90,6 +90,7 @@ class Participant:
         self._record: RoundRecord | None = None
         self._started_at = clock.monotonic()
         self._mark = self._started_at
+        self._listened = self._started_at
         self._status_since = self._started_at
         self._lost_since = self._started_at
         self._patience = rng.uniform(0.0, 0.1)
@@ -172,7 +173,7 @@ class Participant:
             StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
             RendezvousStateError: the log holds a record that this program can't read.
         """
-        now = self._clock.monotonic()
+        now = self._listened = self._clock.monotonic()
         if self._epoch is None:
             self._announce(now)
         if self._heartbeat.age(now) >= self._settings.heartbeat_interval:
@@ -229,6 +230,8 @@ class Participant:
         if before is None or before.lost != record.lost:
             self._lost_since = now
         self._hearing.asked(record.suspects, now)
+        if before is not None and before.leader != record.leader:
+            self._hearing.forget(record.leader)  # what it said before it was coordinator was not meant for all
         if record.status is Status.FINAL and record.member(self._info.uid) is not None:
             self._wants_in = False  # the next round needs the agent's word: its workers must have ended
         self._listener.on_record(record)
@@ -359,8 +362,8 @@ class Participant:
         """Why this node should, or nothing."""
         self._look_at([record.leader])
         turn = self._turn(record) * 0.2 + self._patience
-        unchanged = self._liveness.age(record.leader, self._mark)
-        silent = self._hearing.silence(record.leader, self._mark)
+        unchanged = self._liveness.age(record.leader)
+        silent = self._silence(record.leader)
         if unchanged > self._settings.heartbeat_ttl + turn:
             return f"the coordinator {record.leader} has not changed its heartbeat for {unchanged:.1f} s"
         if silent is not None and silent > self._settings.beat_silence + turn:
@@ -407,26 +410,29 @@ class Participant:
 
     def _is_dead(self, uid: str) -> bool:
         """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time."""
-        silent = self._hearing.silence(uid, self._mark)
+        silent = self._silence(uid)
         asked = self._hearing.asked_since(uid)
-        if asked is not None and self._mark - asked > self._settings.suspect_answer:
-            heard = silent is not None and silent < self._settings.beat_silence
-            return not heard and not self._liveness.changed_since(uid, asked)
-        age = self._liveness.age(uid, self._mark)
+        if asked is not None and self._liveness.unchanged_from(uid, asked) > self._settings.suspect_answer:
+            return silent is None or silent >= self._settings.beat_silence
+        age = self._liveness.age(uid)
         return (age if silent is None else min(age, silent)) > self._settings.heartbeat_ttl
 
     def _is_silent(self, uid: str) -> bool:
-        silent = self._hearing.silence(uid, self._mark)
+        silent = self._silence(uid)
         return silent is not None and silent > self._settings.beat_silence
+
+    def _silence(self, uid: str) -> float | None:
+        """Up to this step's begin, when all datagrams were taken in: while it blocks on a file, none are."""
+        return self._hearing.silence(uid, self._listened)
 
     def _answered(self, record: RoundRecord) -> frozenset[str]:
         found = set()
         for uid in record.suspects:
             asked = self._hearing.asked_since(uid)
-            silent = self._hearing.silence(uid, self._mark)
+            silent = self._silence(uid)
             if asked is None:
                 continue
-            if silent is not None and self._mark - silent > asked:
+            if silent is not None and self._listened - silent > asked:
                 found.add(uid)
             elif self._liveness.changed_since(uid, asked):
                 found.add(uid)
@@ -470,7 +476,7 @@ class Participant:
                 uid = next((m.uid for m in before.members if m.node == node), None)
                 known = self._peers.get(uid) if uid else None
                 host = known.host if known else ""
-                age = round(self._liveness.age(uid, self._mark), 3) if uid else None
+                age = round(self._liveness.age(uid), 3) if uid else None
                 self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
             if record.number % 16 == 0:
                 self._log.compact()

@@ -63,9 +63,16 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
     changed = replace(base, **changes)  # type: ignore[arg-type]
     if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:
         changed = replace(changed, heartbeat_interval=changed.heartbeat_ttl / 5)
-    if changed.heartbeat_ttl < 2 * changed.heartbeat_interval:
-        raise UsageError(
-            f"--rdzv-conf heartbeat_ttl={changed.heartbeat_ttl:g} must be at least twice "
-            f"heartbeat_interval={changed.heartbeat_interval:g}"
-        )
+    if "suspect_answer" not in changes:  # who is asked has to look first
+        changed = replace(changed, suspect_answer=max(changed.suspect_answer, 4 * changed.poll_interval))
+    if "beat_silence" not in changes:
+        changed = replace(changed, beat_silence=max(changed.beat_silence, 3 * changed.beat_interval))
+    for longer, shorter in (
+        ("heartbeat_ttl", "heartbeat_interval"),
+        ("suspect_answer", "poll_interval"),
+        ("beat_silence", "beat_interval"),
+    ):
+        least, given = 2 * getattr(changed, shorter), getattr(changed, longer)
+        if given < least:
+            raise UsageError(f"--rdzv-conf {longer}={given:g} must be at least twice {shorter}={least / 2:g}")
     return changed

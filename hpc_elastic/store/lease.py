@@ -62,6 +62,7 @@ class Heartbeat:
 class _Seen:
     value: str | None
     since: float
+    looked: float
 
 
 class Liveness:
@@ -72,7 +73,12 @@ class Liveness:
         self._seen: dict[str, _Seen] = {}
 
     def look(self, uid: str, now: float) -> None:
-        """Read `uid`'s cell. Not having been able to is no evidence: the age starts anew."""
+        """Read `uid`'s cell. Not having been able to is no evidence: the age starts anew.
+
+        Args:
+            uid: Whose.
+            now: Taken before the read, which may block: what it shows is no younger.
+        """
         try:
             value = self._store.version(f"{_FOLDER}/{uid}")
         except OSError:
@@ -80,12 +86,23 @@ class Liveness:
             return
         seen = self._seen.get(uid)
         if seen is None or seen.value != value:
-            self._seen[uid] = _Seen(value, now)
+            self._seen[uid] = _Seen(value, now, now)
+        else:
+            seen.looked = now
 
-    def age(self, uid: str, now: float) -> float:
-        """For how many seconds `uid`'s cell has not changed as far as this process has seen; 0 before a first look."""
+    def age(self, uid: str) -> float:
+        """For how many seconds `uid`'s cell had not changed when it was last looked at; 0 before a second look.
+
+        Not up to now: what this process has not looked at, because it was held up, has not aged.
+        """
         seen = self._seen.get(uid)
-        return now - seen.since if seen else 0.0
+        return max(0.0, seen.looked - seen.since) if seen else 0.0
+
+    def unchanged_from(self, uid: str, moment: float) -> float:
+        """For how many seconds after `moment` of this process' clock `uid`'s cell was seen not to change; 0 where it
+        did, or where it was not looked at since."""
+        seen = self._seen.get(uid)
+        return max(0.0, seen.looked - moment) if seen and seen.since <= moment else 0.0
 
     def changed_since(self, uid: str, moment: float) -> bool:
         """Whether a change of `uid`'s cell was first seen after `moment` of this process' clock."""

@@ -633,6 +633,14 @@ def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_onc
     assert (proposal.event, proposal.record.suspects) == (RoundEvent.ASK, ())
 
 
+def test_an_answer_through_the_files_counts_though_nothing_is_heard() -> None:
+    asked = replace(FINAL, suspects=(uid(1),))
+    seen = view(asked, silent=frozenset({uid(1)}), answered=frozenset({uid(1)}))
+    proposal = next_proposal(seen, SETTINGS, Settle())
+    assert proposal is not None
+    assert proposal.record.suspects == ()
+
+
 def test_a_suspect_that_is_lost_or_takes_no_part_is_none_any_more() -> None:
     asked = replace(FINAL, suspects=(uid(1), uid(99)))
     proposal = next_proposal(view(asked, dead=frozenset({uid(1)})), SETTINGS, Settle())

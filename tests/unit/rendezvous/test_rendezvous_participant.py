@@ -496,6 +496,146 @@ def test_the_log_is_compacted_by_the_coordinator(store: SpyStore, clock: FakeClo
     assert len(store.list("log")) < 64
 
 
+# -- beats, and the question through the files
+
+
+def three(store: SpyStore, clock: FakeClock, *, heard: bool = True) -> tuple[Seat, Seat, Seat]:
+    """Three participants in a final round; the first coordinates, and has heard the others a moment ago."""
+    settings = replace(SETTINGS, max_nodes=3, expected_nodes=3)
+    seats = [Seat(store, clock, node, settings=settings) for node in range(3)]
+    for seat in seats:
+        seat.participant.join()
+    for seat in (*seats, seats[0]):
+        seat.settle_down()
+    for seat, master in zip(seats, ("10.0.0.1 29500 1", "", ""), strict=True):
+        seat.participant.confirm(0, master)
+    for seat in (*reversed(seats), *seats):
+        seat.settle_down()
+    first, second, third = seats
+    assert third.record.status is Status.FINAL
+    if heard:
+        first.participant.heard([second.info.uid, third.info.uid])
+    return first, second, third
+
+
+def test_a_node_that_falls_silent_is_asked_through_the_files(store: SpyStore, clock: FakeClock) -> None:
+    first, second, third = three(store, clock)
+    for _ in range(4):
+        first.participant.heard([third.info.uid])
+        advance(clock, 1, first, third)
+    assert first.record.suspects == (second.info.uid,)
+    assert first.record.status is Status.FINAL
+    store.writes.clear()
+    before = store.get(f"hb/{second.info.uid}")
+    second.settle_down()
+    assert store.get(f"hb/{second.info.uid}") != before, "it answers at once"
+    first.participant.heard([third.info.uid])
+    advance(clock, 1, first)
+    assert first.record.suspects == ()
+    for _ in range(10):
+        first.participant.heard([third.info.uid])
+        advance(clock, 1, first, second, third)
+    assert first.record.suspects == (), "no packet of its comes through, and that was said once"
+    assert first.record.round == 0
+
+
+def test_who_does_not_answer_is_out(store: SpyStore, clock: FakeClock) -> None:
+    first, _second, third = three(store, clock)
+    began = clock.now
+    while first.record.round == 0:
+        assert clock.now - began < 10
+        first.participant.heard([third.info.uid])
+        advance(clock, 0.5, first, third, tick=0.5)
+    assert first.record.lost == (1,)
+
+
+def test_who_was_never_heard_is_not_missed(store: SpyStore, clock: FakeClock) -> None:
+    first, *_others = three(store, clock, heard=False)
+    advance(clock, 15, first)
+    assert first.record.suspects == ()
+    assert first.record.round == 0
+
+
+def test_a_read_that_blocks_makes_nobody_late_with_the_answer(store: SpyStore, clock: FakeClock) -> None:
+    """What was read before the filesystem stood still says nothing about what came after."""
+    first, second, third = three(store, clock)
+    for _ in range(4):
+        first.participant.heard([third.info.uid])
+        advance(clock, 1, first, third)
+    assert first.record.suspects == (second.info.uid,)
+
+    def stand_still(key: str) -> None:
+        if key == f"hb/{third.info.uid}" and not store.hidden:
+            store.hidden = {"once"}
+            clock.now += 8  # second's cell was read just before this
+            second.settle_down()
+
+    store.on_read = stand_still
+    clock.now += 0.5
+    first.participant.heard([third.info.uid])
+    first.participant.step()
+    assert store.hidden, "the read did block"
+    store.on_read = lambda key: None
+    first.participant.heard([third.info.uid])
+    first.settle_down()
+    assert first.record.round == 0
+    assert first.record.lost == ()
+
+
+def test_a_read_that_blocks_makes_no_coordinator_silent(store: SpyStore, clock: FakeClock) -> None:
+    """Its beats were waiting in the socket meanwhile."""
+    first, second, _third = three(store, clock)
+    second.participant.heard([first.info.uid])
+
+    def stand_still(key: str) -> None:
+        if key == f"hb/{first.info.uid}" and not store.hidden:
+            store.hidden = {"once"}
+            clock.now += 8
+
+    store.on_read = stand_still
+    clock.now += 1
+    second.participant.step()
+    assert store.hidden, "the read did block"
+    second.participant.heard([first.info.uid])
+    second.settle_down()
+    assert second.record.leader == first.info.uid
+
+
+def test_a_coordinator_that_falls_silent_is_succeeded_and_stays_in_if_it_answers(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    first, second, third = three(store, clock)
+    for seat in (second, third):
+        seat.participant.heard([first.info.uid])
+    advance(clock, 4, second, third)
+    assert second.record.leader == second.info.uid
+    assert second.record.term == 2
+    assert set(second.record.suspects) == {first.info.uid, third.info.uid}, "all are asked"
+    for _ in range(12):
+        second.participant.heard([third.info.uid])
+        advance(clock, 1, first, third, second)
+    assert second.record.suspects == ()
+    assert (second.record.round, second.record.status) == (0, Status.FINAL), "it was cut off from one node alone"
+    assert first.record.leader == second.info.uid
+
+
+def test_beats_go_to_the_coordinator_and_from_it_to_all(store: SpyStore, clock: FakeClock) -> None:
+    first, second, _third = three(store, clock)
+    assert {port for _, port in second.participant.beat_addresses()} == {7000}
+    assert {port for _, port in first.participant.beat_addresses()} == {7001, 7002}
+    waiting = Seat(store, clock, 5)
+    waiting.participant.join()
+    waiting.settle_down()
+    first.settle_down()
+    assert {port for _, port in first.participant.beat_addresses()} == {7001, 7002, 7005}, "who waits hears it too"
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.settle_down()
+    assert observer.participant.beat_addresses() == []
+    first.participant.close(Outcome.SUCCEEDED, "done")
+    first.settle_down()
+    assert first.participant.beat_addresses() == []
+
+
 # -- the observer
 
 

@@ -42,6 +42,19 @@ def test_a_shorter_life_brings_faster_beats() -> None:
     assert found.heartbeat_interval == 1
 
 
+def test_who_looks_rarely_has_time_to_answer() -> None:
+    """Or a node whose packets are lost would be out before it could read that it was asked."""
+    found = settings_from_conf({"poll_interval": "10"}, BASE)
+    assert found.suspect_answer >= 2 * found.poll_interval
+    assert settings_from_conf({"poll_interval": "0.5"}, BASE).suspect_answer == BASE.suspect_answer
+
+
+def test_slower_beats_are_missed_later() -> None:
+    found = settings_from_conf({"beat_interval": "10"}, BASE)
+    assert found.beat_silence >= 3 * found.beat_interval
+    assert settings_from_conf({"beat_interval": "0.5"}, BASE).beat_silence == BASE.beat_silence
+
+
 @pytest.mark.parametrize(
     ("conf", "words"),
     [
@@ -56,6 +69,9 @@ def test_a_shorter_life_brings_faster_beats() -> None:
         ({"doorbell": "maybe"}, ["doorbell=maybe", "on or off"]),
         ({"heartbeat_interval": "15"}, ["heartbeat_ttl=20", "heartbeat_interval=15", "twice"]),
         ({"heartbeat_interval": "4", "heartbeat_ttl": "6"}, ["heartbeat_ttl=6", "heartbeat_interval=4"]),
+        ({"poll_interval": "4", "suspect_answer": "7"}, ["suspect_answer=7", "poll_interval=4", "twice"]),
+        ({"suspect_answer": "1"}, ["suspect_answer=1", "poll_interval=1"]),
+        ({"beat_interval": "4", "beat_silence": "7"}, ["beat_silence=7", "beat_interval=4", "twice"]),
     ],
 )
 def test_what_is_wrong_is_named(conf: dict[str, str], words: list[str]) -> None:

@@ -78,20 +78,22 @@ def observed() -> tuple[FaultyStore, Heartbeat, Liveness]:
 
 def test_nobody_is_old_at_the_first_look() -> None:
     _, _, liveness = observed()
-    assert liveness.age("a", 500.0) == 0.0
+    assert liveness.age("a") == 0.0
     liveness.look("a", 500.0)
-    assert liveness.age("a", 500.0) == 0.0
-    assert liveness.age("nosuch", 500.0) == 0.0
+    assert liveness.age("a") == 0.0
+    assert liveness.age("nosuch") == 0.0
 
 
 def test_who_does_not_change_ages_from_the_look_that_first_saw_it_so() -> None:
     _, heartbeat, liveness = observed()
     liveness.look("a", 500.0)
     liveness.look("a", 507.0)
-    assert liveness.age("a", 510.0) == 10.0
+    assert liveness.age("a") == 7.0, "up to the last look, not up to now"
     heartbeat.beat_if_due(1.0)
     liveness.look("a", 511.0)
-    assert liveness.age("a", 512.0) == 1.0
+    assert liveness.age("a") == 0.0
+    liveness.look("a", 512.0)
+    assert liveness.age("a") == 1.0
 
 
 def test_a_cell_that_is_missing_ages_like_any_other_value() -> None:
@@ -99,10 +101,10 @@ def test_a_cell_that_is_missing_ages_like_any_other_value() -> None:
     store.delete("hb/a")
     liveness.look("a", 500.0)
     liveness.look("a", 520.0)
-    assert liveness.age("a", 520.0) == 20.0
+    assert liveness.age("a") == 20.0
     heartbeat.beat_if_due(1.0)
     liveness.look("a", 521.0)
-    assert liveness.age("a", 521.0) == 0.0
+    assert liveness.age("a") == 0.0
 
 
 def test_not_being_able_to_look_is_no_evidence() -> None:
@@ -110,11 +112,11 @@ def test_not_being_able_to_look_is_no_evidence() -> None:
     liveness.look("a", 500.0)
     store.refuses = {"version"}
     liveness.look("a", 519.0)
-    assert liveness.age("a", 519.0) == 0.0
+    assert liveness.age("a") == 0.0
     store.refuses = set()
     liveness.look("a", 530.0)
     liveness.look("a", 533.0)
-    assert liveness.age("a", 533.0) == 3.0, "from the first look that worked"
+    assert liveness.age("a") == 3.0, "from the first look that worked"
 
 
 def test_an_observer_that_was_held_up_forgives_all() -> None:
@@ -122,8 +124,11 @@ def test_an_observer_that_was_held_up_forgives_all() -> None:
     liveness.look("a", 500.0)
     liveness.look("b", 505.0)
     liveness.forgive(60.0, now=570.0)
-    assert liveness.age("a", 570.0) == 10.0
-    assert liveness.age("b", 570.0) == 5.0
+    assert liveness.age("a") == liveness.age("b") == 0.0
+    liveness.look("a", 570.0)
+    liveness.look("b", 570.0)
+    assert liveness.age("a") == 10.0
+    assert liveness.age("b") == 5.0
 
 
 def test_forgiving_makes_nobody_younger_than_new() -> None:
@@ -133,8 +138,9 @@ def test_forgiving_makes_nobody_younger_than_new() -> None:
     heartbeat.beat_if_due(1.0)
     liveness.look("a", 4100.0)  # held up for an hour; the other went on
     liveness.forgive(3600.0, now=4100.0)
-    assert liveness.age("a", 4100.0) == 0.0
-    assert liveness.age("a", 4121.0) == 21.0
+    assert liveness.age("a") == 0.0
+    liveness.look("a", 4121.0)
+    assert liveness.age("a") == 21.0
 
 
 def test_who_is_forgotten_starts_anew() -> None:
@@ -142,4 +148,34 @@ def test_who_is_forgotten_starts_anew() -> None:
     liveness.look("a", 500.0)
     liveness.forget("a")
     liveness.forget("a")
-    assert liveness.age("a", 900.0) == 0.0
+    assert liveness.age("a") == 0.0
+
+
+def test_whether_a_question_was_answered() -> None:
+    store, heartbeat, liveness = observed()
+    liveness.look("a", 500.0)
+    assert not liveness.changed_since("a", 501.0)
+    assert liveness.unchanged_from("a", 501.0) == 0.0, "not looked at since"
+    liveness.look("a", 504.0)
+    assert liveness.unchanged_from("a", 501.0) == 3.0
+    heartbeat.beat_if_due(1.0)
+    liveness.look("a", 505.0)
+    assert liveness.changed_since("a", 501.0)
+    assert liveness.unchanged_from("a", 501.0) == 0.0
+    liveness.look("a", 530.0)
+    assert liveness.changed_since("a", 501.0), "however long ago"
+    store.refuses = {"version"}
+    liveness.look("a", 531.0)
+    assert liveness.unchanged_from("a", 501.0) == 0.0, "not being able to look is no evidence here either"
+    assert not liveness.changed_since("nosuch", 0.0)
+    assert liveness.unchanged_from("nosuch", 0.0) == 0.0
+
+
+def test_a_question_is_answered_before_the_beat_is_due() -> None:
+    store = MemoryStore()
+    heartbeat = Heartbeat(store, "a", interval=4.0)
+    heartbeat.beat_if_due(100.0)
+    before = store.get("hb/a")
+    heartbeat.beat_now(101.0)
+    assert store.get("hb/a") != before
+    assert heartbeat.beat_if_due(104.0) == 1.0
