@@ -9,6 +9,8 @@ setup_venv dev,example
 
 command -v shellcheck >/dev/null 2>&1 || apt_install shellcheck || say "skipped: shellcheck is missing and could not be installed"
 
+command -v fusermount3 >/dev/null 2>&1 || apt_install fuse3 || say "skipped: the tests on emulated NFS, which need root and Debian's fuse3"
+
 if [ "$(id -u)" != 0 ]; then
     say "skipped: the real-Slurm tests, which need root to start a Slurm in network namespaces"
 else

@@ -1,0 +1,137 @@
+"""One mount: a process that serves FUSE in the foreground, and commands on a Unix socket."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import mfusepy
+
+from tests.rigs.nfs_emulator.client import Client
+from tests.rigs.nfs_emulator.filesystem import FUSE_OPTIONS, EmulatedFilesystem
+from tests.rigs.nfs_emulator.server import Server
+from tests.rigs.nfs_emulator.settings import Fault, MountSettings, changed_settings
+
+FILESYSTEM_TYPE = "nfs_emulator"
+
+
+def serve(backing: str, mountpoint: str, *, control: str, settings: MountSettings, until_stdin_closes: bool) -> None:
+    """Mount, and serve until unmounted.
+
+    Args:
+        backing: The server's folder.
+        mountpoint: An empty folder.
+        control: Where to put the Unix socket for commands; empty: none.
+        settings: At first; `change` changes them.
+        until_stdin_closes: Unmount and end when whoever started this is gone.
+    """
+    os.umask(0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16384)), hard))
+    os.makedirs(mountpoint, exist_ok=True)
+    server = Server(backing, settings)
+    client = Client(server)
+    filesystem = EmulatedFilesystem(server, client)
+    if control:
+        _start(_listen, control, server, client, filesystem.lock_of_mount)
+    if until_stdin_closes:
+        _start(_end_with_parent, mountpoint)
+    options = {**FUSE_OPTIONS, "subtype": FILESYSTEM_TYPE, "fsname": f"{FILESYSTEM_TYPE}-{os.getpid()}"}
+    mfusepy.FUSE(filesystem, mountpoint, **options)
+
+
+def _start(target: Any, *arguments: Any) -> None:
+    threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
+def _end_with_parent(mountpoint: str) -> None:
+    while os.read(0, 4096):
+        pass
+    unmount(mountpoint)
+    os._exit(0)
+
+
+def unmount(mountpoint: str) -> None:
+    """Take a mount away by its path, whether or not its process lives or answers."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    detach = 2  # MNT_DETACH: also where somebody still has it open
+    if libc.umount2(os.fsencode(mountpoint), detach) != 0 and os.geteuid() != 0:
+        subprocess.run(["fusermount3", "-u", "-z", mountpoint], stderr=subprocess.DEVNULL, check=False)
+
+
+def _listen(path: str, server: Server, client: Client, lock: threading.Lock) -> None:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(path)
+    os.chmod(path, 0o600)
+    listener.listen(8)
+    while True:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rw") as stream:
+            try:
+                answer = _obey(json.loads(stream.readline()), server, client, lock)
+            except Exception as error:  # told to whoever asked
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            stream.write(json.dumps(answer) + "\n")
+
+
+def _obey(command: Mapping[str, Any], server: Server, client: Client, lock: threading.Lock) -> Mapping[str, Any]:
+    arguments = dict(command)
+    name = arguments.pop("command")
+    if name == "change":
+        server.settings = changed_settings(server.settings, arguments)
+    elif name == "fail":
+        server.add_fault(Fault(**arguments))
+    elif name == "heal":
+        server.heal()
+    elif name == "freeze":
+        server.freeze()
+    elif name == "thaw":
+        server.thaw()
+    elif name == "drop_caches":
+        with lock:
+            client.drop_caches()
+    elif name == "reset_counters":
+        server.counters.clear()
+    elif name != "counters":
+        raise ValueError(f"unknown command {name!r}")
+    return {"counters": dict(server.counters)}
+
+
+def main(argv: list[str]) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(prog="python -m tests.rigs.nfs_emulator", description="Mount one emulated client.")
+    parser.add_argument("backing", help="the server's folder")
+    parser.add_argument("mountpoint")
+    parser.add_argument("--control", default="", help="Unix socket to make for commands")
+    parser.add_argument("--settings", default="{}", help="MountSettings, as JSON")
+    parser.add_argument("--until-stdin-closes", action="store_true", help="unmount when the starting process is gone")
+    options = parser.parse_args(argv)
+    settings = changed_settings(MountSettings(), json.loads(options.settings))
+
+    def end(*_: object) -> None:
+        unmount(options.mountpoint)
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    serve(
+        os.path.abspath(options.backing),
+        os.path.abspath(options.mountpoint),
+        control=options.control,
+        settings=settings,
+        until_stdin_closes=options.until_stdin_closes,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
