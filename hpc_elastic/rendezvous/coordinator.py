@@ -131,6 +131,8 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     complete = not stopping and (not awaited or len(present) >= settings.max_nodes or last_call_over)
     if enough and (complete or timed_out):
         return _freeze(view, settings, settle, present, away, awaited)
+    if not settings.give_up:
+        return None
     if not enough and not awaited:
         hopeless = len(away - view.gone) == 0 or view.since_lost >= settings.last_call_timeout
         if hopeless:

@@ -20,6 +20,8 @@ class RendezvousSettings:
     """From the start of waiting to a final round."""
     last_call_timeout: float = 30.0
     """With MIN nodes here: how long nodes that were launched, and never seen, are still waited for."""
+    give_up: bool = True
+    """Whether the run is closed for all where too few nodes are left; off: each one waits out its own timeout."""
     heartbeat_interval: float = 4.0
     heartbeat_ttl: float = 20.0
     """Without a change for so long, a node counts as lost. Above three times what the filesystem takes to show one."""

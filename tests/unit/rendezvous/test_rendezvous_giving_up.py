@@ -1,0 +1,52 @@
+"""Where too few nodes are left: the run is closed for all, or each one waits for replacements."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.rendezvous.coordinator import Settlement, View, next_proposal
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeInfo, Outcome, RoundRecord, Status
+
+A, B = "00000-a-0000000000000001-0000", "00001-b-0000000000000001-0000"
+
+
+def settle(*_: object) -> Settlement:
+    return Settlement(go_on=True, counts=False, reason="", memory=FailureMemory())
+
+
+def one_of_two_is_left() -> View:
+    members = (Member(A, 0, 1), Member(B, 1, 1))
+    record = RoundRecord(
+        number=5, epoch="e", term=1, leader=A, round=1, status=Status.JOINABLE, members=members, lost=(1,)
+    )
+    info = NodeInfo(uid=A, node=0, host="a", local_world_size=1, addresses=(), port=0)
+    return View(
+        record=record,
+        joined={A: info},
+        acked={},
+        failures={},
+        done=frozenset(),
+        leaving={},
+        gone=frozenset(),
+        dead=frozenset({B}),
+        silent=frozenset(),
+        answered=frozenset(),
+        names={},
+        since_status=1000.0,
+        since_lost=1000.0,
+    )
+
+
+@pytest.mark.parametrize(("least", "give_up"), [(2, True), (2, False), (1, False)])
+def test_too_few_nodes(least: int, give_up: bool) -> None:
+    settings = RendezvousSettings(min_nodes=least, max_nodes=2, expected_nodes=2, give_up=give_up)
+    proposal = next_proposal(one_of_two_is_left(), settings, settle)
+    if least == 1:
+        assert proposal is not None
+        assert proposal.record.status is Status.FROZEN
+    elif give_up:
+        assert proposal is not None
+        assert proposal.record.outcome is Outcome.TOO_FEW_NODES
+    else:
+        assert proposal is None
