@@ -13,9 +13,10 @@ from pathlib import Path
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
+from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
-from hpc_elastic.agent.node_agent import AgentContext, NodeAgent
+from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.store_server import StoreServer, torch_available

@@ -11,34 +11,26 @@ import errno
 import logging
 import selectors
 import signal
-from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from hpc_elastic.agent.addresses import choose_master_address
-from hpc_elastic.agent.local_workers import LocalWorkers, Place, Pump, sum_up
+from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.last_duties import falls_to_us, finish_attempt
+from hpc_elastic.agent.local_workers import LocalWorkers, sum_up
 from hpc_elastic.agent.ranks import assign_ranks
-from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.agent.store_server import StoreBindError, StoreServer, StoreState
+from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.events import EventLog
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
-from hpc_elastic.processes.spawn import Inherited, reap_orphans
-from hpc_elastic.processes.std_streams import Std
+from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
-from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.store.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
 
@@ -47,32 +39,6 @@ KILL_RESERVE = 2.0
 LAST_WORDS_SECONDS = 5.0
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentContext:
-    """What an agent is made of: see `agent.main`, which puts it together."""
-
-    spec: RunSpec
-    attempt: AttemptInfo
-    place: Place
-    info: NodeInfo
-    tag: str
-    run_dir: str
-    environ: Mapping[str, str]
-    inherited: Inherited
-    clock: Clock
-    coordination: Coordination
-    doorbell: Doorbell | None
-    pump: Pump
-    store_server: StoreServer
-    torch_available: Callable[[], bool]
-    events: EventLog
-    signals: SignalQueue
-    shown: Callable[[int], Std]
-    """Local rank → what of its output goes to the job log."""
-    helpers: Callable[[], AbstractSet[int]]
-    """Pids of the agent's own helpers, which are no workers."""
 
 
 class NodeAgent:
@@ -474,11 +440,27 @@ class NodeAgent:
         self._selector.close()
         code = self._exit_code()
         c.store_server.close()
+        if self._ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
+            self._see_to_the_end()
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())
         if not c.coordination.stop(within=LAST_WORDS_SECONDS):
             logger.warning("the shared filesystem does not answer; leaving without it")
         return code
+
+    def _see_to_the_end(self) -> None:
+        """Make sure that somebody writes the verdict and gives the allocation back.
+
+        When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
+        nobody would ever end it.
+        """
+        record, c = self._record, self._
+        if record is None or record.status is not Status.CLOSED:
+            return
+        if falls_to_us(c.coordination, record.members, c.info.uid, c.clock):
+            logger.warning("the batch host %s does not answer; seeing to the end here", c.attempt.batch_host)
+            c.events.write("end_taken_over", by=c.info.uid)
+            finish_attempt(c.run_dir, c.attempt.number, c.environ)
 
     def _exit_code(self) -> int:
         if self._ended_by is not None:

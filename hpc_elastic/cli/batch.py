@@ -1,7 +1,8 @@
-"""``hpc-elastic batch RUN_DIR``: what the generated script becomes. Not for people."""
+"""``hpc-elastic batch [--finish ATTEMPT] RUN_DIR``: what the generated script becomes. Not for people."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from hpc_elastic.errors import UsageError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Supervise one attempt of the run in this Slurm job."""
+    """Supervise one attempt of the run in this Slurm job; or, for an agent, end one whose supervisor is gone."""
+    if len(argv) == 3 and argv[0] == "--finish" and argv[1].isdecimal():
+        from hpc_elastic.launch.finish import finish_attempt
+
+        return finish_attempt(Path(argv[2]), int(argv[1]), os.environ)
     if len(argv) != 1 or argv[0].startswith("-"):
         raise UsageError("batch takes one run directory; it is called by the script that submit makes")
     from hpc_elastic.launch.batch import run_batch

@@ -26,9 +26,9 @@ from hpc_elastic.cli.run_request import (
 )
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import NewRun, create_run, why_not_shared
-from hpc_elastic.launch.self_command import own_command
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.self_command import own_command
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, sbatch
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError

@@ -13,13 +13,13 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.self_command import own_command
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.self_command import own_command
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
@@ -112,6 +112,15 @@ class SlurmSite:
                 raise
         return f"job {self._id} is requeued"
 
+    def end_job(self) -> None:
+        """Give the allocation back, where no batch script is left that could end by itself.
+
+        Raises:
+            SlurmError: Slurm did not take it.
+        """
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._client.cancel(self._id)
+
     def _is_requeued(self) -> bool:
         try:
             state = self._client.job_state(self._id)
@@ -135,8 +144,16 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     env = os.environ if env is None else env
     clock = clock or SystemClock()
     paths, spec = load_run(run_dir)
-    runner = SubprocessRunner(env)
-    client = CommandSlurmClient(runner, clock)
-    hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    site = SlurmSite(env, client=client, hurried=hurried, umask=umask)
+    site = slurm_site(env, clock, umask=umask)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
+
+
+def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int) -> SlurmSite:
+    """The site of the job that `env` belongs to.
+
+    Raises:
+        JobEnvironmentError: it belongs to none.
+    """
+    runner = SubprocessRunner(env)
+    hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+    return SlurmSite(env, client=CommandSlurmClient(runner, clock), hurried=hurried, umask=umask)

@@ -13,13 +13,13 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.self_command import own_command
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.self_command import own_command
 
 
 class LocalSite:

@@ -83,6 +83,19 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
         ask_meaning=site.meaning,
     )
     result = supervisor.run()
+    if supervisor.superseded:
+        logger.warning("an agent has seen to the end of this attempt, since this host could not be reached")
+        return RequeueDecision(action=RequeueAction.END, reason="seen to elsewhere", exit_code=1)
+    decision = conclude(paths, spec, site, attempt, result, events)
+    events.close()
+    return decision
+
+
+def conclude(
+    paths: RunPaths, spec: RunSpec, site: Site, attempt: AttemptInfo, result: AttemptResult, events: EventLog
+) -> RequeueDecision:
+    """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided."""
+    attempt_paths = paths.attempt(attempt.number)
     events.write("verdict", outcome=result.outcome.value, reason=result.reason)
     decision = _decide(paths, spec, attempt, result)
     events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
@@ -96,7 +109,6 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
             events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
             events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
             _finish(paths, attempt_paths, attempt, result, decision)
-    events.close()
     return decision
 
 

@@ -89,6 +89,8 @@ class Supervisor:
         self._shutdown_timeout = shutdown_timeout
         self._ask_meaning = ask_meaning
         self._record: RoundRecord | None = None
+        self.superseded = False
+        """An agent saw to the end while this host could not be reached: the verdict is written, the job dealt with."""
         self._relaunches: dict[int, int] = {}
         self._due: dict[int, tuple[float, AgentEnded]] = {}
         self._given_up: set[int] = set()
@@ -167,7 +169,10 @@ class Supervisor:
                 if notice.status is Status.CLOSED:
                     self._set_end()
             elif isinstance(notice, tuple):
-                if notice[0] == "agents_departed":
+                if notice[0] == "end_taken_over":
+                    self.superseded = True
+                    self._end_by = self._clock.monotonic()
+                elif notice[0] == "agents_departed":
                     # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
                     self._end_by = self._clock.monotonic() + DEPARTED_SECONDS
             else:
@@ -251,19 +256,10 @@ class Supervisor:
         record = self._record
         number = int(self._signal) if self._signal is not None else None
         if record is not None and record.status is Status.CLOSED and record.outcome is not None:
-            outcome = record.outcome
-            if outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
+            if record.outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
                 number = None  # it came later, or after a notice: something else has ended the attempt
-            return AttemptResult(
-                outcome=outcome,
-                reason=record.reason,
-                retryable=record.retryable,
-                signal_number=number,
-                # What an earlier round of it failed by is no reason where a notice, or lost nodes, ended it.
-                fingerprint=record.memory.fingerprint if outcome is Outcome.FAILED else "",
-                step=record.memory.step,
-                seconds=self._clock.monotonic() - self._started_at,
-            )
+            seconds = self._clock.monotonic() - self._started_at
+            return closed_result(record, record.outcome, signal_number=number, seconds=seconds)
         if self._signal is not None:
             outcome, reason = Outcome.CANCELLED, self._signal.name
         elif self._failure is not None:
@@ -281,3 +277,26 @@ class Supervisor:
             step=-1,
             seconds=self._clock.monotonic() - self._started_at,
         )
+
+
+def closed_result(
+    record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None, seconds: float = 0.0
+) -> AttemptResult:
+    """How an attempt ended, by the record that closed it.
+
+    Args:
+        record: The log's last one.
+        outcome: Its outcome.
+        signal_number: The signal that ended the attempt, where one did.
+        seconds: How long the attempt took.
+    """
+    return AttemptResult(
+        outcome=outcome,
+        reason=record.reason,
+        retryable=record.retryable,
+        signal_number=signal_number,
+        # What an earlier round of it failed by is no reason where a notice, or lost nodes, ended it.
+        fingerprint=record.memory.fingerprint if outcome is Outcome.FAILED else "",
+        step=record.memory.step,
+        seconds=seconds,
+    )

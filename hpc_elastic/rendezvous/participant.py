@@ -20,12 +20,13 @@ from typing import Any, Protocol
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims, read_confirmed, read_failures
 from hpc_elastic.rendezvous.coordinator import Proposal, SettleFailures, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.hearing import Hearing
 from hpc_elastic.rendezvous.peers import Bell, Peers
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from hpc_elastic.rendezvous.uid import node_of, supersedes
+from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.store.base import Store, StoreWipedError
 from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat, Liveness
@@ -94,7 +95,7 @@ class Participant:
         self._status_since = self._started_at
         self._lost_since = self._started_at
         self._patience = rng.uniform(0.0, 0.1)
-        self._all_departed = False
+        self._ending = Ending(store, info.uid, listener, clock)
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
@@ -132,7 +133,17 @@ class Participant:
 
     def say_goodbye(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
-        self._claims.append((f"bye/{self._info.uid}", "bye"))
+        self._claims.append((goodbye_key(self._info.uid), "bye"))
+
+    def see_to_the_end(self, turn: int) -> None:
+        """The run is closed: find out whether somebody writes the verdict and gives the allocation back, or do it here.
+
+        The listener hears ``end_seen_to``, or ``end_is_ours`` where the supervisor does not take it up in time.
+
+        Args:
+            turn: 0 for the first who may step in; each further one waits longer.
+        """
+        self._ending.begin(turn)
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
@@ -285,8 +296,10 @@ class Participant:
         record = self._record
         if record is None:
             return 0.02 if self._info.node <= 0 else 0.1
-        if record.status is Status.CLOSED and self._info.node == OBSERVER_NODE and not self._all_departed:
+        if record.status is Status.CLOSED and self._info.node == OBSERVER_NODE and not self._ending.all_departed:
             return 0.1
+        if record.status is Status.CLOSED and self._ending.awaits:
+            return 0.05
         if record.status in (Status.JOINABLE, Status.FROZEN) and record.leader == self._info.uid:
             return min(0.25, self._settings.poll_interval)
         return self._settings.poll_interval
@@ -297,11 +310,13 @@ class Participant:
         """Commit what is to be committed. Returns whether something was, or was lost to another."""
         record = self._record
         if self._info.node == OBSERVER_NODE:
-            self._watch_departures(record)
+            if record is not None and record.status is Status.CLOSED:
+                self._ending.step_of_supervisor(record, self._peers)
             return False
         if record is None:
             return self._open_first_round()
         if record.status is Status.CLOSED:
+            self._ending.step_of_agent()
             return False
         if record.leader != self._info.uid:
             return self._take_over_if_needed(record)
@@ -312,21 +327,6 @@ class Participant:
             return False
         self._commit(proposal)
         return True
-
-    def _watch_departures(self, record: RoundRecord | None) -> None:
-        """Tell the supervisor when no agent that lives is left: srun might never say so."""
-        if record is None or record.status is not Status.CLOSED or self._all_departed:
-            return
-        newest: dict[int, str] = {}
-        for uid in self._peers.all_uids():
-            node = node_of(uid)
-            if node in record.lost or uid == self._info.uid:
-                continue
-            if node not in newest or supersedes(uid, newest[node]):
-                newest[node] = uid
-        if set(newest.values()) <= set(self._store.list("bye")):
-            self._all_departed = True
-            self._listener.on_event("agents_departed", {"nodes": sorted(newest)})
 
     def _open_first_round(self) -> bool:
         if self._clock.monotonic() - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:

@@ -134,6 +134,20 @@ def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs
     assert "node n3 was lost" in run.log
 
 
+def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "2-3", *SHORT, runs.script(WAITS), "6")
+    run.wait_log(lambda log: log.count("of 3 round 0") == 3)
+    cluster.kill_node("n1")
+    log = run.wait_log(lambda log: "; exit code 0" in log, timeout=60)
+    assert "the batch host n1 does not answer" in log
+    assert "SUCCEEDED" in log
+    assert "node n1 was lost" in log
+    assert run.result()["outcome"] == "succeeded"
+    # Slurm would keep the allocation for ever: nobody else ends a job whose batch script is gone.
+    assert run.wait_end(timeout=60) in ("CANCELLED", "COMPLETED")
+    assert run.left_on_nodes() == []
+
+
 def test_a_node_that_is_dead_at_launch_is_left_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     # Not noticed by Slurm yet: the job gets the node, srun aborts the whole launch for it.
     assert cluster.kill_process("n3", r"slurmd\b", 9)

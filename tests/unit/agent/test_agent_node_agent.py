@@ -15,7 +15,8 @@ import pytest
 
 from hpc_elastic.agent import node_agent
 from hpc_elastic.agent.local_workers import Place
-from hpc_elastic.agent.node_agent import AgentContext, NodeAgent
+from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.agent.worker import WorkerState

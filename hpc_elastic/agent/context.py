@@ -1,0 +1,46 @@
+"""What a node's agent is made of: `agent.main` puts it together, `node_agent.NodeAgent` works with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from hpc_elastic.agent.local_workers import Place, Pump
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.agent.store_server import StoreServer
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import Clock
+from hpc_elastic.events import EventLog
+from hpc_elastic.processes.spawn import Inherited
+from hpc_elastic.processes.std_streams import Std
+from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.store.doorbell import Doorbell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentContext:
+    """What an agent is made of: see `agent.main`, which puts it together."""
+
+    spec: RunSpec
+    attempt: AttemptInfo
+    place: Place
+    info: NodeInfo
+    tag: str
+    run_dir: str
+    environ: Mapping[str, str]
+    inherited: Inherited
+    clock: Clock
+    coordination: Coordination
+    doorbell: Doorbell | None
+    pump: Pump
+    store_server: StoreServer
+    torch_available: Callable[[], bool]
+    events: EventLog
+    signals: SignalQueue
+    shown: Callable[[int], Std]
+    """Local rank → what of its output goes to the job log."""
+    helpers: Callable[[], AbstractSet[int]]
+    """Pids of the agent's own helpers, which are no workers."""

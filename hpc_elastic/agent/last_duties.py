@@ -1,0 +1,55 @@
+"""What an agent does about the run's end where the supervisor can't: see `rendezvous.ending` and `launch.finish`."""
+
+from __future__ import annotations
+
+import logging
+import select
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN
+from hpc_elastic.rendezvous.state import Member
+from hpc_elastic.self_command import own_command
+
+logger = logging.getLogger(__name__)
+
+FINISH_SECONDS = 120.0
+"""How long what the supervisor would have done may take: some of Slurm's commands, each 9 s without a controller."""
+_SPARE_SECONDS = 5.0
+
+
+def falls_to_us(coordination: Coordination, members: Sequence[Member], uid: str, clock: Clock) -> bool:
+    """Wait until somebody sees to the end of the closed run.
+
+    Args:
+        coordination: This agent's.
+        members: The last round's: their order is the order of turns.
+        uid: This agent's.
+        clock: For the deadline.
+
+    Returns:
+        Whether it is this agent. False too where the store does not answer in time.
+    """
+    uids = [member.uid for member in members]
+    turn = uids.index(uid) if uid in uids else len(uids)
+    coordination.ask(lambda participant: participant.see_to_the_end(turn))
+    deadline = clock.monotonic() + END_PATIENCE + END_TURN * turn + _SPARE_SECONDS
+    while (left := deadline - clock.monotonic()) > 0:
+        select.select([coordination], [], [], left)
+        for notice in coordination.take():
+            if isinstance(notice, Exception) or (isinstance(notice, tuple) and notice[0] == "end_seen_to"):
+                return False
+            if isinstance(notice, tuple) and notice[0] == "end_is_ours":
+                return True
+    return False
+
+
+def finish_attempt(run_dir: str, attempt: int, environ: Mapping[str, str]) -> None:
+    """Have the supervisor's last duties done, in a process of their own: an agent knows nothing of Slurm's commands."""
+    argv = own_command("batch", "--finish", str(attempt), run_dir)
+    try:
+        subprocess.run(argv, env=dict(environ), stdin=subprocess.DEVNULL, timeout=FINISH_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.error("seeing to the end of the attempt failed: %s", error)

@@ -1,0 +1,82 @@
+"""The supervisor's last duties, done by an agent because the batch host is gone: ``hpc-elastic batch --finish N DIR``.
+
+Under ``--no-kill`` Slurm keeps a job running whose batch host has died, and its tasks go on (seen on 20.11 to 26.05);
+nobody would write the verdict, requeue the job, or ever give the allocation back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.events import EventLog
+from hpc_elastic.launch.batch import slurm_site
+from hpc_elastic.launch.run_attempt import conclude, load_run, log_to_stdout
+from hpc_elastic.launch.supervisor import closed_result
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE
+from hpc_elastic.rendezvous.state import Status, decode_record
+from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.requeue import RequeueAction
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.record_log import RecordLog
+
+logger = logging.getLogger(__name__)
+
+
+def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
+    """Write the verdict and the report, append it to the job log, and requeue the job or end it.
+
+    Args:
+        run_dir: The run's.
+        number: The attempt's; its log is closed.
+        env: Of a task of the job.
+
+    Returns:
+        The attempt's exit code.
+
+    Raises:
+        UsageError: there is no such attempt, or it has not ended.
+    """
+    umask = os.umask(0o077)
+    clock = SystemClock()
+    paths, spec = load_run(run_dir)
+    attempt_paths = paths.attempt(number)
+    try:
+        attempt = load_attempt(attempt_paths.attempt_json)
+    except UnreadableAttemptError as error:
+        raise UsageError(str(error)) from None
+    found = RecordLog(FileStore(attempt_paths.store, clock=clock)).latest()
+    record = decode_record(found.number, found.value, run_id=spec.run_id) if found else None
+    if record is None or record.status is not Status.CLOSED or record.outcome is None:
+        raise UsageError(f"attempt {number} of {paths.root} has not ended")
+    _append_to_job_log(paths.job_log)
+    log_to_stdout()
+    host = os.uname().nodename
+    logger.warning("the batch host %s does not answer; this is %s", attempt.batch_host, host)
+    uid = new_uid(99999, f"finisher-{host}", clock)
+    events = EventLog(
+        attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
+    )
+    site = slurm_site(env, clock, umask=umask)
+    decision = conclude(paths, spec, site, attempt, closed_result(record, record.outcome), events)
+    if decision.action is RequeueAction.END:
+        logger.info("ending job %s, whose batch script is gone", attempt.job_id)
+        events.close()
+        site.end_job()
+    events.close()
+    return decision.exit_code
+
+
+def _append_to_job_log(path: Path) -> None:
+    """Our own stdout ends in an srun that died with its host. The job log's other writer died there too."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    sys.stdout.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

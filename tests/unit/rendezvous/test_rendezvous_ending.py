@@ -1,0 +1,117 @@
+"""Who sees to the rest when the run is closed: exactly one, the supervisor where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN, Ending, goodbye_key
+from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
+from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.fake_clock import FakeClock
+
+CLOSED = RoundRecord(
+    number=9, epoch="e", term=1, leader="x", round=0, status=Status.CLOSED, outcome=Outcome.FAILED, lost=(2,)
+)
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+
+    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
+        self.events.append((event, fields))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.events]
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.clock = FakeClock()
+
+    def ending(self, uid: str) -> tuple[Ending, Heard]:
+        heard = Heard()
+        return Ending(self.store, uid, heard, self.clock), heard
+
+    def peers(self, node: int, start: int = 1) -> Peers:
+        uid = f"{node:05d}-n{node}-{start:016x}-0000" if node >= 0 else "99999-boss-0000000000000001-0000"
+        info = NodeInfo(uid=uid, node=node, host=f"n{node}", local_world_size=1, addresses=(), port=0)
+        peers = Peers(self.store, info, None)
+        peers.announce()
+        return peers
+
+
+def test_the_supervisor_takes_charge_and_the_agents_leave_it_to_it() -> None:
+    stage = Stage()
+    boss, heard_boss = stage.ending("boss")
+    agent, heard = stage.ending("a")
+    agent.begin(0)
+    agent.step_of_agent()
+    assert heard.names == []
+    assert agent.awaits
+    boss.step_of_supervisor(CLOSED, stage.peers(0))
+    agent.step_of_agent()
+    assert heard.events == [("end_seen_to", {"by": "boss"})]
+    assert not agent.awaits
+    assert heard_boss.names == []
+
+
+def test_without_a_supervisor_the_first_agent_whose_turn_has_come_does_it() -> None:
+    stage = Stage()
+    first, heard_first = stage.ending("a")
+    second, heard_second = stage.ending("b")
+    first.begin(0)
+    second.begin(1)
+    stage.clock.now += END_PATIENCE - 0.1
+    for ending in (second, first):
+        ending.step_of_agent()
+    assert heard_first.names == heard_second.names == []
+    stage.clock.now += 0.2
+    for ending in (second, first, second):
+        ending.step_of_agent()
+    assert heard_first.names == ["end_is_ours"]
+    assert heard_second.names == ["end_seen_to"]
+
+
+def test_when_the_first_agent_is_dead_too_the_second_does_it() -> None:
+    stage = Stage()
+    second, heard = stage.ending("b")
+    second.begin(1)
+    stage.clock.now += END_PATIENCE + END_TURN + 0.1
+    second.step_of_agent()
+    assert heard.names == ["end_is_ours"]
+
+
+def test_a_supervisor_that_comes_back_late_hears_that_it_was_replaced() -> None:
+    stage = Stage()
+    agent, _ = stage.ending("a")
+    agent.begin(0)
+    stage.clock.now += END_PATIENCE
+    agent.step_of_agent()
+    boss, heard = stage.ending("boss")
+    peers = stage.peers(-1)
+    boss.step_of_supervisor(CLOSED, peers)
+    boss.step_of_supervisor(CLOSED, peers)
+    assert heard.events[0] == ("end_taken_over", {"by": "a"})
+    assert heard.names.count("end_taken_over") == 1
+
+
+def test_the_supervisor_hears_once_when_the_last_living_agent_has_gone() -> None:
+    stage = Stage()
+    boss, heard = stage.ending("boss")
+    peers = stage.peers(0)
+    for node, start in ((1, 1), (1, 2), (2, 1)):  # node 1's first agent was replaced, node 2 is lost
+        stage.peers(node, start)
+    stage.store.put_if_absent(goodbye_key("00000-n0-0000000000000001-0000"), "bye")
+    boss.step_of_supervisor(CLOSED, peers)
+    assert heard.names == []
+    stage.store.put_if_absent(goodbye_key("00001-n1-0000000000000002-0000"), "bye")
+    for _ in range(3):
+        boss.step_of_supervisor(CLOSED, peers)
+    assert heard.names == ["agents_departed"]
+    assert boss.all_departed
