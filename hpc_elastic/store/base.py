@@ -49,7 +49,11 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str) -> list[str]:
-        """The names in `folder`, in no order, fresh from the server; empty where the folder is not there."""
+        """The names in `folder`, in no order, fresh from the server; empty where the folder is not there.
+
+        On a server whose times are coarse, what changed within one tick (up to a second) of the last look may be missed
+        until the next change: `stir` before what must not be.
+        """
         ...
 
     def version(self, key: str) -> str | None:
@@ -66,7 +70,10 @@ class Store(Protocol):
         ...
 
     def stir(self, folder: str) -> None:
-        """Make caches of `folder` expire on all clients, before a decision that rests on something's absence."""
+        """Make caches of `folder` expire: this client's at once, all others' when the server's clock has ticked.
+
+        Before a decision that rests on something's absence, and now and then while waiting for something.
+        """
         ...
 
 

@@ -13,6 +13,7 @@ O_APPEND, replacing a file by rename, comparing times) is not used.
 
 from __future__ import annotations
 
+import builtins
 import errno
 import os
 import secrets
@@ -133,6 +134,12 @@ class FileStore:
 
     def get(self, key: str) -> str | None:
         path = self._path(key)
+        found = self._get(path)
+        if found is None and self._ask_about(os.path.dirname(path)):
+            found = self._get(path)
+        return found
+
+    def _get(self, path: str) -> str | None:
         try:
             return _decode(os.readlink(os.fsencode(path)))
         except OSError as error:
@@ -146,8 +153,31 @@ class FileStore:
     def version(self, key: str) -> str | None:
         # The time too, for the owner that could only touch it: compared with this file's own former time, never with a
         # clock.
-        found = self._read_file(self._path(key))
+        path = self._path(key)
+        found = self._read_file(path)
+        if found is None and self._ask_about(os.path.dirname(path)):
+            found = self._read_file(path)
         return f"{found[1]} {found[0].decode('utf-8', 'replace')}" if found else None
+
+    def _ask_about(self, folder: str) -> bool:
+        """Make the client ask the server for changes of a folder in which it found no such name.
+
+        An NFS client remembers what it did not find, up to a minute (acdirmax), whoever creates it meanwhile. Opening
+        the folder makes it ask, and forget; where the folder itself is missing, the one above has to be opened first.
+
+        Returns:
+            Whether the folder is there, so that another look can find more.
+        """
+        for again in (False, True):
+            try:
+                os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                return True
+            except OSError as error:
+                if error.errno not in _GONE:
+                    raise
+            if again or folder == self._root or not self._ask_about(os.path.dirname(folder)):
+                break
+        return False
 
     def _read_file(self, path: str) -> tuple[bytes, int] | None:
         """The whole file and its time in nanoseconds; None where it is gone or not there yet."""
@@ -171,11 +201,19 @@ class FileStore:
                 os.close(fd)
 
     def list(self, folder: str) -> list[str]:
+        path = self._path(folder)
+        found = self._list(path)
+        if found is None and self._ask_about(path):
+            found = self._list(path)
+        return found or []
+
+    @staticmethod
+    def _list(path: str) -> builtins.list[str] | None:
         try:
-            return [name for name in os.listdir(self._path(folder)) if name[0] != "."]
+            return [name for name in os.listdir(path) if name[0] != "."]
         except OSError as error:
             if error.errno in _GONE:
-                return []
+                return None
             raise
 
     def overwrite(self, key: str, value: str) -> None:
@@ -202,13 +240,30 @@ class FileStore:
                 raise
 
     def stir(self, folder: str) -> None:
-        # A cached listing stays valid while the folder's time does not change; times tick by up to a second.
-        path = os.path.join(self._path(folder), f".{secrets.token_hex(8)}")
+        # What a client knows of a folder stays valid while the folder's time does not change; times tick by up to a
+        # second. A client that changes the folder itself forgets what it knew; the others do when the tick is over.
+        path = self._path(folder)
+        missing = not self._stir(path)
+        while missing and path != self._root:
+            path = os.path.dirname(path)
+            missing = not self._stir(path)
+
+    def _stir(self, path: str) -> bool:
+        """Returns whether the folder is there."""
+        name = f"{path}/.{secrets.token_hex(8)}"
         try:
-            os.symlink("stir", path)
-            os.unlink(path)
+            if self._symlinks:
+                os.symlink("stir", name)
+            else:
+                os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            if error.errno in _GONE:
+                return False  # any other is no matter: it only makes a cache fresher
+        try:
+            os.unlink(name)  # also after an error: the reply may have been lost
         except OSError:
-            pass  # it only makes a cache fresher
+            pass
+        return True
 
     def check(self) -> None:
         """Refuse to go on over a store that somebody else put in this one's place.

@@ -1,15 +1,19 @@
-"""One suite for every `Store`: in memory, and as files by symlinks, by hard links, and by exclusive creation alone."""
+"""One suite for every `Store`: in memory, and as files by symlinks, by hard links, and by exclusive creation alone; on
+this machine's disk, and on emulated NFS, where each participant has a mount of its own."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,9 @@ from hpc_elastic.store.base import Store, StoreError, StoreFullError, fits_key
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
+NUMBERS = itertools.count()
 KINDS = ("symlinks", "hard links", "exclusive creation")
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
 
@@ -106,17 +112,69 @@ def files(fs: Filesystem, tmp_path: Path) -> FileStore:
     return FileStore(tmp_path / "store", clock=FakeClock())
 
 
-@pytest.fixture(params=("memory", *KINDS))
+def caches(seconds: float, **more: Any) -> MountSettings:
+    return MountSettings(attributes=seconds, directories=seconds, **more)
+
+
+NFS = {
+    "nfs: symlinks, 3 s": ("symlinks", caches(3.0)),
+    "nfs: hard links, 3 s": ("hard links", caches(3.0)),
+    "nfs: exclusive creation, 3 s": ("exclusive creation", caches(3.0)),
+    "nfs: symlinks, 60 s": ("symlinks", caches(60.0)),
+    "nfs: symlinks, 60 s, lost replies": ("symlinks", caches(60.0)),
+    "nfs: hard links, 60 s, lost replies": ("hard links", caches(60.0)),
+    "nfs: symlinks, 3 s, times of 1 s": ("symlinks", caches(3.0, granularity=1.0)),
+}
+"""How values are created, and what the clients cache."""
+
+
+@pytest.fixture(scope="session")
+def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[MountSettings], NfsEmulator]]:
+    """One pair of mounts for each set of settings."""
+    require_fuse()
+    started: dict[MountSettings, NfsEmulator] = {}
+    with ExitStack() as stack:
+
+        def emulator(settings: MountSettings) -> NfsEmulator:
+            if settings not in started:
+                backing = tmp_path_factory.mktemp("server")
+                started[settings] = stack.enter_context(NfsEmulator(backing, settings=settings))
+            started[settings].heal()
+            return started[settings]
+
+        yield emulator
+
+
+@pytest.fixture(params=("memory", *KINDS, *NFS))
 def open_store(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[], Store]]:
-    """Opens the same store for one participant after another."""
+    """Opens the same store for one participant after another, on NFS on one mount after another."""
     if request.param == "memory":
         shared = MemoryStore()
         yield lambda: shared
         return
-    monkeypatch.setattr(file_store, "os", filesystem(request.param))
-    yield lambda: FileStore(tmp_path / "store", clock=SystemClock())
+    if request.param in KINDS:
+        monkeypatch.setattr(file_store, "os", filesystem(request.param))
+        yield lambda: FileStore(tmp_path / "store", clock=SystemClock())
+        return
+    kind, settings = NFS[request.param]
+    monkeypatch.setattr(file_store, "os", filesystem(kind))
+    emulator = request.getfixturevalue("emulators")(settings)
+    mounts = itertools.cycle(emulator.paths)
+    name = f"store-{next(NUMBERS)}"
+    if "lost replies" in request.param:
+        for operation in ("symlink", "link"):
+            emulator.fail("EIO", operation, done=True)  # all of them
+    yield lambda: FileStore(next(mounts) / name, clock=SystemClock())
+    emulator.heal()
+
+
+@pytest.fixture
+def tick(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Waits until the server's clock tells another time: what changes within one tick may go unnoticed."""
+    coarse = str(request.node.callspec.params["open_store"]).endswith("times of 1 s")
+    return lambda: time.sleep(1.01 - time.time() % 1) if coarse else None
 
 
 @pytest.fixture
@@ -166,6 +224,40 @@ def test_values_come_back_as_they_were(open_store: Callable[[], Store], value: s
     assert not open_store().put_if_absent("kv/a", value + "!")
 
 
+def test_what_somebody_puts_shows_also_where_a_look_had_found_nothing(
+    open_store: Callable[[], Store], tick: Callable[[], None]
+) -> None:
+    """NFS clients remember what was not there, folders too, up to a minute."""
+    writer, reader = open_store(), open_store()
+    for number in range(2):
+        folder = f"round/{number}"
+        assert reader.list(folder) == []
+        assert reader.get(f"{folder}/a") is None
+        tick()
+        writer.put_if_absent(f"{folder}/a", "v")
+        assert reader.list(folder) == ["a"]
+        assert reader.get(f"{folder}/a") == "v"
+    for number in range(2):
+        assert reader.get(f"kv/{number}") is None
+        assert reader.version(f"hb/{number}") is None
+        tick()
+        writer.put_if_absent(f"kv/{number}", "v")
+        writer.overwrite(f"hb/{number}", "v")
+        assert reader.get(f"kv/{number}") == "v"
+        assert reader.version(f"hb/{number}") is not None
+
+
+def test_a_listing_after_a_stir_misses_nothing(open_store: Callable[[], Store]) -> None:
+    """Although a server's times may tick so slowly that a folder looks unchanged."""
+    writer, reader = open_store(), open_store()
+    for number in range(10):
+        reader.list("log")
+        writer.put_if_absent(f"log/{number}", "v")
+        reader.stir("log")
+        assert len(reader.list("log")) == number + 1
+    assert reader.list("log") == reader.list("log"), "and leaves nothing"
+
+
 def test_a_listing_holds_the_names_of_one_folder(store: Store) -> None:
     for key in ("round/000001/join+a", "round/000001/join+b", "round/000002/ack+a", "node/a"):
         store.put_if_absent(key, "v")
@@ -189,18 +281,22 @@ def test_deleted_keys_are_gone_and_may_be_deleted_again(store: Store) -> None:
 # -- cells
 
 
-def test_cells_hold_what_was_written_last(open_store: Callable[[], Store]) -> None:
+def test_cells_hold_what_was_written_last(open_store: Callable[[], Store], tick: Callable[[], None]) -> None:
     owner, reader = open_store(), open_store()
     for value in ("0 abcd", "1 abcd", "10 abcd", "a longer text than before", "short"):
+        tick()
         owner.overwrite("hb/a", value)
         assert reader.get("hb/a") == value
 
 
-def test_a_cell_changes_with_each_write_and_with_nothing_else(open_store: Callable[[], Store]) -> None:
+def test_a_cell_changes_with_each_write_and_with_nothing_else(
+    open_store: Callable[[], Store], tick: Callable[[], None]
+) -> None:
     owner, reader = open_store(), open_store()
     assert reader.version("hb/a") is None
     seen = set()
     for count in range(3):
+        tick()
         owner.overwrite("hb/a", f"{count} abcd")
         now = reader.version("hb/a")
         assert now is not None
@@ -485,7 +581,7 @@ def test_names_with_a_dot_first_are_nobodys(files: FileStore) -> None:
     assert files.list("log") == ["1"]
 
 
-def test_stirring_changes_the_folders_time_and_leaves_nothing(plain_fs: Filesystem, tmp_path: Path) -> None:
+def test_stirring_changes_the_folders_time_and_leaves_nothing(fs: Filesystem, tmp_path: Path) -> None:
     files = FileStore(tmp_path / "store", clock=FakeClock())
     files.put_if_absent("log/1", "v")
     folder = tmp_path / "store/log"
@@ -493,9 +589,12 @@ def test_stirring_changes_the_folders_time_and_leaves_nothing(plain_fs: Filesyst
     files.stir("log")
     assert os.stat(folder).st_mtime_ns > 0
     assert os.listdir(folder) == ["1"]
-    plain_fs.hooks["symlink"] = Filesystem.refuse(errno.EIO)
-    files.stir("log")  # it only makes a cache fresher
-    files.stir("nosuch")
+    for hook in (Filesystem.refuse(errno.EIO), Filesystem.lose_reply(errno.EIO)):
+        fs.hooks["symlink"] = hook
+        files.stir("log")  # it only makes a cache fresher
+        assert os.listdir(folder) == ["1"]
+    files.stir("nosuch/folder")
+    assert os.listdir(tmp_path / "store") == ["log"]
 
 
 def test_text_is_utf8_on_disk_whatever_the_locale(tmp_path: Path) -> None:
