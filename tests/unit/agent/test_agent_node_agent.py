@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import node_agent
-from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase
@@ -136,7 +136,8 @@ class Said:
         return lambda *arguments: self.words.append((word, arguments))
 
     def all(self, *wanted: str) -> list[str]:
-        return [word for word, _ in self.words if not wanted or word in wanted]
+        # Who sees to the rest is asked at the end of every run: it is left out where all words are wanted.
+        return [word for word, _ in self.words if word in (wanted or {w for w, _ in self.words} - {"see_to_the_end"})]
 
     def last(self, wanted: str) -> tuple[Any, ...]:
         return [arguments for word, arguments in self.words if word == wanted][-1]
@@ -152,6 +153,8 @@ class Script:
         self._said = said
         self._fd = fd
         self.steps: Iterator[Step] = iter(())
+        self.end = "end_seen_to"
+        """What the agent hears when it asks who sees to the rest of a closed run."""
 
     def fileno(self) -> int:
         return self._fd
@@ -167,6 +170,8 @@ class Script:
 
     def take(self) -> list[Any]:
         step = next(self.steps, None)
+        if step is None and self._said.all("see_to_the_end"):
+            return [(self.end, {"by": "somebody"})]
         assert step is not None, "the script is over, and the agent has not ended"
         found = step() if callable(step) else step
         return found if isinstance(found, list) else []
@@ -628,3 +633,25 @@ def _hold(p: Play, record: RoundRecord) -> list[RoundRecord]:
     """Let the workers take a while to end, so that the phase lasts."""
     p.workers[0].looks_to_stop = 3
     return [record]
+
+
+@pytest.mark.parametrize(("heard", "finishes"), [("end_seen_to", False), ("end_is_ours", True)])
+def test_the_end_is_this_agents_where_nobody_else_sees_to_it(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch, heard: str, finishes: bool
+) -> None:
+    finished: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        node_agent, "finish_attempt", lambda run_dir, attempt, environ: finished.append((run_dir, attempt))
+    )
+    p = play()
+    p.script.end = heard
+    p.run([START], [replace(START, number=9, status=Status.CLOSED, outcome=Outcome.FAILED, reason="x")])
+    assert finished == ([("/run", 0)] if finishes else [])
+    assert ("end_taken_over" in [name for name, _ in p.events]) is finishes
+
+
+def test_an_agent_that_slurm_ends_leaves_the_end_to_slurm(play: Callable[..., Play]) -> None:
+    p = play()
+    p.signals.append(signal.SIGTERM)
+    p.run([START])
+    assert p.said.all("see_to_the_end") == []
