@@ -58,6 +58,8 @@ class NodeAgent:
         self._platform_failure = ""
         """What of our own failed in this round."""
         self._stop_due: float | None = None
+        self._swept = False
+        """Whether the workers ended with 0 and all that they left running has been ended."""
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
         self._unendable: set[int] = set()
@@ -191,6 +193,7 @@ class NodeAgent:
         for survivor in result.left:
             logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
             self._unendable.add(survivor.pid)
+        self._swept = self._phase is Phase.DONE
         if self._phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
 
@@ -293,6 +296,7 @@ class NodeAgent:
             excluding=lambda: c.helpers() | self._unendable,
         )
         self._workers = workers
+        self._swept = False
         self._has_run = True
         self._platform_failure = ""
         ranks = list(layout.global_ranks)
@@ -388,7 +392,7 @@ class NodeAgent:
 
     def _stop_workers(self, reason: str) -> None:
         workers = self._workers
-        if workers is None:
+        if workers is None or self._swept:
             self._stop_due = None
             self._happens(Event.STOPPED, reason)
             return
