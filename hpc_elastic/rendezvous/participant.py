@@ -238,13 +238,16 @@ class Participant:
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
             self._status_since = now
+            if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
+                # The next round needs the agent's word: its workers must have ended, and one that does not even
+                # confirm must not come back by itself, to break round after round. Asked once per state: what the
+                # agent says in it holds, whoever else writes a record.
+                self._wants_in = False
         if before is None or before.lost != record.lost:
             self._lost_since = now
         self._hearing.asked(record.suspects, now)
         if before is not None and before.leader != record.leader:
             self._hearing.forget(record.leader)  # what it said before it was coordinator was not meant for all
-        if record.status is Status.FINAL and record.member(self._info.uid) is not None:
-            self._wants_in = False  # the next round needs the agent's word: its workers must have ended
         self._listener.on_record(record)
 
     def _answer_if_asked(self, now: float) -> None:

@@ -83,6 +83,8 @@ class Node:
     frozen: bool = False
     crash_after: int | None = None
     effects: int = 0
+    ready_round: int | None = None
+    """Confirmed, or running."""
     running_round: int | None = None
     finals: list[RoundRecord] = field(default_factory=list)
 
@@ -120,6 +122,7 @@ class Node:
     def on_record(self, record: RoundRecord) -> None:
         member = record.member(self.info.uid)
         if record.status is Status.FROZEN and member is not None:
+            self.ready_round = record.round
             first = record.members[0].uid == self.info.uid
             self.participant.confirm(record.round, f"n{self.index}:1" if first else "")
         elif record.status is Status.FINAL and member is not None:
@@ -127,8 +130,8 @@ class Node:
             self.finals.append(record)
         elif record.status is Status.CLOSED:
             self.running_round = None
-        elif self.running_round is not None and record.round > self.running_round:
-            self.running_round = None
+        elif self.ready_round is not None and record.round > self.ready_round:
+            self.running_round = self.ready_round = None
             self.participant.join()
 
     def on_event(self, event: str, fields: object) -> None:

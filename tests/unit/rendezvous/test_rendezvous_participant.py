@@ -240,6 +240,17 @@ def test_a_member_of_a_round_does_not_join_the_next_one_by_itself(store: SpyStor
     assert store.list("round/000001") == []
 
 
+def test_the_agents_word_is_not_forgotten_when_the_coordinator_changes(store: SpyStore, clock: FakeClock) -> None:
+    """The coordinator's node died, and the workers here with it: they have ended before anybody else takes over."""
+    _, second = running(store, clock)
+    second.participant.report_failure(0, boom(1))
+    second.participant.join()
+    advance(clock, 24, second)
+    assert second.record.leader == second.info.uid
+    assert second.record.round == 1
+    assert store.list("round/000001") == [f"join+{second.info.uid}"]
+
+
 def test_it_joins_a_round_once(store: SpyStore, clock: FakeClock) -> None:
     first, second = running(store, clock)
     third = Seat(store, clock, 2)
@@ -426,6 +437,41 @@ def test_a_node_that_dies_on_its_way_to_the_next_round_has_it_too(store: SpyStor
     assert first.record.status is Status.JOINABLE, "its new agent may just be starting"
     advance(clock, 8, first)
     assert first.record.outcome is Outcome.TOO_FEW_NODES
+
+
+def test_one_that_was_put_out_alive_has_it_as_well(store: SpyStore, clock: FakeClock) -> None:
+    first, second = frozen(store, clock)
+    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.participant.join()
+    began = clock.now
+    while first.record.round == 0:
+        assert clock.now - began < 45
+        advance(clock, 1, first, second)
+    assert first.record.lost == (1,)
+    assert "did not confirm" in first.record.reason
+    advance(clock, 27, first, second)
+    assert first.record.status is Status.JOINABLE
+    second.participant.join()
+    advance(clock, 2, second, first)
+    assert first.record.status is Status.FROZEN
+
+
+def test_a_question_to_one_node_does_not_start_the_last_call_anew(store: SpyStore, clock: FakeClock) -> None:
+    settings = replace(SETTINGS, max_nodes=3, expected_nodes=3)
+    first, second = Seat(store, clock, 0, settings=settings), Seat(store, clock, 1, settings=settings)
+    began = clock.now
+    for seat in (first, second):
+        seat.participant.join()
+        seat.settle_down()
+    numbers = set()
+    while first.record.status is Status.JOINABLE:
+        assert clock.now - began < 32
+        if int(clock.now - began) % 10 == 0:
+            first.participant.heard([second.info.uid])  # then silent again, and asked
+        advance(clock, 1, first, second)
+        numbers.add(first.record.number)
+    assert clock.now - began > 29
+    assert len(numbers) > 4, "it was asked several times"
 
 
 def test_time_in_which_the_coordinator_stood_still_is_nobodys_fault(store: SpyStore, clock: FakeClock) -> None:
@@ -697,6 +743,19 @@ def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store
     for _ in range(3):
         observer.settle_down()
     assert [event for event, _ in observer.events].count("agents_departed") == 1
+
+
+def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: FakeClock) -> None:
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.settle_down()
+    first, _ = running(store, clock)
+    advance(clock, 22, first)
+    assert first.record.lost == (1,)
+    first.participant.close(Outcome.FAILED, "enough")
+    first.participant.say_goodbye()
+    first.settle_down()
+    observer.settle_down()
+    assert "agents_departed" in [event for event, _ in observer.events]
 
 
 def test_agents_do_not_hurry_after_the_end(store: SpyStore, clock: FakeClock) -> None:
