@@ -20,8 +20,20 @@ class RendezvousTimeoutError(RendezvousError):
 
     template = (
         "rendezvous of run {run_id!r}: {missing_count} of {expected} nodes had not joined after {timeout:g} s "
-        "({missing}); look for their agent logs, or allow fewer nodes with --nodes {fewer}-{expected}"
+        "({missing}); look for their agent logs, or allow fewer nodes, {fewer}-{expected}"
     )
+
+
+class FilesystemTimeoutError(RendezvousTimeoutError):
+    """The shared filesystem refused, or did not answer, until the time was over."""
+
+    template = "rendezvous of run {run_id!r}: {path} could not be used for {timeout:g} s: {why}"
+
+
+class ExtraDataTimeoutError(RendezvousTimeoutError):
+    """Nobody had stored what was to be loaded."""
+
+    template = "rendezvous of run {run_id!r}: nothing stored under {key!r} of version {version} after {timeout:g} s"
 
 
 class RendezvousStateError(RendezvousError):

@@ -76,7 +76,7 @@ def test_the_table_can_not_be_changed() -> None:
         (RendezvousClosedError(run_id="r/1", outcome="failed", reason="boom"), ["'r/1'", "failed", "boom"]),
         (
             RendezvousTimeoutError(run_id="r", missing_count=1, expected=4, timeout=600.0, missing="nid003", fewer=3),
-            ["1 of 4", "600 s", "nid003", "--nodes 3-4"],
+            ["1 of 4", "600 s", "nid003", "fewer nodes, 3-4"],
         ),
         (RendezvousStateError(run_id="r", number=7, why="unreadable"), ["record 7", "unreadable"]),
     ],

@@ -1,0 +1,319 @@
+"""The rendezvous as a handler: a blocking call that ends with this node in a round, and a few questions beside it.
+
+It is the face for agents that are not ours (torch's own, or anybody's); what happens behind it is `seat`, and so the
+same `Participant` that our own agent drives.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.closing import close_if_last, close_run
+from hpc_elastic.rendezvous.errors import (
+    ExtraDataTimeoutError,
+    FilesystemTimeoutError,
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+from hpc_elastic.rendezvous.extra_data import ExtraData
+from hpc_elastic.rendezvous.handler_config import HandlerConfig
+from hpc_elastic.rendezvous.run_folder import RunFolder
+from hpc_elastic.rendezvous.seat import RoundResult, Seat
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.store.key_value import KeyValueTimeoutError
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "hpcfs"
+_GRACE = 0.4
+"""Seconds after a deadline for withdrawing."""
+_FIRST_LOOK_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 10.0
+
+T = TypeVar("T")
+
+
+class RendezvousHandler(Protocol):
+    """What an agent needs. Nothing but `RendezvousError` and its two kinds comes out of any method."""
+
+    def get_backend(self) -> str: ...
+
+    def get_run_id(self) -> str: ...
+
+    def next_rendezvous(self) -> RoundResult: ...
+
+    def num_nodes_waiting(self) -> int: ...
+
+    def is_closed(self) -> bool: ...
+
+    def set_closed(self) -> None: ...
+
+    def shutdown(self) -> bool: ...
+
+
+class FileRendezvousHandler:
+    """One node's handler over a shared directory. Used from one thread."""
+
+    def __init__(
+        self, config: HandlerConfig, *, clock: Clock | None = None, open_master: Callable[[], str] | None = None
+    ) -> None:
+        """Find the run's epoch, and change nothing yet.
+
+        Args:
+            config: Where, who, how many, how long.
+            clock: For waits.
+            open_master: Called where this node gets rank 0, before the round is final: opens what all workers connect
+                to, and says where, ``host:port``.
+        """
+        self._config = config
+        self._clock = clock or SystemClock()
+        self._open_master = open_master or (lambda: "")
+        self._folder = RunFolder(
+            config.directory, config.run_id, prefix=config.prefix, job=config.job, clock=self._clock
+        )
+        self._epoch_found: int | None = None
+        self._seat: Seat | None = None
+        self._rng = random.Random()
+        try:
+            self._epoch_found = self._steadily(self._folder.current_epoch, _FIRST_LOOK_SECONDS)
+        except RendezvousTimeoutError as error:
+            logger.warning("%s; trying again when it is needed", error)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    def next_rendezvous(self) -> RoundResult:
+        """Block until this node is in a final round.
+
+        A call while the node's round is still going on ends that round for all.
+
+        Raises:
+            RendezvousClosedError: the run is closed, or was closed meanwhile.
+            RendezvousTimeoutError: not within the timeout, which starts anew at each call; it names who is missing.
+            RendezvousError: the store was wiped, can't be written, or holds what can't be understood.
+        """
+        deadline = self._clock.monotonic() + self._config.settings.timeout
+        if self._seat is None:
+            self._refuse_closed()
+            self._seat = self._steadily(self._take_seat, self._left(deadline))
+            self._seat.start()
+        seat = self._seat
+        try:
+            seat.ask_for_a_round()
+            while True:
+                record = self._look(seat)
+                if record is not None:
+                    if record.status is Status.CLOSED:
+                        raise self._closed_error(record)
+                    if seat.advance(record, self._open_master):
+                        return self._steadily(partial(seat.result, record), self._left(deadline))
+                left = self._left(deadline)
+                if left <= 0:
+                    raise self._timeout_error(seat)
+                seat.wait(self._ask_who_is_here(seat, left))
+        except RendezvousError:
+            self._drop_seat(_GRACE)
+            raise
+        except OSError as error:
+            self._drop_seat(_GRACE)
+            raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {error}") from error
+
+    def num_nodes_waiting(self) -> int:
+        """Nodes that wait while the round is final; 0 in every other state.
+
+        Where there is room for them the round ends by itself: `round_is_over`.
+        """
+        record = self._look(self._seat) if self._seat is not None else None
+        return record.waiting if record is not None and record.status is Status.FINAL else 0
+
+    def round_is_over(self) -> bool:
+        """Whether the round that `next_rendezvous` returned has ended: its workers are to be stopped, and
+        `next_rendezvous` called again. True also where the run was closed."""
+        if self._seat is None:
+            return False
+        record = self._look(self._seat)
+        if record is None or self._seat.round < 0:
+            return False
+        return record.status is Status.CLOSED or record.round > self._seat.round
+
+    def is_closed(self) -> bool:
+        """Whether the run is closed for good; False while nothing exists yet."""
+        timeout = self._config.settings.timeout
+        record = self._steadily(lambda: self._folder.latest(self._epoch()), timeout)
+        return record is not None and record.status is Status.CLOSED
+
+    def set_closed(self) -> None:
+        """Close the run for all nodes, for good. Closing twice is fine."""
+
+        def close() -> None:
+            close_run(self._folder.enter(self._epoch()), self._config.run_id, Outcome.CANCELLED, "closed by a node")
+
+        self._steadily(close, self._config.settings.timeout)
+
+    def store_extra_data(self, version: int, key: str, value: Any) -> None:
+        """Keep a JSON value with the round `version` (`RoundResult.version`)."""
+
+        def store() -> None:
+            ExtraData(self._folder.enter(self._epoch()), self._clock).store(version, key, value)
+
+        self._steadily(store, self._config.settings.timeout)
+
+    def load_extra_data(self, version: int, key: str, timeout: float | None = None) -> Any:
+        """What was stored; waited for up to `timeout` seconds, the handler's own where left out.
+
+        Raises:
+            ExtraDataTimeoutError: a `RendezvousTimeoutError`.
+        """
+        seconds = self._config.settings.timeout if timeout is None else timeout
+
+        def load() -> Any:
+            return ExtraData(self._folder.enter(self._epoch()), self._clock).load(version, key, seconds)
+
+        try:
+            return self._steadily(load, seconds + _GRACE)
+        except KeyValueTimeoutError:
+            raise ExtraDataTimeoutError(run_id=self._config.run_id, key=key, version=version, timeout=seconds) from None
+
+    def shutdown(self, *, workers_done: bool = False) -> bool:
+        """Withdraw this node. The last one of the job to do so closes the run.
+
+        Args:
+            workers_done: All its workers ended well: the others need no new round for want of it.
+
+        Returns:
+            Whether the others could be told.
+        """
+        seat, self._seat = self._seat, None
+        if seat is None:
+            return True
+        try:
+            if not seat.leave(within=_SHUTDOWN_SECONDS, workers_done=workers_done):
+                logger.warning("run %r: %s does not answer; not waited for", self._config.run_id, self._folder.path)
+                return False
+            self._steadily(lambda: close_if_last(seat.store, self._config.run_id), _SHUTDOWN_SECONDS)
+        except Exception as error:
+            logger.warning("run %r: the rendezvous could not be left in good order: %s", self._config.run_id, error)
+            return False
+        return True
+
+    def withdraw(self) -> None:
+        """Take this node out without closing anything: for an agent that was told to end while others go on."""
+        self._drop_seat(_SHUTDOWN_SECONDS)
+
+    def reached_addresses(self) -> list[str]:
+        """This node's own addresses at which another node's packet has arrived, the first one first."""
+        return self._seat.reached_addresses() if self._seat is not None else []
+
+    def _epoch(self) -> int:
+        if self._epoch_found is None:
+            self._epoch_found = self._folder.current_epoch()
+        return self._epoch_found
+
+    def _take_seat(self) -> Seat:
+        return Seat.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
+
+    def _refuse_closed(self) -> None:
+        record = self._steadily(lambda: self._folder.latest(self._epoch()), self._config.settings.timeout)
+        if record is not None and record.status is Status.CLOSED:
+            raise self._closed_error(record)
+
+    def _look(self, seat: Seat) -> RoundRecord | None:
+        try:
+            return seat.look()
+        except RendezvousError:
+            raise
+        except Exception as error:
+            raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {error}") from error
+
+    def _drop_seat(self, within: float) -> None:
+        seat, self._seat = self._seat, None
+        if seat is not None:
+            seat.leave(within=within, workers_done=False)
+
+    def _left(self, deadline: float) -> float:
+        return deadline - self._clock.monotonic()
+
+    def _ask_who_is_here(self, seat: Seat, left: float) -> float:
+        """Just before the time is over. Returns how long to wait for news now."""
+        early = min(1.0, self._config.settings.timeout / 4)
+        if left <= early:
+            seat.ask_who_is_here()
+            return left
+        return left - early
+
+    def _closed_error(self, record: RoundRecord) -> RendezvousClosedError:
+        outcome = record.outcome.value if record.outcome else "unknown"
+        return RendezvousClosedError(run_id=self._config.run_id, outcome=outcome, reason=record.reason)
+
+    def _timeout_error(self, seat: Seat) -> RendezvousTimeoutError:
+        here = seat.who_is_here()
+        if here is None:
+            return FilesystemTimeoutError(
+                run_id=self._config.run_id,
+                path=self._folder.path,
+                timeout=self._config.settings.timeout,
+                why="no answer to the last question",
+            )
+        least = self._config.min_nodes
+        missing = ", ".join(here.missing) or "never seen"
+        return RendezvousTimeoutError(
+            run_id=self._config.run_id,
+            missing_count=max(1, least - len(here.present)),
+            expected=least,
+            timeout=self._config.settings.timeout,
+            missing=f"here: {', '.join(here.present) or 'none'}; missing: {missing}",
+            fewer=max(1, len(here.present)),
+        )
+
+    def _steadily(self, action: Callable[[], T], seconds: float) -> T:
+        """Do something with files that may be repeated: in a thread of its own, since a dead mount answers never.
+
+        Raises:
+            FilesystemTimeoutError: not within `seconds`.
+            RendezvousError: what no repetition would help.
+            KeyValueTimeoutError: as `action` does.
+        """
+        outcome: list[tuple[T | None, Exception | None]] = []
+        refusals: list[str] = []
+        done, stop = threading.Event(), threading.Event()
+
+        def run() -> None:
+            while not stop.is_set() and not done.is_set():
+                try:
+                    outcome.append((action(), None))
+                except OSError as error:
+                    refusals.append(str(error))
+                    stop.wait(self._rng.uniform(0.05, 0.2))
+                    continue
+                except Exception as error:
+                    outcome.append((None, error))
+                done.set()
+
+        threading.Thread(target=run, name="rendezvous files", daemon=True).start()
+        done.wait(max(0.0, seconds))
+        stop.set()
+        if not outcome:
+            raise FilesystemTimeoutError(
+                run_id=self._config.run_id,
+                path=self._folder.path,
+                timeout=seconds,
+                why=refusals[-1] if refusals else "no answer",
+            )
+        value, error = outcome[0]
+        if error is None:
+            return value  # type: ignore[return-value]
+        if isinstance(error, RendezvousError | KeyValueTimeoutError) or not isinstance(error, HpcElasticError):
+            raise error
+        raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {error}") from error

@@ -1,0 +1,115 @@
+"""How a rendezvous handler is told where to meet, with how many, and for how long to wait: keys or a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerConfig:
+    """What one node's handler needs to know; `directory`, `run_id` and the numbers are the same on every node."""
+
+    directory: str
+    """Absolute, on a filesystem that all nodes share, there already."""
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    settings: RendezvousSettings = field(default_factory=RendezvousSettings)
+    """Their node counts are not read."""
+    prefix: str = ""
+    job: str = ""
+    """What all nodes of one start of the job share (scheduler's job and restart number), so that a latecomer finds the
+    run closed instead of opening it again; empty where that is not known."""
+    node: int | None = None
+    """This node's place in the scheduler's order, of which no two agents have the same; None: in order of arrival."""
+    host: str = "localhost"
+    """This node's name in messages."""
+    addresses: tuple[str, ...] = ()
+    """Where other nodes may reach this one's doorbell; empty: files alone."""
+
+
+def config_from_keys(
+    directory: str, run_id: str, *, min_nodes: int, max_nodes: int, conf: Mapping[str, str], source: str = "--rdzv-conf"
+) -> HandlerConfig:
+    """Check and combine.
+
+    Args:
+        directory: As in `HandlerConfig`.
+        run_id: Any text.
+        min_nodes: At least one.
+        max_nodes: At least `min_nodes`.
+        conf: ``key=value`` pairs: ``prefix`` and what `settings_from_conf` knows.
+        source: How the user gave them, for messages.
+
+    Raises:
+        UsageError: one line that names the value.
+    """
+    if not run_id:
+        raise UsageError("the run id is empty: give one that all nodes share, as with --rdzv-id")
+    if not os.path.isabs(directory):
+        raise UsageError(
+            f"rendezvous directory {directory!r}: give an absolute path on a filesystem that all nodes share"
+        )
+    if not os.path.isdir(directory):
+        raise UsageError(
+            f"rendezvous directory {directory} is not there: create it on a filesystem that all nodes share"
+        )
+    if not 1 <= min_nodes <= max_nodes:
+        raise UsageError(f"min {min_nodes} and max {max_nodes} nodes: give 1 <= min <= max")
+    keys = dict(conf)
+    prefix = keys.pop("prefix", "")
+    try:
+        settings = settings_from_conf(keys, RendezvousSettings())
+    except UsageError as error:
+        raise UsageError(str(error).replace("--rdzv-conf", source)) from None
+    return HandlerConfig(
+        directory=directory, run_id=run_id, min_nodes=min_nodes, max_nodes=max_nodes, settings=settings, prefix=prefix
+    )
+
+
+def config_from_url(url: str) -> HandlerConfig:
+    """``fs:///shared/dir/<run id>?min_workers=1&max_workers=3&timeout=600&last_call_timeout=30``.
+
+    The run id is the last component (a slash in it as ``%2F``); ``max_workers`` defaults to ``min_workers``, which
+    defaults to 1.
+
+    Raises:
+        UsageError: one line that names the value.
+    """
+    from urllib.parse import parse_qsl, unquote, urlsplit  # not at every agent's start
+
+    parts = urlsplit(url)
+    if parts.scheme != "fs" or parts.netloc or parts.fragment:
+        raise UsageError(f"rendezvous URL {url!r}: the form is fs:///shared/dir/<run id>?min_workers=1&max_workers=3")
+    path, _, run_id = parts.path.rpartition("/")
+    conf = dict(parse_qsl(parts.query, keep_blank_values=True))
+    least = _count(conf, "min_workers", "1")
+    most = _count(conf, "max_workers", str(least))
+    return config_from_keys(
+        unquote(path), unquote(run_id), min_nodes=least, max_nodes=most, conf=conf, source="rendezvous URL"
+    )
+
+
+def _count(conf: dict[str, str], key: str, default: str) -> int:
+    text = conf.pop(key, default)
+    if not text.isdecimal() or not 0 < int(text) < 10**6:
+        raise UsageError(f"rendezvous URL: {key}={text}: give a number of nodes")
+    return int(text)
+
+
+def participant_settings(config: HandlerConfig) -> RendezvousSettings:
+    """What the participants of this handler's run go by."""
+    return replace(
+        config.settings,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        expected_nodes=config.max_nodes,
+        # Members that hang while they end their workers are left behind before those that wait give up.
+        timeout=0.8 * config.settings.timeout,
+        give_up=False,
+    )

@@ -1,0 +1,100 @@
+"""Where a run's rendezvous lives in a shared directory: many runs side by side, each id used again in a new epoch.
+
+``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, whoever comes with the same id
+later opens ``epoch-000002``, and nothing of the old one is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.state import RoundRecord, Status, decode_record
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.record_log import RecordLog
+
+_EPOCH = "epoch-"
+_READABLE = 48
+
+
+def safe_name(text: str) -> str:
+    """Any text as one path component: readable where it can be, different for different texts.
+
+    ``jobs/42`` → ``jobs_42.`` and 32 hexadecimal digits of its SHA-256.
+    """
+    readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in text[:_READABLE])
+    return f"{readable}.{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+
+
+class RunFolder:
+    """The epochs of one run id. Methods read the filesystem anew and may raise OSError."""
+
+    def __init__(self, directory: str, run_id: str, *, prefix: str, job: str, clock: Clock) -> None:
+        """Args:
+        directory: Shared by all nodes; it exists.
+        run_id: Any text that is not empty.
+        prefix: Keeps runs of the same id apart; may be empty.
+        job: What is the same on all nodes of one start of the job and on no others, such as the scheduler's job and
+            restart number; empty where that is not known.
+        clock: For the stores.
+        """
+        self._directory = directory
+        self._run_id = run_id
+        self._prefix = safe_name(prefix) if prefix else ""
+        self._job = job
+        self._clock = clock
+
+    @property
+    def path(self) -> str:
+        return os.path.join(self._directory, self._prefix, safe_name(self._run_id))
+
+    def epoch_path(self, epoch: int) -> str:
+        return os.path.join(self.path, f"{_EPOCH}{epoch:06d}")
+
+    def current_epoch(self) -> int:
+        """The epoch that a newcomer belongs to: the newest, or the one after it where that was closed.
+
+        A latecomer of the job that closed it (the same `job`) stays in the closed one.
+        """
+        newest = max(self._epochs(), default=0)
+        if newest == 0:
+            return 1
+        record = self.latest(newest)
+        if record is None or record.status is not Status.CLOSED:
+            return newest
+        if self._job and self.open(newest).get("epoch/job") == self._job:
+            return newest
+        return newest + 1
+
+    def latest(self, epoch: int) -> RoundRecord | None:
+        """The newest record of `epoch`, or None where nothing exists yet."""
+        if epoch not in self._epochs():
+            return None
+        found = RecordLog(self.open(epoch)).latest()
+        return decode_record(found.number, found.value, run_id=self._run_id) if found else None
+
+    def open(self, epoch: int) -> FileStore:
+        """The store of `epoch`, created where it is not there."""
+        at = Path(self._directory)
+        for part in (self._prefix, safe_name(self._run_id)):
+            if part:
+                at = at / part
+                make_private_dir(at)
+        return FileStore(Path(self.epoch_path(epoch)), clock=self._clock)
+
+    def enter(self, epoch: int) -> FileStore:
+        """`open` for taking part in it."""
+        store = self.open(epoch)
+        if self._job:
+            store.put_if_absent("epoch/job", self._job)
+        return store
+
+    def _epochs(self) -> list[int]:
+        try:
+            names = os.listdir(self.path)
+        except FileNotFoundError:
+            return []
+        return [int(n[len(_EPOCH) :]) for n in names if n.startswith(_EPOCH) and n[len(_EPOCH) :].isdecimal()]

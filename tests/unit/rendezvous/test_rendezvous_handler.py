@@ -1,0 +1,199 @@
+"""The handler's surface, with several handlers in threads over one folder."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from hpc_elastic.rendezvous.run_folder import RunFolder, safe_name
+from tests.rigs.rendezvous_handlers import HandlerRig, at_most, until
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[HandlerRig]:
+    rig = HandlerRig(tmp_path)
+    yield rig
+    rig.end()
+
+
+def test_three_nodes_meet_and_share_a_store(rig: HandlerRig) -> None:
+    handlers = [rig.make(3) for _ in range(3)]
+    assert {handler.get_backend() for handler in handlers} == {"hpcfs"}
+    assert handlers[0].get_run_id() == "run"
+    rounds = rig.meet(*handlers)
+    assert sorted(found.rank for found in rounds) == [0, 1, 2]
+    assert {found.world_size for found in rounds} == {3}
+    assert {(found.version, found.master) for found in rounds} == {(0, next(f.master for f in rounds))}
+    first = next(index for index, found in enumerate(rounds) if found.rank == 0)
+    assert rounds[0].master == f"host{first}:1"
+    rounds[0].store.set("key", b"value")
+    assert rounds[1].store.get("key") == b"value"
+    assert [handler.num_nodes_waiting() for handler in handlers] == [0, 0, 0]
+    assert not any(handler.round_is_over() for handler in handlers)
+
+
+def test_a_member_that_asks_again_ends_the_round_for_all(rig: HandlerRig) -> None:
+    one, other = rig.make(2), rig.make(2)
+    first, _ = rig.meet(one, other)
+    first.store.set("key", b"old")
+    again = rig.start(one)
+    until(other.round_is_over)
+    second = rig.meet(other)[0]
+    assert (again.result(30).version, second.version) == (1, 1)
+    assert second.store.get("key") is None
+
+
+def test_a_newcomer_is_taken_in_where_there_is_room(rig: HandlerRig) -> None:
+    one = rig.make(1, 2)
+    assert rig.meet(one)[0].world_size == 1
+    newcomer = rig.start(rig.make(1, 2))
+    until(one.round_is_over)
+    assert rig.meet(one)[0].world_size == 2
+    assert newcomer.result(30).rank == 1
+
+
+def test_a_node_that_waits_is_counted_while_the_round_is_full(rig: HandlerRig) -> None:
+    one = rig.make(1, 1)
+    rig.meet(one)
+    waiting = rig.start(rig.make(1, 1))
+    until(lambda: one.num_nodes_waiting() == 1)
+    assert not one.round_is_over()
+    rig.made[1].set_closed()
+    with pytest.raises(RendezvousClosedError):
+        waiting.result(30)
+
+
+def test_closing_ends_joiners_waiters_and_running_rounds(rig: HandlerRig) -> None:
+    one, other, late = rig.make(1, 1), rig.make(1, 1), rig.make(1, 1)
+    assert not one.is_closed()
+    rig.meet(one)
+    waiting = rig.start(other)
+    until(lambda: one.num_nodes_waiting() == 1)
+    late.set_closed()
+    late.set_closed()
+    with pytest.raises(RendezvousClosedError, match="closed by a node"):
+        waiting.result(30)
+    with pytest.raises(RendezvousClosedError):
+        late.next_rendezvous()
+    until(one.round_is_over)
+    with pytest.raises(RendezvousClosedError):
+        one.next_rendezvous()
+    assert all(handler.is_closed() for handler in rig.made)
+
+
+def test_what_never_existed_can_be_closed(rig: HandlerRig) -> None:
+    one, other = rig.make(), rig.make()
+    one.set_closed()
+    assert other.is_closed()
+    with pytest.raises(RendezvousClosedError):
+        other.next_rendezvous()
+
+
+def test_the_timeout_is_kept_and_names_who_is_there(rig: HandlerRig) -> None:
+    one = rig.make(2, timeout=0.5)
+    for _ in range(2):
+        with at_most(2.5), pytest.raises(RendezvousTimeoutError, match=r"1 of 2 nodes .* after 0.5 s \(here: host0"):
+            one.next_rendezvous()
+    assert not one.is_closed()
+
+
+def test_a_lost_member_is_named_when_none_comes_in_its_place(rig: HandlerRig) -> None:
+    one, other = rig.make(2, timeout=2.0), rig.make(2)
+    rig.meet(one, other)
+    other.withdraw()
+    until(one.round_is_over)
+    with at_most(4.0), pytest.raises(RendezvousTimeoutError, match="missing: host1"):
+        one.next_rendezvous()
+
+
+def test_the_last_one_out_closes_and_the_id_starts_a_new_epoch(rig: HandlerRig) -> None:
+    one, other = rig.make(2), rig.make(2)
+    first, _ = rig.meet(one, other)
+    one.store_extra_data(first.version, "key", 1)
+    assert one.shutdown(workers_done=True)
+    assert not other.is_closed()
+    assert other.shutdown(workers_done=True)
+    assert other.is_closed()
+    assert one.shutdown(), "twice is fine"
+    again = rig.make(2)
+    assert not again.is_closed()
+    assert {found.version for found in rig.meet(again, rig.make(2))} == {0}
+    with pytest.raises(RendezvousTimeoutError):
+        again.load_extra_data(0, "key", timeout=0.0)
+
+
+def test_a_latecomer_of_the_same_job_finds_it_closed(rig: HandlerRig) -> None:
+    one = rig.make(job="7.0")
+    rig.meet(one)
+    one.shutdown(workers_done=True)
+    with pytest.raises(RendezvousClosedError, match="succeeded"):
+        rig.make(job="7.0").next_rendezvous()
+    assert rig.meet(rig.make(job="7.1"))[0].world_size == 1
+
+
+def test_extra_data_is_kept_per_version_and_waited_for(rig: HandlerRig) -> None:
+    one, other = rig.make(), rig.make()
+    later = rig.pool.submit(one.load_extra_data, 3, "ünïcode/key", 20.0)
+    other.store_extra_data(3, "other", [1])
+    other.store_extra_data(3, "ünïcode/key", {"a": None})
+    assert later.result(30) == {"a": None}
+    one.store_extra_data(3, "ünïcode/key", "new")
+    assert other.load_extra_data(3, "ünïcode/key") == "new"
+    assert other.load_extra_data(3, "other", timeout=0.0) == [1]
+    with at_most(2.0), pytest.raises(RendezvousTimeoutError, match=r"'other' of version 4 after 0.1 s"):
+        one.load_extra_data(4, "other", timeout=0.1)
+
+
+def test_a_store_that_is_not_ours_is_refused_as_a_rendezvous_error(rig: HandlerRig) -> None:
+    handler = rig.make()
+    (rig.folder / safe_name("run")).symlink_to(rig.folder)
+    with pytest.raises(RendezvousError, match="symbolic link"):
+        handler.next_rendezvous()
+
+
+def test_a_refusing_filesystem_is_tried_until_the_deadline(rig: HandlerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = rig.make(timeout=0.3)
+
+    def refuse(*_: object) -> None:
+        raise OSError(5, "refused for a test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "enter", refuse)
+        with at_most(2.3), pytest.raises(RendezvousTimeoutError, match="refused for a test"):
+            handler.next_rendezvous()
+    assert rig.meet(handler)[0].rank == 0
+
+
+def test_a_hung_filesystem_holds_nobody_beyond_the_deadline(rig: HandlerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = rig.make(timeout=0.3)
+    hung = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "enter", lambda *_: hung.wait())
+        with at_most(2.3), pytest.raises(RendezvousTimeoutError, match="no answer"):
+            handler.next_rendezvous()
+        hung.set()
+
+
+@pytest.mark.parametrize("run_id", [".", "..", "a/b/../c", "x" * 300, "läuft", "-", "a\nb", "\udc80"])
+def test_any_run_id_works(rig: HandlerRig, run_id: str) -> None:
+    assert rig.meet(rig.make(run_id=run_id))[0].rank == 0
+    assert len(list(rig.folder.iterdir())) == 1
+
+
+def test_names_of_different_ids_differ_and_are_safe() -> None:
+    ids = ["a/b", "a_b", "a.b", "A_B", "a b", "", ".", "x" * 300, "x" * 301, "ä", "a\u0308"]
+    names = [safe_name(run_id) for run_id in ids]
+    assert len({name.lower() for name in names}) == len(ids)
+    for name in names:
+        assert len(name) < 100
+        assert name.isascii()
+        assert not set(name) & set("/\0 \n")
+
+
+def test_many_runs_share_a_folder(rig: HandlerRig) -> None:
+    rounds = rig.meet(rig.make(run_id="a"), rig.make(run_id="b"))
+    assert [(found.rank, found.world_size) for found in rounds] == [(0, 1), (0, 1)]
