@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,27 +23,34 @@ from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.self_command import own_command
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.job_environment import JobEnvironment
 
 logger = logging.getLogger(__name__)
 
 HURRIED_SECONDS = 2.0
+CONTROLLER_PATIENCE = 600.0
+"""How long a requeue waits for a controller that does not answer."""
+CONTROLLER_RETRY = 10.0
 _MEANINGS = {"TIMEOUT": Outcome.TIMED_OUT, "DEADLINE": Outcome.TIMED_OUT, "PREEMPTED": Outcome.PREEMPTED}
 
 
 class SlurmSite:
     """The allocation that this process is in."""
 
-    def __init__(self, env: Mapping[str, str], *, client: SlurmClient, hurried: SlurmClient, umask: int) -> None:
+    def __init__(
+        self, env: Mapping[str, str], *, client: SlurmClient, hurried: SlurmClient, clock: Clock, umask: int
+    ) -> None:
         """Args:
         env: The batch script's environment.
         client: For what has time.
         hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
+        clock: For the patience with a controller that does not answer.
         umask: The user's, for the workers.
         """
         self._env = dict(env)
         self._client = client
+        self._clock = clock
         self._hurried = hurried
         self._umask = umask
         self._job = JobEnvironment.from_env(env)
@@ -105,11 +113,21 @@ class SlurmSite:
         # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
         # what is ignored here is ignored there. (Seen on 22.05: scontrol died of it, and the requeue held.)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            self._client.requeue(self._id)
-        except SlurmError:
-            if not self._is_requeued():
-                raise
+        deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
+        while True:
+            try:
+                self._client.requeue(self._id)
+                break
+            except SlurmUnavailableError as error:
+                # The controller restarts, or is overrun: the job would be lost for what passes in minutes.
+                if self._clock.monotonic() >= deadline:
+                    raise
+                logger.warning("%s; trying again for up to %.0f s", error, deadline - self._clock.monotonic())
+                self._clock.wait(threading.Event(), CONTROLLER_RETRY)
+            except SlurmError:
+                if not self._is_requeued():
+                    raise
+                break
         return f"job {self._id} is requeued"
 
     def end_job(self) -> None:
@@ -156,4 +174,4 @@ def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int) -> SlurmSite
     """
     runner = SubprocessRunner(env)
     hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    return SlurmSite(env, client=CommandSlurmClient(runner, clock), hurried=hurried, umask=umask)
+    return SlurmSite(env, client=CommandSlurmClient(runner, clock), hurried=hurried, clock=clock, umask=umask)
