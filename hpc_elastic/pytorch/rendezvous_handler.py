@@ -1,0 +1,159 @@
+"""torch's own agent over a shared folder: ``torchrun --rdzv-backend hpcfs --rdzv-endpoint /shared/dir --rdzv-id x``.
+
+Registered through the entry point ``torchrun.handlers``. Each round has a ``TCPStore`` of its own for the workers,
+served by the agent of rank 0, and a `FileSystemStore` of its own for the agents, which survives any of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import NoReturn, TypeVar
+
+import torch.distributed as dist
+import torch.distributed.elastic.rendezvous as torch_rendezvous
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+
+from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses, choose_master_address
+from hpc_elastic.errors import UsageError
+from hpc_elastic.pytorch.file_system_store import FileSystemStore
+from hpc_elastic.rendezvous import errors
+from hpc_elastic.rendezvous.handler import FileRendezvousHandler
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys
+
+T = TypeVar("T")
+
+
+def get_handler() -> Callable[[RendezvousParameters], TorchRendezvousHandler]:
+    """What the entry point names: torch calls it, and then the creator that it returns."""
+    return create_handler
+
+
+def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
+    """A handler for what the user told torchrun.
+
+    Raises:
+        ValueError: with one line that names the value, as torch's own backends do.
+    """
+    try:
+        config = config_from_parameters(params, os.environ)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+    return TorchRendezvousHandler(config, local_address=params.local_addr)
+
+
+def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, str]) -> HandlerConfig:
+    """What torchrun's options say, and under Slurm its environment: node order, and which start of the job this is.
+
+    Raises:
+        UsageError: one line that names the value.
+    """
+    config = config_from_keys(
+        params.endpoint,
+        params.run_id,
+        min_nodes=params.min_nodes,
+        max_nodes=params.max_nodes,
+        conf={key: str(value) for key, value in params.config.items()},
+    )
+    host = socket.gethostname()
+    addresses = (params.local_addr,) if params.local_addr else tuple(candidate_addresses(host)) or (LOOPBACK,)
+    task = environ.get("SLURM_PROCID", "")
+    job = environ.get("SLURM_JOB_ID", "")
+    return replace(
+        config,
+        host=host,
+        addresses=tuple(addresses),
+        node=int(task) if task.isdecimal() and int(task) < 10_000 else None,
+        job=f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}.{environ.get('SLURM_STEP_ID', '')}" if job else "",
+    )
+
+
+class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignore[misc, unused-ignore]
+    """torch's interface and torch's errors over `FileRendezvousHandler`."""
+
+    def __init__(self, config: HandlerConfig, *, local_address: str | None = None) -> None:
+        self._local_address = local_address
+        self._addresses = config.addresses
+        self._timeout = timedelta(seconds=config.settings.timeout)
+        self._server: dist.TCPStore | None = None
+        self._handler = FileRendezvousHandler(config, open_master=self._open_master)
+
+    def get_backend(self) -> str:
+        return self._handler.get_backend()
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_run_id(self) -> str:
+        return self._handler.get_run_id()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # An agent that a signal ends calls no shutdown(): without this, the others would wait for its heartbeat.
+        atexit.unregister(self._handler.withdraw)
+        atexit.register(self._handler.withdraw)
+        found = _as_torch(self._handler.next_rendezvous)
+        if found.rank != 0:
+            self._server = None  # of a former round, whose workers have ended
+        address, _, port = found.master.rpartition(":")
+        return RendezvousInfo(
+            FileSystemStore(found.directory, timeout=self._timeout, folder=found.folder),
+            found.rank,
+            found.world_size,
+            RendezvousStoreInfo(address, int(port)),
+        )
+
+    def is_closed(self) -> bool:
+        return _as_torch(self._handler.is_closed)
+
+    def set_closed(self) -> None:
+        _as_torch(self._handler.set_closed)
+
+    def num_nodes_waiting(self) -> int:
+        """What makes torch's agent stop its workers and come again: the round is over.
+
+        Not the nodes that wait although the round is full: torch's agent would restart its workers for them for ever.
+        """
+        return int(_as_torch(self._handler.round_is_over))
+
+    def shutdown(self) -> bool:
+        atexit.unregister(self._handler.withdraw)
+        # torch calls this in a `finally`: with an error on its way, the workers did not end well.
+        return self._handler.shutdown(workers_done=sys.exc_info()[0] is None)
+
+    def _open_master(self) -> str:
+        self._server = None  # the former round's
+        self._server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=self._timeout)
+        address = choose_master_address(
+            given=self._local_address, reached=self._handler.reached_addresses(), candidates=self._addresses
+        )
+        return f"{address}:{self._server.port}"
+
+
+def _as_torch(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except errors.RendezvousError as error:
+        _raise_as_torch(error)
+
+
+def _raise_as_torch(error: errors.RendezvousError) -> NoReturn:
+    if isinstance(error, errors.RendezvousClosedError):
+        raise torch_rendezvous.RendezvousClosedError(str(error)) from error
+    if isinstance(error, errors.FilesystemTimeoutError):
+        raise torch_rendezvous.RendezvousConnectionError(str(error)) from error
+    if isinstance(error, errors.RendezvousTimeoutError):
+        raise torch_rendezvous.RendezvousTimeoutError(str(error)) from error
+    if isinstance(error, errors.RendezvousStateError):
+        raise RendezvousStateError(str(error)) from error
+    raise torch_rendezvous.RendezvousError(str(error)) from error
