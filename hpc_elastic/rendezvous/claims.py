@@ -33,14 +33,18 @@ Claims = Mapping[str, Sequence[str]]
 """Kind → uids, as one listing of a round's folder gave them."""
 
 
+def claim_folder(round_index: int) -> str:
+    return f"round/{round_index:06d}"
+
+
 def claim_key(round_index: int, kind: ClaimKind, uid: str) -> str:
-    return f"round/{round_index:06d}/{kind.value}+{uid}"
+    return f"{claim_folder(round_index)}/{kind.value}+{uid}"
 
 
 def read_claims(store: Store, round_index: int) -> Claims:
     """Who says what about a round: one listing."""
     found: dict[str, list[str]] = {}
-    for name in sorted(store.list(f"round/{round_index:06d}")):
+    for name in sorted(store.list(claim_folder(round_index))):
         kind, _, uid = name.partition("+")
         found.setdefault(kind, []).append(uid)
     return found

@@ -116,6 +116,16 @@ def _told_of_suspects(view: View, suspects: Sequence[str]) -> str:
     return f"no word from {', '.join(_name(node_of(uid), view) for uid in new)}: asked whether it lives"
 
 
+def rests_on_absence(view: View, proposal: Proposal) -> bool:
+    """Whether a decision says of a node that it is not there: what caches may hide has to be looked for first."""
+    if proposal.event is RoundEvent.FREEZE:
+        return bool(proposal.record.lost)
+    if proposal.event is RoundEvent.CLOSE:
+        return proposal.record.outcome is Outcome.TOO_FEW_NODES
+    lost = set(proposal.record.lost) - set(view.record.lost)
+    return proposal.event is RoundEvent.REOPEN and not view.failures and bool(lost)
+
+
 def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
     record = view.record
     present = _newest_per_node(view)

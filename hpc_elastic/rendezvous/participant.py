@@ -19,12 +19,20 @@ from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims, read_confirmed, read_failures
-from hpc_elastic.rendezvous.coordinator import Proposal, SettleFailures, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.coordinator import (
+    Proposal,
+    SettleFailures,
+    View,
+    closed_after,
+    next_proposal,
+    rests_on_absence,
+)
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.hearing import Hearing
 from hpc_elastic.rendezvous.peers import Bell, Peers
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
+from hpc_elastic.rendezvous.stirring import Stirring
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.store.base import Store, StoreWipedError
@@ -94,6 +102,8 @@ class Participant:
         self._listened = self._started_at
         self._status_since = self._started_at
         self._lost_since = self._started_at
+        self._stirring = Stirring(store, info.uid, observes=info.node == OBSERVER_NODE)
+        self._claims_seen = 0
         self._patience = rng.uniform(0.0, 0.1)
         self._ending = Ending(store, info.uid, listener, clock)
 
@@ -195,6 +205,7 @@ class Participant:
         self._flush_claims()
         self._join_if_wanted()
         progress = self._close_if_asked() or self._coordinate()
+        self._stirring.while_waiting(self._record, seen=self._claims_seen, now=self._clock.monotonic())
         if progress:
             return 0.0
         return max(0.0, min(next_beat, self._poll_delay()))
@@ -325,7 +336,11 @@ class Participant:
             return self._take_over_if_needed(record)
         if self._heartbeat.age(self._clock.monotonic()) > 0.6 * self._settings.heartbeat_ttl:
             return False  # too long without a beat of our own: others may be taking over
-        proposal = next_proposal(self._look(record), self._settings, self._settle)
+        view = self._look(record)
+        proposal = next_proposal(view, self._settings, self._settle)
+        if proposal is not None and rests_on_absence(view, proposal):
+            self._stirring.before_absence(record)
+            proposal = next_proposal(self._look(record), self._settings, self._settle)
         if proposal is None:
             return False
         self._commit(proposal)
@@ -350,6 +365,10 @@ class Participant:
             why = self._why_take_over(record)
             if not why:
                 return False
+            self._store.stir("log")
+            self._read_log()
+            if self._record is not record:
+                return True  # caches hid that somebody has gone on
             if self._bell is not None:
                 # A roll call: this node has heard none of the others, and whoever died with the coordinator is to be
                 # missed soon. The old one may live, cut off from here alone: it stays in if it answers.
@@ -385,6 +404,7 @@ class Participant:
         joinable = record.status is Status.JOINABLE
         beside = record.round - 1 if joinable else record.round + 1
         other = read_claims(self._store, beside) if beside >= 0 else {}
+        self._claims_seen = sum(map(len, (*here.values(), *other.values())))
         joined = (here if joinable else other).get("join", [])
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)

@@ -43,9 +43,10 @@ class Peers:
 
     def learn(self, uids: Iterable[str]) -> None:
         """Read about those that are not known yet, and with them about everybody new: observers want to be rung too."""
+        uids = set(uids)
         if all(uid in self._known for uid in uids) and len(self._known) > 1:
             return
-        for uid in self.all_uids():
+        for uid in sorted({*uids, *self.all_uids()}):  # a listing may still miss one whose claim was seen
             if uid not in self._known:
                 self._read(uid)
 

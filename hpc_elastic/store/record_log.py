@@ -59,6 +59,7 @@ class RecordLog:
         """
         raw = json.dumps({**value, "nonce": secrets.token_hex(8)}, separators=(",", ":"))
         if not self._store.put_if_absent(_key(number), raw):
+            self._store.stir(_FOLDER)  # so that the next look shows who was first, also where caches hid it
             return False
         if max(self._numbers(), default=number) > number:
             return False  # this process was stopped for so long that its number was free again: compacted away

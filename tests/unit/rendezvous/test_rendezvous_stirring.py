@@ -1,0 +1,104 @@
+"""Which caches are stirred when, and which decisions wait for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.rendezvous.coordinator import Proposal, View, rests_on_absence
+from hpc_elastic.rendezvous.state import Member, NodeFailure, Outcome, RoundRecord, Status
+from hpc_elastic.rendezvous.stirring import FIRST_SECONDS, LAST_SECONDS, Stirring
+from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.store.memory_store import MemoryStore
+
+RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)
+
+
+class StirredStore(MemoryStore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stirred: list[str] = []
+
+    def stir(self, folder: str) -> None:
+        self.stirred.append(folder)
+
+    def take(self) -> list[str]:
+        found, self.stirred = self.stirred, []
+        return found
+
+
+def test_what_is_waited_for_is_stirred_ever_more_rarely() -> None:
+    store = StirredStore()
+    stirring = Stirring(store, "me", observes=False)
+    times = []
+    for tenth in range(1200):
+        stirring.while_waiting(RECORD, seen=4, now=tenth / 10)
+        if store.take():
+            times.append(tenth / 10)
+    gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] == pytest.approx(FIRST_SECONDS, abs=0.11)
+    assert gaps[-1] == pytest.approx(LAST_SECONDS, abs=0.11)
+    assert len(times) == 7
+
+
+@pytest.mark.parametrize("change", ["a claim", "a record"])
+def test_a_change_starts_it_anew(change: str) -> None:
+    store = StirredStore()
+    stirring = Stirring(store, "me", observes=False)
+    for second in range(60):
+        stirring.while_waiting(RECORD, seen=4, now=second)
+    store.take()
+    record, seen = (RECORD, 5) if change == "a claim" else (RECORD.successor(waiting=1), 4)
+    stirring.while_waiting(record, seen=seen, now=60.0)
+    assert not store.take(), "only once the tick of the change is over"
+    stirring.while_waiting(record, seen=seen, now=60.0 + FIRST_SECONDS)
+    assert store.take()
+
+
+@pytest.mark.parametrize(
+    ("record", "observes", "folders"),
+    [
+        (None, False, ["log"]),
+        (RECORD, False, ["log", "gone", "round/000003", "round/000004"]),
+        (RECORD.successor(status=Status.JOINABLE), False, ["log", "gone", "round/000003", "round/000002"]),
+        (RECORD.successor(status=Status.JOINABLE, round=0), False, ["log", "gone", "round/000000"]),
+        (RECORD.successor(leader="another"), False, []),
+        (RECORD.successor(status=Status.CLOSED), False, []),
+        (RECORD.successor(status=Status.CLOSED, leader="another"), True, ["node", "bye"]),
+    ],
+    ids=["before a record", "final", "joinable", "first round", "a member", "closed", "the supervisor at the end"],
+)
+def test_who_stirs_what(record: RoundRecord | None, observes: bool, folders: list[str]) -> None:
+    store = StirredStore()
+    stirring = Stirring(store, "me", observes=observes)
+    stirring.while_waiting(record, seen=0, now=0.0)
+    stirring.while_waiting(record, seen=0, now=FIRST_SECONDS)
+    assert store.take() == folders
+
+
+FAILURE = NodeFailure(node=0, fingerprint="f", failure_class="root", retryable=True, message="m")
+
+
+@pytest.mark.parametrize(
+    ("event", "changes", "failures", "waits"),
+    [
+        (RoundEvent.FREEZE, {"status": Status.FROZEN, "lost": ()}, {}, False),
+        (RoundEvent.FREEZE, {"status": Status.FROZEN, "lost": (1,)}, {}, True),
+        (RoundEvent.REOPEN, {"status": Status.JOINABLE, "lost": (1,)}, {}, True),
+        (RoundEvent.REOPEN, {"status": Status.JOINABLE, "lost": (1,)}, {"a": FAILURE}, False),
+        (RoundEvent.REOPEN, {"status": Status.JOINABLE, "lost": ()}, {}, False),
+        (RoundEvent.CLOSE, {"status": Status.CLOSED, "outcome": Outcome.TOO_FEW_NODES}, {}, True),
+        (RoundEvent.CLOSE, {"status": Status.CLOSED, "outcome": Outcome.SUCCEEDED}, {}, False),
+        (RoundEvent.CONFIRM, {}, {}, False),
+    ],
+)  # fmt: skip
+def test_only_what_says_that_a_node_is_missing_waits(
+    event: RoundEvent, changes: dict[str, object], failures: dict[str, NodeFailure], waits: bool
+) -> None:
+    record = RECORD.successor(members=(Member("me", 0, 1),))
+    view = View(
+        record=record, joined={}, acked={}, failures=failures, done=frozenset(), leaving={}, gone=frozenset(),
+        dead=frozenset(), silent=frozenset(), answered=frozenset(), names={}, since_status=0.0, since_lost=0.0,
+    )  # fmt: skip
+    proposal = Proposal(event=event, record=record.successor(**changes), reason="")
+    assert rests_on_absence(view, proposal) is waits
