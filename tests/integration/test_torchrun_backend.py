@@ -170,7 +170,15 @@ assert raised(lambda: handler(1, no_such_key=1)) is ValueError
 found = handler(1, timeout="20").next_rendezvous()
 assert (found.rank, found.world_size) == (0, 1)
 assert found.store.add("n", 1) == 1
-import os, pathlib
+from hpc_elastic.pytorch.rendezvous_handler import config_from_parameters
+params = api.RendezvousParameters("hpcfs", sys.argv[1], "x", 1, 3, timeout=900)
+plain = config_from_parameters(params, {})
+assert (plain.node, plain.job, plain.settings.timeout) == (None, "", 900) and plain.addresses
+slurm = {"SLURM_PROCID": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
+first = config_from_parameters(params, slurm)
+again = config_from_parameters(params, {**slurm, "SLURM_RESTART_COUNT": "1"})
+assert first.node == 3 and first.job and first.job != again.job
+import pathlib
 blocked = handler(1, "blocked")
 (pathlib.Path(sys.argv[1]) / "elsewhere").mkdir()
 from hpc_elastic.rendezvous.run_folder import safe_name

@@ -29,7 +29,14 @@ class HandlerRig:
         self.pool = ThreadPoolExecutor(8)
 
     def make(
-        self, least: int = 1, most: int | None = None, *, run_id: str = "run", job: str = "", **settings: float
+        self,
+        least: int = 1,
+        most: int | None = None,
+        *,
+        run_id: str = "run",
+        job: str = "",
+        node: int | None = None,
+        **settings: float,
     ) -> FileRendezvousHandler:
         number = len(self.made)
         config = HandlerConfig(
@@ -39,6 +46,7 @@ class HandlerRig:
             max_nodes=most or least,
             settings=replace(SETTINGS, **settings),  # type: ignore[arg-type]
             job=job,
+            node=node,
             host=f"host{number}",
             addresses=("127.0.0.1",),
         )

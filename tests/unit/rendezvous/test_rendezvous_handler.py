@@ -36,6 +36,16 @@ def test_three_nodes_meet_and_share_a_store(rig: HandlerRig) -> None:
     assert not any(handler.round_is_over() for handler in handlers)
 
 
+def test_ranks_follow_the_scheduler_s_order_where_there_is_one(rig: HandlerRig) -> None:
+    rounds = rig.meet(*[rig.make(3, node=node) for node in (2, 0, 1)])
+    assert [found.rank for found in rounds] == [2, 0, 1]
+
+
+def test_a_second_agent_of_a_place_has_one_of_its_own(rig: HandlerRig) -> None:
+    rounds = rig.meet(rig.make(2, node=0), rig.make(2, node=0))
+    assert sorted(found.rank for found in rounds) == [0, 1]
+
+
 def test_a_member_that_asks_again_ends_the_round_for_all(rig: HandlerRig) -> None:
     one, other = rig.make(2), rig.make(2)
     first, _ = rig.meet(one, other)
