@@ -665,6 +665,64 @@ def test_a_coordinator_that_falls_silent_is_succeeded_and_stays_in_if_it_answers
     assert first.record.leader == second.info.uid
 
 
+def test_an_answer_rings_who_asked(store: SpyStore, clock: FakeClock) -> None:
+    first, second, third = three(store, clock)
+    for _ in range(4):
+        first.participant.heard([third.info.uid])
+        advance(clock, 1, first, third)
+    assert first.record.suspects == (second.info.uid,)
+    second.rung.clear()
+    second.settle_down()
+    assert ("10.0.0.1", 7000) in second.rung
+
+
+def test_who_is_heard_stays_in_though_its_cell_stands_still(store: SpyStore, clock: FakeClock) -> None:
+    """Its mount hangs, its workers do not: the beats come from another thread."""
+    first, second, third = three(store, clock)
+    for _ in range(60):
+        first.participant.heard([second.info.uid, third.info.uid])
+        advance(clock, 1, first, third)
+    assert first.record.round == 0
+    assert first.record.suspects == ()
+
+
+def test_who_was_asked_and_is_heard_again_stays_in_though_its_cell_stands_still(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    first, second, third = three(store, clock)
+    for second_at in range(30):
+        first.participant.heard([third.info.uid, *([second.info.uid] if second_at > 5 else [])])
+        advance(clock, 1, first, third)
+        if second_at == 5:
+            assert first.record.suspects == (second.info.uid,)
+    assert first.record.round == 0
+    assert first.record.suspects == ()
+
+
+def test_who_answers_too_late_but_is_heard_is_not_put_out_for_it(store: SpyStore, clock: FakeClock) -> None:
+    """Both looks of the coordinator fall into the same second: the deadline has passed, and its beat has come."""
+    first, second, third = three(store, clock)
+    for _ in range(4):
+        first.participant.heard([third.info.uid])
+        advance(clock, 1, first, third)
+    assert first.record.suspects == (second.info.uid,)
+    clock.now += 6
+    first.participant.heard([second.info.uid, third.info.uid])
+    first.settle_down()
+    assert first.record.round == 0
+
+
+def test_a_coordinator_that_stood_still_asks_nobody_for_that(store: SpyStore, clock: FakeClock) -> None:
+    first, second, third = three(store, clock)
+    number = first.record.number
+    clock.now += 60
+    first.settle_down()
+    assert first.record.number == number
+    first.participant.heard([second.info.uid, third.info.uid])
+    advance(clock, 2, first, second, third)
+    assert first.record.number == number
+
+
 def test_beats_go_to_the_coordinator_and_from_it_to_all(store: SpyStore, clock: FakeClock) -> None:
     first, second, _third = three(store, clock)
     assert {port for _, port in second.participant.beat_addresses()} == {7000}
@@ -781,6 +839,14 @@ def test_a_claim_rings_the_coordinator_and_a_record_rings_everybody(store: SpySt
     second.participant.confirm(0, "")
     second.settle_down()
     assert set(second.rung) == {("10.0.0.1", 7000), ("10.1.0.1", 7000)}
+
+
+def test_who_joins_rings_the_coordinator(store: SpyStore, clock: FakeClock) -> None:
+    running(store, clock)
+    late = Seat(store, clock, 2)
+    late.participant.join()
+    late.settle_down()
+    assert ("10.0.0.1", 7000) in late.rung
 
 
 def test_the_coordinator_does_not_ring_itself(store: SpyStore, clock: FakeClock) -> None:
