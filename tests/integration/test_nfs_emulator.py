@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.nfs_emulator import emulator as emulator_module
 from tests.rigs.nfs_emulator.emulator import ROOT
 
 LONG = 600.0
@@ -89,11 +90,12 @@ def test_a_listing_is_stale_within_its_time_and_fresh_once_the_folder_is_opened(
 
 
 def test_without_close_to_open_a_listing_is_stale_until_its_time_is_over(clients: Clients) -> None:
-    clients.emulator.change(close_to_open=False, directories=SOON)
+    clients.emulator.change(close_to_open=False)
     (clients.a / "old").touch()
     assert os.listdir(clients.b) == ["old"]
     (clients.a / "new").touch()
     assert os.listdir(clients.b) == ["old"]
+    clients.emulator.change(directories=SOON)
     assert eventually(lambda: len(os.listdir(clients.b)) == 2)
 
 
@@ -166,13 +168,15 @@ def test_ones_own_changes_show_at_once(clients: Clients) -> None:
 
 def test_caches_by_time_alone_hold_whatever_is_opened(clients: Clients) -> None:
     """As sshfs and other FUSE clients do."""
-    clients.emulator.change(revalidation="time", listings=SOON, missing_names=3 * SOON)
+    clients.emulator.change(revalidation="time", listings=LONG, missing_names=LONG)
     assert os.listdir(clients.b) == []
     assert not (clients.b / "new").exists()
     (clients.a / "new").touch()
     assert os.listdir(clients.b) == []
+    clients.emulator.change(listings=SOON)
     assert eventually(lambda: os.listdir(clients.b) == ["new"])
     assert not (clients.b / "new").exists(), "listed, and yet not there"
+    clients.emulator.change(missing_names=SOON)
     assert eventually((clients.b / "new").exists)
 
 
@@ -377,6 +381,19 @@ def test_operations_on_the_server_are_counted_by_kind(clients: Clients) -> None:
     clients.emulator.reset_counters()
     assert os.readlink(clients.b / "link") == os.readlink(clients.b / "link") == "text"
     assert dict(clients.emulator.counters()) == {"lookup": 1, "readlink": 1}
+
+
+# -- where there is no FUSE
+
+
+@pytest.mark.parametrize(("ci", "told"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_without_fuse_tests_are_skipped_and_fail_in_ci(
+    monkeypatch: pytest.MonkeyPatch, ci: str, told: type[BaseException]
+) -> None:
+    monkeypatch.setattr(emulator_module, "unavailable", lambda: "this machine has no FUSE (/dev/fuse)")
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(told, match="the NFS emulator can't run: this machine has no FUSE"):
+        require_fuse()
 
 
 # -- clean-up
