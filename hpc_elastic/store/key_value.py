@@ -25,6 +25,9 @@ KEPT_VERSIONS = 1024
 _PRUNE_EVERY = 256
 _FIRST_DELAY = 0.003
 _LONGEST_DELAY = 0.1
+_FRESH_SECONDS = 2.0
+_FIRST_STIR = 1.0
+_LONGEST_STIR = 30.0
 FAULT_SECONDS = 30.0
 """How long a filesystem that refuses is asked again before the caller hears of it."""
 
@@ -68,6 +71,8 @@ class KeyValueStore:
         self._clock = clock
         self._rng = rng or random.Random()
         self._never = threading.Event()
+        self._opened_at = clock.monotonic()
+        self._stirred: dict[str, float] = {}
         for part in (self._folder, self._queue_folder, self._taken_folder):
             # The folder must be there before anybody looks for something in it: a client may remember for a minute
             # that it is not.
@@ -78,7 +83,8 @@ class KeyValueStore:
         self._change(key, lambda _: value)
 
     def get(self, key: str) -> bytes | None:
-        """The value, or None."""
+        """The value, or None. Where a server's times are coarse (a second), it may be up to two seconds old."""
+        self._freshen(self._folder)
         return self._newest(_digest(key)).value
 
     def get_waiting(self, key: str, timeout: float) -> bytes:
@@ -94,7 +100,7 @@ class KeyValueStore:
         found: list[bytes] = []
 
         def there() -> bool:
-            value = self.get(key)
+            value = self._newest(_digest(key)).value
             if value is not None:
                 found.append(value)
             return bool(found)
@@ -141,6 +147,7 @@ class KeyValueStore:
 
     def check(self, keys: Iterable[str]) -> bool:
         """Whether all of them have a value."""
+        self._freshen(self._folder)
         names = self._list(self._folder)
         return all(self._newest(_digest(key), names).value is not None for key in keys)
 
@@ -161,6 +168,7 @@ class KeyValueStore:
 
     def all_keys(self) -> list[str]:
         """All keys that have a value. One read for each."""
+        self._freshen(self._folder)
         names = self._list(self._folder)
         digests = {name.partition("+")[0] for name in names if "+" in name}
         versions = (self._newest(digest, names) for digest in sorted(digests))
@@ -170,25 +178,33 @@ class KeyValueStore:
         """Put `value` at the end of the queue `key`; queues and values of the same name don't touch."""
         digest = _digest(key)
         payload = _encode(key, value)
+        number = 0
         while True:
-            number = max(_numbers(digest, self._list(self._queue_folder)), default=0) + 1
+            number = max([number, *_numbers(digest, self._list(self._queue_folder))]) + 1
             if self._put(f"{self._queue_folder}/{digest}+{number:012d}", payload):
                 return
 
     def pop(self, key: str) -> bytes | None:
         """Take the first value of the queue, which nobody else gets; None where it is empty."""
+        self._freshen(self._queue_folder)
+        return self._pop(key)
+
+    def _pop(self, key: str) -> bytes | None:
         digest = _digest(key)
-        taken = set(_numbers(digest, self._list(self._taken_folder)))
-        for number in sorted(_numbers(digest, self._list(self._queue_folder))):
-            if number in taken:
-                continue
-            name = f"{digest}+{number:012d}"
-            raw = self._read(f"{self._queue_folder}/{name}")
-            if raw is None:
-                continue  # listed, and not readable yet
-            if self._put(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
-                return _decode(number, raw).value
-        return None
+        while True:
+            taken = set(_numbers(digest, self._list(self._taken_folder)))
+            left = sorted(set(_numbers(digest, self._list(self._queue_folder))) - taken)
+            if not left:
+                return None
+            for number in left:
+                name = f"{digest}+{number:012d}"
+                raw = self._read(f"{self._queue_folder}/{name}")
+                # Listed and not readable yet: left for a later look.
+                if raw is not None and self._put(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
+                    return _decode(number, raw).value
+            # All were taken by others meanwhile, who may have put new ones there: look again.
+            self._store.stir(self._taken_folder)
+            self._clock.wait(self._never, self._rng.uniform(0, _FIRST_DELAY))
 
     def pop_waiting(self, key: str, timeout: float) -> bytes:
         """`pop`, waiting for something to take.
@@ -199,7 +215,7 @@ class KeyValueStore:
         found: list[bytes] = []
 
         def there() -> bool:
-            value = self.pop(key)
+            value = self._pop(key)
             if value is not None:
                 found.append(value)
             return bool(found)
@@ -218,8 +234,13 @@ class KeyValueStore:
         """Write what `decide` makes of the value, again and again until nobody else has written in between."""
         digest = _digest(key)
         delay = _FIRST_DELAY
+        lost = 0
         while True:
             old = self._newest(digest)
+            if old.number < lost:
+                self._store.stir(self._folder)  # somebody has created that number, and the listing is older
+                self._clock.wait(self._never, self._rng.uniform(0, delay))
+                continue
             value = decide(old.value)
             if keep_same and value == old.value:
                 return value
@@ -227,6 +248,7 @@ class KeyValueStore:
             if self._put(f"{self._folder}/{digest}+{number:012d}", _encode(key, value)):
                 self._check_not_past(digest, number, key)
                 return value
+            lost = number
             self._clock.wait(self._never, self._rng.uniform(0, delay))
             delay = min(_LONGEST_DELAY, delay * 1.5)
 
@@ -276,11 +298,25 @@ class KeyValueStore:
                     raise
             self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _LONGEST_DELAY)
 
+    def _freshen(self, folder: str) -> None:
+        """Make sure that what is polled shows some day: a change within one tick of the server's clock does not show
+        in a listing that a client has cached, until the folder changes again."""
+        now = self._clock.monotonic()
+        if now - self._stirred.get(folder, self._opened_at) >= _FRESH_SECONDS:
+            self._stirred[folder] = now
+            self._store.stir(folder)
+
     def _wait_until(self, there: Callable[[], bool], timeout: float, what: object) -> None:
         deadline = self._clock.monotonic() + timeout
         delay = _FIRST_DELAY
+        stir_after, stirred_at = _FIRST_STIR, self._clock.monotonic()
         while not there():
-            left = deadline - self._clock.monotonic()
+            now = self._clock.monotonic()
+            left = deadline - now
+            if now - stirred_at >= stir_after:
+                self._store.stir(self._folder)  # as in `_freshen`, but ever more rarely
+                self._store.stir(self._queue_folder)
+                stir_after, stirred_at = min(_LONGEST_STIR, 2 * stir_after), now
             if left <= 0:
                 raise KeyValueTimeoutError(root=self._folder, why=repr(what), seconds=timeout)
             self._clock.wait(self._never, min(left, self._rng.uniform(0.7, 1) * delay))
