@@ -85,14 +85,27 @@ def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
     return "\n".join([*lines, "```", ""])
 
 
+def rows(table: Mapping[Enum, Mapping[Enum, Enum]]) -> str:
+    """The same as a Markdown table: one row per state and event. What has no row is refused."""
+    lines = ["| state | event | next state |", "| --- | --- | --- |"]
+    lines += [
+        f"| {state.value} | {event.value} | {target.value} |"
+        for state, row in table.items()
+        for event, target in row.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
 def states_page() -> str:
     return "\n".join(
         [
             STATES_INTRODUCTION,
             "## A rendezvous\n\nWhat the log of a run's rounds says; the coordinator alone writes it.\n",
             diagram(transitions.TRANSITIONS, Status.JOINABLE),
+            rows(transitions.TRANSITIONS),
             "## An agent\n\nWhat the agent of one node is doing.\n",
             diagram(supervision.TRANSITIONS, Phase.JOINING),
+            rows(supervision.TRANSITIONS),
         ]
     )
 
