@@ -1,8 +1,8 @@
 """After the run is closed: who sees to the rest, and whether all agents have gone.
 
-One key says who sees to the rest (verdict, report, requeue, the allocation): the supervisor writes its name there as soon
-as it reads that the run is closed. Where it does not, its host is dead or cut off, and the first agent whose turn has
-come writes its own. Exactly one can.
+One key says who sees to the rest (verdict, report, requeue, the allocation): the supervisor writes its name there as
+soon as it reads that the run is closed. Where it does not, its host is dead or cut off, and the first agent whose turn
+has come writes its own. Exactly one can.
 """
 
 from __future__ import annotations
