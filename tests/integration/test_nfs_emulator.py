@@ -431,3 +431,17 @@ def test_mounts_end_with_whoever_started_them(tmp_path: Path) -> None:
         assert path in mounted()
         user.kill()
     assert eventually(lambda: path not in mounted())
+    assert eventually(lambda: not Path(path).parent.exists())
+
+
+def test_one_client_can_be_mounted_by_command(tmp_path: Path) -> None:
+    require_fuse()
+    (tmp_path / "server").mkdir()
+    argv = [sys.executable, "-m", "tests.rigs.nfs_emulator", str(tmp_path / "server"), str(tmp_path / "client")]
+    with subprocess.Popen([*argv, "--settings", '{"attributes": 60}'], cwd=ROOT) as client:
+        assert eventually(lambda: str(tmp_path / "client") in mounted(), seconds=60)
+        (tmp_path / "client/file").write_text("text")
+        assert (tmp_path / "server/file").read_text() == "text"
+        client.terminate()
+        assert client.wait(10) == 0
+    assert str(tmp_path / "client") not in mounted()

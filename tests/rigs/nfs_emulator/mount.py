@@ -6,11 +6,11 @@ import ctypes
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +22,12 @@ from tests.rigs.nfs_emulator.server import Server
 from tests.rigs.nfs_emulator.settings import Fault, MountSettings, changed_settings
 
 FILESYSTEM_TYPE = "nfs_emulator"
+_ENDED_BY_SIGNAL = 8
+"""What libfuse's fuse_main returns then (3.14); it has unmounted."""
 
 
 def serve(backing: str, mountpoint: str, *, control: str, settings: MountSettings, until_stdin_closes: bool) -> None:
-    """Mount, and serve until unmounted.
+    """Mount, and serve until unmounted, or until a signal (SIGTERM, SIGINT, SIGHUP: libfuse unmounts).
 
     Args:
         backing: The server's folder.
@@ -44,20 +46,37 @@ def serve(backing: str, mountpoint: str, *, control: str, settings: MountSetting
     if control:
         _start(_listen, control, server, client, filesystem.lock_of_mount)
     if until_stdin_closes:
-        _start(_end_with_parent, mountpoint)
+        _start(_end_with_parent, mountpoint, control)
     options = {**FUSE_OPTIONS, "subtype": FILESYSTEM_TYPE, "fsname": f"{FILESYSTEM_TYPE}-{os.getpid()}"}
-    mfusepy.FUSE(filesystem, mountpoint, **options)
+    try:
+        mfusepy.FUSE(filesystem, mountpoint, **options)
+    except RuntimeError as error:
+        if error.args != (_ENDED_BY_SIGNAL,):
+            raise
+    finally:
+        if until_stdin_closes:
+            _remove_folders(mountpoint, control)
 
 
 def _start(target: Any, *arguments: Any) -> None:
     threading.Thread(target=target, args=arguments, daemon=True).start()
 
 
-def _end_with_parent(mountpoint: str) -> None:
+def _end_with_parent(mountpoint: str, control: str) -> None:
     while os.read(0, 4096):
         pass
-    unmount(mountpoint)
+    unmount(mountpoint)  # which ends the main thread, unless requests are frozen
+    time.sleep(2)
+    _remove_folders(mountpoint, control)
     os._exit(0)
+
+
+def _remove_folders(mountpoint: str, control: str) -> None:
+    for remove, path in ((os.unlink, control), (os.rmdir, mountpoint), (os.rmdir, os.path.dirname(mountpoint))):
+        try:
+            remove(path)  # the last of several takes the folder that they lie in
+        except OSError:
+            pass
 
 
 def unmount(mountpoint: str) -> None:
@@ -117,12 +136,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--until-stdin-closes", action="store_true", help="unmount when the starting process is gone")
     options = parser.parse_args(argv)
     settings = changed_settings(MountSettings(), json.loads(options.settings))
-
-    def end(*_: object) -> None:
-        unmount(options.mountpoint)
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, end)
     serve(
         os.path.abspath(options.backing),
         os.path.abspath(options.mountpoint),
