@@ -28,7 +28,7 @@ from hpc_elastic.rendezvous.coordinator import (
     rests_on_absence,
 )
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
-from hpc_elastic.rendezvous.hearing import Hearing
+from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Bell, Peers
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
@@ -37,7 +37,7 @@ from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.store.base import Store, StoreWipedError
 from hpc_elastic.store.doorbell import Address
-from hpc_elastic.store.lease import Heartbeat, Liveness
+from hpc_elastic.store.lease import Heartbeat
 from hpc_elastic.store.record_log import RecordLog
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ class Participant:
         self._bell = bell
         self._peers = Peers(store, info, bell)
         self._heartbeat = Heartbeat(store, info.uid, interval=settings.heartbeat_interval)
-        self._liveness = Liveness(store)
-        self._hearing = Hearing()
+        self._life = LifeSigns(store, settings, clock)
         self._answered_number = 0
         self._claims: deque[tuple[str, str]] = deque()
         self._closing: tuple[Outcome, str] | None = None
@@ -98,8 +97,6 @@ class Participant:
         self._seen_joining: frozenset[str] = frozenset()
         self._record: RoundRecord | None = None
         self._started_at = clock.monotonic()
-        self._mark = self._started_at
-        self._listened = self._started_at
         self._status_since = self._started_at
         self._lost_since = self._started_at
         self._stirring = Stirring(store, info.uid, observes=info.node == OBSERVER_NODE)
@@ -165,7 +162,7 @@ class Participant:
 
     def heard(self, uids: Iterable[str]) -> None:
         """Datagrams of these have come in: they live."""
-        self._hearing.heard(uids, self._clock.monotonic())
+        self._life.heard(uids)
 
     def beat_addresses(self) -> list[Address]:
         """To whom this participant is to say, every second, that it lives: the coordinator; the coordinator to all."""
@@ -194,7 +191,7 @@ class Participant:
             StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
             RendezvousStateError: the log holds a record that this program can't read.
         """
-        now = self._listened = self._clock.monotonic()
+        now = self._life.begin_step()
         if self._epoch is None:
             self._announce(now)
         if self._heartbeat.age(now) >= self._settings.heartbeat_interval:
@@ -256,9 +253,9 @@ class Participant:
                 self._wants_in = False
         if before is None or before.lost != record.lost:
             self._lost_since = now
-        self._hearing.asked(record.suspects, now)
+        self._life.asked(record.suspects, now)
         if before is not None and before.leader != record.leader:
-            self._hearing.forget(record.leader)  # what it said before it was coordinator was not meant for all
+            self._life.forget(record.leader)  # what it said before it was coordinator was not meant for all
         self._listener.on_record(record)
 
     def _answer_if_asked(self, now: float) -> None:
@@ -374,7 +371,7 @@ class Participant:
                 # missed soon. The old one may live, cut off from here alone: it stays in if it answers.
                 suspects = tuple(sorted({m.uid for m in record.members} - {me}))
                 self._look_at(list(suspects))  # what their cells say before they are asked
-            self._hearing.forget(record.leader)
+            self._life.forget(record.leader)
         successor = record.successor(term=record.term + 1, leader=me, suspects=suspects)
         logger.info("taking over as coordinator: %s", why)
         self._append(successor, "coordinator_changed", {"round": record.round, "reason": why})
@@ -384,8 +381,8 @@ class Participant:
         """Why this node should, or nothing."""
         self._look_at([record.leader])
         turn = self._turn(record) * 0.2 + self._patience
-        unchanged = self._liveness.age(record.leader)
-        silent = self._silence(record.leader)
+        unchanged = self._life.unchanged(record.leader)
+        silent = self._life.silence(record.leader)
         if unchanged > self._settings.heartbeat_ttl + turn:
             return f"the coordinator {record.leader} has not changed its heartbeat for {unchanged:.1f} s"
         if silent is not None and silent > self._settings.beat_silence + turn:
@@ -411,9 +408,9 @@ class Participant:
         self._peers.learn(uids)
         self._look_at(sorted(uids - {self._info.uid}))
         self._seen_joining = frozenset(joined)
-        dead = frozenset(uid for uid in uids if self._is_dead(uid))
+        dead = frozenset(uid for uid in uids if self._life.is_dead(uid))
         if dead - self._dead:
-            self._lost_since = self._mark
+            self._lost_since = self._life.mark
         self._dead = dead
         return View(
             record=record,
@@ -424,57 +421,17 @@ class Participant:
             leaving=dict.fromkeys(here.get("leave", ()), "left"),
             gone=frozenset(int(n) for n in self._store.list("gone") if n.isdecimal()),
             dead=dead,
-            silent=frozenset(uid for uid in uids if self._is_silent(uid)),
-            answered=self._answered(record),
+            silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),
+            answered=self._life.answered(record.suspects),
             names=self._peers.names(),
-            since_status=self._mark - self._status_since,
-            since_lost=self._mark - self._lost_since,
+            since_status=self._life.mark - self._status_since,
+            since_lost=self._life.mark - self._lost_since,
         )
 
-    def _is_dead(self, uid: str) -> bool:
-        """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time."""
-        silent = self._silence(uid)
-        asked = self._hearing.asked_since(uid)
-        if asked is not None and self._liveness.unchanged_from(uid, asked) > self._settings.suspect_answer:
-            return silent is None or silent >= self._settings.beat_silence
-        age = self._liveness.age(uid)
-        return (age if silent is None else min(age, silent)) > self._settings.heartbeat_ttl
-
-    def _is_silent(self, uid: str) -> bool:
-        silent = self._silence(uid)
-        return silent is not None and silent > self._settings.beat_silence
-
-    def _silence(self, uid: str) -> float | None:
-        """Up to this step's begin, when all datagrams were taken in: while it blocks on a file, none are."""
-        return self._hearing.silence(uid, self._listened)
-
-    def _answered(self, record: RoundRecord) -> frozenset[str]:
-        found = set()
-        for uid in record.suspects:
-            asked = self._hearing.asked_since(uid)
-            silent = self._silence(uid)
-            if asked is None:
-                continue
-            if silent is not None and self._listened - silent > asked:
-                found.add(uid)
-            elif self._liveness.changed_since(uid, asked):
-                found.add(uid)
-                self._hearing.forget(uid)
-        return frozenset(found)
-
-    def _look_at(self, uids: list[str]) -> None:
-        """Read heartbeats; where this process itself was held up meanwhile, nobody has aged."""
-        for uid in uids:
-            self._liveness.look(uid, self._clock.monotonic())
-        now = self._clock.monotonic()
-        gap = now - self._mark
-        if gap > max(4 * self._settings.poll_interval, self._settings.heartbeat_ttl / 2):
-            logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
-            self._liveness.forgive(gap, now=now)
-            self._hearing.forgive(gap, now=now)
-            self._status_since += gap
-            self._lost_since += gap
-        self._mark = now
+    def _look_at(self, uids: Iterable[str]) -> None:
+        gap = self._life.look_at(uids)
+        self._status_since += gap
+        self._lost_since += gap
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
@@ -499,7 +456,7 @@ class Participant:
                 uid = next((m.uid for m in before.members if m.node == node), None)
                 known = self._peers.get(uid) if uid else None
                 host = known.host if known else ""
-                age = round(self._liveness.age(uid), 3) if uid else None
+                age = round(self._life.unchanged(uid), 3) if uid else None
                 self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
             if record.number % 16 == 0:
                 self._log.compact()
