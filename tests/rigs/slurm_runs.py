@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -25,8 +27,6 @@ class SlurmRuns:
         self.folder.chmod(0o755)
         uid = int(cluster.run(["id", "-u"], user=user, cwd="/").stdout)
         gid = int(cluster.run(["id", "-g"], user=user, cwd="/").stdout)
-        import os
-
         os.chown(self.folder, uid, gid)
 
     def script(self, text: str, name: str = "train.py") -> str:
@@ -97,6 +97,15 @@ class Run:
     def uid(self) -> str:
         value: str = json.loads((self.root / "run.json").read_text())["uid"]
         return value
+
+    def kill_agent(self, node: str) -> None:
+        """SIGKILL to the agent on `node` alone: not to its guardian, a fork of it with the same command line, nor to
+        the srun on the batch host, which names the agent's command too."""
+        cluster = self.runs.cluster
+        agent = re.compile(r"\A\S*python\S* -c .*hpc_elastic.* agent ")
+        pids = [pid for pid, command in cluster.node_pids(node, user=self.runs.user) if agent.search(command)]
+        assert pids, f"no agent on {node}"
+        cluster.kill_process(node, min(pids), 9)
 
     def left_on_nodes(self) -> list[str]:
         """Processes of the run's user that are still there, on any node."""

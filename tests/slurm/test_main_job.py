@@ -102,7 +102,7 @@ def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: Sl
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
     workers = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
     assert len(workers) == 1
-    assert cluster.kill_process("n3", r"hpc_elastic.* agent ", 9)
+    run.kill_agent("n3")
     log = run.wait_log(lambda log: log.count("of 4 round 1") == 4)
     assert "0 of 3 restarts used" in log
     # Looked at while the step still runs: at a step's end Slurm would clean up for us.
@@ -114,12 +114,23 @@ def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: Sl
     assert run.left_on_nodes() == []
 
 
-def test_the_agent_of_the_batch_host_and_coordinator_may_die_too(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+def test_the_agent_of_the_batch_host_and_coordinator_may_die_too(runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "3", *SHORT, *QUICK_TTL, runs.script(WAITS), "4")
     run.wait_log(lambda log: log.count("of 3 round 0") == 3)
-    assert cluster.kill_process("n1", r"hpc_elastic.* agent ", 9)
+    run.kill_agent("n1")
     run.wait_log(lambda log: log.count("of 3 round 1") == 3)
     assert run.wait_end() == "COMPLETED"
+
+
+def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """All agents of the step die with it; each is started again in a step of its own."""
+    run = runs.submit("--nodes", "3", *SHORT, *QUICK_TTL, runs.script(WAITS), "3")
+    run.wait_log(lambda log: log.count("of 3 round 0") == 3)
+    assert cluster.kill_process("n1", r"\Asrun -N3 ", 9)
+    log = run.wait_log(lambda log: "; exit code 0" in log, timeout=40)
+    assert "1 of 3 restarts used" not in log
+    assert run.wait_end() == "COMPLETED"
+    assert run.left_on_nodes() == []
 
 
 def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
