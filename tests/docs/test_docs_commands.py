@@ -49,6 +49,8 @@ def commands(page: Path) -> list[str]:
 def parse(command: str) -> None:
     """Read a command line as the CLI does. Raises UsageError where the CLI would."""
     _, name, *argv = shlex.split(command, comments=True)
+    if name in ("--help", "--version"):
+        return
     assert name in cli._SUBCOMMANDS, f"{name} is no subcommand"
     if name in ("submit", "run"):
         option_table.parse(argv, RUN_OPTIONS, refused=worker_options.REFUSED, env={})
