@@ -250,6 +250,14 @@ def test_writes_can_go_to_the_server_at_once(clients: Clients) -> None:
         assert (clients.b / "cell").read_bytes() == b"now"
 
 
+def test_what_is_not_closed_is_written_back_after_a_while(clients: Clients) -> None:
+    with open(clients.a / "log", "wb", buffering=0) as writer:
+        writer.write(b"late")
+        assert (clients.b / "log").read_bytes() == b""
+        clients.emulator.change(written_back=0.2)
+        assert eventually(lambda: (clients.b / "log").read_bytes() == b"late")
+
+
 def test_large_files_come_back_as_they_were(clients: Clients) -> None:
     data = os.urandom(1 << 20) * 10
     (clients.a / "large").write_bytes(data)

@@ -1,7 +1,7 @@
 """The real-Slurm tier: one cluster of four nodes that the session's tests share, healed after each.
 
 Where no rig can run, the tests are skipped with one line that says why; in CI (``CI=true``), or with
-``HPC_ELASTIC_REQUIRE_SLURM=1``, they fail instead.
+``HPC_ELASTIC_REQUIRE_SLURM=1``, they fail instead. ``HPC_ELASTIC_SLURM_FS=emulated`` has all of them run on emulated NFS.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.slurm_cluster import SlurmCluster, missing_prerequisites, must_run
+from tests.rigs.slurm_cluster import SlurmCluster, caches_of, missing_prerequisites, must_run
 
 _HERE = Path(__file__).parent
 _LOG_CHARACTERS = 2500
@@ -37,10 +37,25 @@ def slurm_can_run() -> None:
 
 
 @pytest.fixture(scope="session")
-def cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
+def plain_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
     """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 11 s; one for the session."""
     with SlurmCluster(4) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def emulated_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
+    """The same on emulated NFS, whose caches hold for 3 s: a mount of its own on each node and on the login host."""
+    with SlurmCluster(4, fs=caches_of(3.0)) as started:
+        yield started
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> SlurmCluster:
+    """The session's cluster whose filesystem the test's parameter names."""
+    filesystem = getattr(request, "param", os.environ.get("HPC_ELASTIC_SLURM_FS", "plain"))
+    found: SlurmCluster = request.getfixturevalue(f"{filesystem}_cluster")
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ itself caches nothing. What is modelled, after Linux's NFS client and the docume
 - names, missing names and listings hold while their directory's time is unchanged, which is asked again when its
   attributes are older than `directories` seconds, and whenever the directory is opened (close-to-open);
 - a file's attributes and contents hold for `attributes` seconds, and are asked again whenever it is opened; what is
-  written reaches the server on close, fsync or stat;
+  written reaches the server on close, fsync or stat, or after half a minute;
 - a file that another client removed or replaced is ESTALE for whoever has it open; an open by path is tried once more;
   a file removed by its own client while open becomes ``.nfsXXXX``;
 - the server's times may be coarse, and of another clock; its operations are counted, and can be made to fail, to fail
@@ -20,7 +20,7 @@ fixed), READDIRPLUS, mmap'ed shared writes. A stale name that exists no more mak
 kernel's FUSE looks first; its NFS client does not). It is evidence about the protocol, not about NFS.
 """
 
-from tests.rigs.nfs_emulator.emulator import NfsEmulator, require_fuse, unavailable
+from tests.rigs.nfs_emulator.emulator import NfsEmulator, require_fuse, tell, unavailable
 from tests.rigs.nfs_emulator.settings import Fault, MountSettings
 
-__all__ = ["Fault", "MountSettings", "NfsEmulator", "require_fuse", "unavailable"]
+__all__ = ["Fault", "MountSettings", "NfsEmulator", "require_fuse", "tell", "unavailable"]

@@ -47,6 +47,7 @@ class Node:
     data: bytearray | None = None
     target: str | None = None
     dirty: list[tuple[int, bytes]] = field(default_factory=list)
+    dirty_since: float = 0.0
     write_error: OSError | None = None
     opens: int = 0
     silly: tuple[Node, str] | None = None
@@ -265,6 +266,8 @@ class Client:
     def write(self, node: Node, data: bytes, offset: int) -> int:
         if node.data is not None:
             _patch(node.data, offset, data)
+        if not node.dirty:
+            node.dirty_since = time.monotonic()
         if node.dirty and node.dirty[-1][0] + len(node.dirty[-1][1]) == offset and len(node.dirty[-1][1]) < CHUNK:
             before = node.dirty.pop()
             node.dirty.append((before[0], before[1] + data))
@@ -291,6 +294,13 @@ class Client:
             if not keep_error:
                 raise
             node.write_error = error
+
+    def write_back_old(self) -> None:
+        """What the kernel's flusher does now and then. An error is told at the next close or fsync."""
+        before = time.monotonic() - self.settings.written_back
+        for node in list(self._nodes.values()):
+            if node.dirty and node.dirty_since <= before:
+                self._write_back(node, keep_error=True)
 
     def flush(self, node: Node) -> None:
         """At each close()."""

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,25 @@ def remove_leftovers() -> None:
         pid = source.rpartition("-")[2]
         if kind == f"fuse.{FILESYSTEM_TYPE}" and not os.path.exists(f"/proc/{pid}"):
             unmount(before.split(" ")[4].replace("\\040", " "))
+
+
+def tell(control: Path, command: Mapping[str, Any]) -> dict[str, Any]:
+    """Give the mount whose socket is `control` a command. Its answer.
+
+    Raises:
+        RuntimeError: it refused.
+        OSError: no mount listens there.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(30)
+        connection.connect(str(control))
+        with connection.makefile("rw") as stream:
+            stream.write(json.dumps(command) + "\n")
+            stream.flush()
+            answer: dict[str, Any] = json.loads(stream.readline())
+    if "error" in answer:
+        raise RuntimeError(f"{command}: {answer['error']}")
+    return answer
 
 
 class NfsEmulator:
@@ -156,16 +175,7 @@ class NfsEmulator:
         return range(self._count) if mount is None else (mount,)
 
     def _tell(self, number: int, command: dict[str, Any]) -> dict[str, Any]:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(30)
-            connection.connect(str(self._socket(number)))
-            with connection.makefile("rw") as stream:
-                stream.write(json.dumps(command) + "\n")
-                stream.flush()
-                answer: dict[str, Any] = json.loads(stream.readline())
-        if "error" in answer:
-            raise RuntimeError(f"{command}: {answer['error']}")
-        return answer
+        return tell(self._socket(number), command)
 
     def change(self, mount: int | None = None, **settings: Any) -> None:
         """Set `MountSettings` anew."""

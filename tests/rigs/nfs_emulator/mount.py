@@ -47,6 +47,7 @@ def serve(backing: str, mountpoint: str, *, control: str, settings: MountSetting
         _start(_listen, control, server, client, filesystem.lock_of_mount)
     if until_stdin_closes:
         _start(_end_with_parent, mountpoint, control)
+    _start(_write_back, client, filesystem.lock_of_mount)
     options = {**FUSE_OPTIONS, "subtype": FILESYSTEM_TYPE, "fsname": f"{FILESYSTEM_TYPE}-{os.getpid()}"}
     try:
         mfusepy.FUSE(filesystem, mountpoint, **options)
@@ -60,6 +61,13 @@ def serve(backing: str, mountpoint: str, *, control: str, settings: MountSetting
 
 def _start(target: Any, *arguments: Any) -> None:
     threading.Thread(target=target, args=arguments, daemon=True).start()
+
+
+def _write_back(client: Client, lock: threading.Lock) -> None:
+    while True:
+        time.sleep(min(1.0, max(0.05, client.settings.written_back / 6)))
+        with lock:
+            client.write_back_old()
 
 
 def _end_with_parent(mountpoint: str, control: str) -> None:

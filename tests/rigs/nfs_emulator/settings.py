@@ -30,6 +30,8 @@ class MountSettings:
     """Whether opening asks the server, and closing writes back. False: ``nocto``."""
     write_behind: bool = True
     """Whether writes wait for close, fsync or stat. False: each goes to the server at once (``sync``)."""
+    written_back: float = 30.0
+    """What waits is older than this when it goes to the server by itself (``dirty_expire_centisecs``)."""
     retry_stale: bool = True
     """Whether a path that ran into a stale handle is looked up once more, as Linux does. False: GlusterFS, libnfs."""
     granularity: float = 0.0

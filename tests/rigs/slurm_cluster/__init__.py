@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .cluster import ENDED_STATES, SlurmCluster
+from .emulated_fs import caches_of
 from .layout import RigError
 from .prerequisites import install_prerequisites, missing_prerequisites, must_run
 from .processes import CommandFailed, RigProcess
@@ -13,6 +14,7 @@ __all__ = [
     "RigError",
     "RigProcess",
     "SlurmCluster",
+    "caches_of",
     "install_prerequisites",
     "missing_prerequisites",
     "must_run",

@@ -1,6 +1,7 @@
 """The rig by hand.
 
 python -m tests.rigs.slurm_cluster up 4
+python -m tests.rigs.slurm_cluster --fs emulated up 4
 python -m tests.rigs.slurm_cluster run -- srun -N4 hostname
 python -m tests.rigs.slurm_cluster kill-node n3
 python -m tests.rigs.slurm_cluster down
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from .cluster import SlurmCluster
+from .emulated_fs import caches_of
 from .hosts import rigs_with_leftovers
 from .layout import CONTROLLER, LOGIN, USERS, RigError
 from .prerequisites import install_prerequisites, missing_prerequisites
@@ -27,6 +29,15 @@ _ME = "python -m tests.rigs.slurm_cluster"
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=_ME, description="A real Slurm of several nodes on this machine. Needs root.")
     parser.add_argument("--name", default=_DEFAULT_NAME, help="the rig's name (default: %(default)s)")
+    parser.add_argument(
+        "--fs",
+        choices=("plain", "emulated"),
+        default="plain",
+        help="for `up`: what the hosts share is one folder, or each has a caching NFS client (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--fs-caches", type=float, default=3.0, metavar="SECONDS", help="how long these trust theirs (default: 3)"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     up = commands.add_parser("up", help="start a cluster, or start it anew; it stays up until `down`")
@@ -101,6 +112,7 @@ def _up(options: argparse.Namespace) -> int:
         gpus=options.gpus,
         cred_expire=options.cred_expire,
         max_time=options.max_time,
+        fs=caches_of(options.fs_caches) if options.fs == "emulated" else None,
     )
     started = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pwd
 import re
 import signal
@@ -9,7 +10,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from . import services
-from .layout import RigError
+from .layout import LOGIN, RigError
 from .processes import command_line, owner_of, wait_until
 from .rig import HEALTHY_STATES, Rig
 
@@ -34,7 +35,7 @@ class SlurmCluster(Rig):
         accounting: Whether slurmdbd and MariaDB run.
         python: Whether jobs get a Python environment (`environment`).
         settings: Lines of slurm.conf that override the rig's own; ``None`` leaves a line out.
-        options: The other fields of `Settings`: cpus, memory_mb, gpus, cred_expire, max_time, extra_lines.
+        options: The other fields of `Settings`: cpus, memory_mb, gpus, cred_expire, max_time, fs, extra_lines.
 
     Attributes:
         layout: Where its files lie.
@@ -210,6 +211,11 @@ class SlurmCluster(Rig):
             if self._hosts.is_on(name):
                 self.heal_link(name)
             self.start_node(name, wait=False)
+        if self.settings.fs:
+            for host in (LOGIN, *self.node_names):
+                for command in ("heal", "thaw"):
+                    self.tell_client(host, command)
+                self.tell_client(host, "change", **dataclasses.asdict(self.settings.fs))
         self.cancel_all_jobs()
         for name, state in self.node_states().items():
             if state.rstrip("*") not in HEALTHY_STATES:

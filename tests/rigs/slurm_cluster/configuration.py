@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.rigs.nfs_emulator.settings import MountSettings
+
 from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, USERS, Layout
 
 
@@ -21,6 +23,7 @@ class Settings:
         gpus: GPUs that each node claims; the device files are plain ttys, enough for CUDA_VISIBLE_DEVICES.
         cred_expire: Seconds; a requeued job waits one more than these before it may start again (Slurm's default 120).
         max_time: The partition's time limit, in Slurm's words.
+        fs: Each host's own caching mount of what they share; ``None``: all see one folder, as if nothing were cached.
         slurm_conf: Lines of slurm.conf that override the rig's own; ``None`` leaves the line out.
         extra_lines: Further whole lines of slurm.conf, such as partitions.
     """
@@ -31,6 +34,7 @@ class Settings:
     gpus: int = 0
     cred_expire: int = 10
     max_time: str = "UNLIMITED"
+    fs: MountSettings | None = None
     slurm_conf: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
     extra_lines: Sequence[str] = ()
 
@@ -126,7 +130,7 @@ def hosts_file(layout: Layout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path]) -> str:
+def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path], client: Sequence[str] = ()) -> str:
     """Render the program that is process 1 of `host`.
 
     It gives the host its name, private /tmp, /var/tmp, /run and /dev/shm, and a munge daemon of its own; marks the host
@@ -136,6 +140,7 @@ def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path]) -> st
         layout: The rig's.
         host: Which host.
         mounts: Folders to bind: where to → what.
+        client: Lines that mount what the hosts share, where each has a client of its own.
     """
     binds = {Path("/etc/hosts"): layout.hosts_file, Path("/etc/slurm"): layout.etc}
     binds.update({Path("/home", user): layout.homes / user for user in USERS})
@@ -148,6 +153,8 @@ def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path]) -> st
         # A mount namespace starts with copies of all mounts; those of /run/netns would keep other hosts' networks.
         "umount --recursive --lazy /run/netns 2>/dev/null || true",
         f"echo {quote(host)} > /proc/sys/kernel/hostname",
+        "umount --all --lazy --types fuse.nfs_emulator 2>/dev/null || true",  # copies too, of other tests' mounts
+        *client,  # before /tmp is this host's own: the program may lie there
         *(f"mount --bind {quote(str(source))} {quote(str(target))}" for target, source in binds.items()),
         "mkdir -p /dev/shm",
         *(

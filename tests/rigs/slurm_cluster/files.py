@@ -9,16 +9,17 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import configuration, services
+from . import configuration, emulated_fs, services
 from .configuration import Settings
-from .layout import RIGS_FOLDER, USERS, Layout
+from .layout import CONTROLLER, RIGS_FOLDER, USERS, Layout
 from .processes import call
 
 
 def make_folders(layout: Layout) -> None:
     """Make the rig's folders and, where they don't exist, its users."""
     RIGS_FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
-    for folder in (layout.folder, layout.homes, layout.etc, layout.logs, layout.boot, layout.spool, layout.shared):
+    shared = (layout.server, layout.client, layout.homes, layout.shared)
+    for folder in (layout.folder, layout.etc, layout.logs, layout.boot, layout.spool, *shared):
         folder.mkdir()
         folder.chmod(0o755)
     for folder in (layout.munge_key.parent, layout.state):
@@ -65,4 +66,6 @@ def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[P
     database.touch(mode=0o600)
     database.write_text(configuration.slurmdbd_conf(layout))
     for host in layout.host_names:
-        (layout.boot / f"{host}.sh").write_text(configuration.boot_script(layout, host, mounts=mounts))
+        mount = emulated_fs.mount_lines(layout, host, settings.fs) if settings.fs and host != CONTROLLER else ()
+        script = configuration.boot_script(layout, host, mounts=mounts, client=mount)
+        (layout.boot / f"{host}.sh").write_text(script)

@@ -80,14 +80,28 @@ class Layout:
         return RIGS_FOLDER / self.name
 
     @property
+    def server(self) -> Path:
+        """What the hosts share: this folder itself, or on each an emulated client of it, mounted over it."""
+        return self.folder / "server"
+
+    @property
+    def client(self) -> Path:
+        """An empty folder, where each host's emulated client is mounted first."""
+        return self.folder / "client"
+
+    def client_control(self, host: str) -> Path:
+        """The socket on which the host's emulated client takes commands."""
+        return self.boot / f"{host}.mount"
+
+    @property
     def shared(self) -> Path:
         """What a cluster's scratch filesystem is: seen by all nodes, anyone may make files in it."""
-        return self.folder / "shared"
+        return self.server / "shared"
 
     @property
     def homes(self) -> Path:
         """The users' homes, bound over /home/<user> on every host."""
-        return self.folder / "home"
+        return self.server / "home"
 
     @property
     def etc(self) -> Path:

@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from . import files, services
+from tests.rigs.nfs_emulator import MountSettings
+
+from . import emulated_fs, files, services
 from .configuration import Settings
 from .hosts import Hosts, remove_namespaces
 from .layout import CONTROLLER, LOGIN, Layout, RigError
@@ -64,6 +66,7 @@ class Rig:
         except FileNotFoundError:
             raise RigError(f"no rig {name!r} is up; start one with: up 4 --name {name}") from None
         options = described["settings"]
+        options["fs"] = MountSettings(**options["fs"]) if options["fs"] else None
         settings = options.pop("slurm_conf")
         cluster = cls(described["nodes"], name=name, settings=settings, **options)
         if (folder := described["python"]) is not None:
@@ -85,6 +88,8 @@ class Rig:
         else:
             self._lock = RigLock(self._name)
         try:
+            if self.settings.fs:
+                emulated_fs.require()
             self._remove_everything()
             files.make_folders(self.layout)
             with ThreadPoolExecutor(2) as pool:
@@ -180,6 +185,14 @@ class Rig:
     def shared(self) -> Path:
         """A folder at the same path on all hosts and outside, where every user may make files (mode 1777)."""
         return self.layout.shared
+
+    def tell_client(self, host: str, command: str, **arguments: object) -> dict[str, Any]:
+        """Give a host's emulated client a command: change, fail, heal, freeze, thaw, drop_caches, counters …
+
+        Raises:
+            RigError: the rig has no emulated filesystem, or the host is off.
+        """
+        return emulated_fs.tell_client(self.layout, host, command, **arguments)
 
     def home(self, user: str) -> Path:
         """The user's home as seen from outside; on every host it is /home/<user>."""
