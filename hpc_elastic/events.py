@@ -17,6 +17,8 @@ from typing import Any
 
 from hpc_elastic.atomic_file import json_text, make_private_dir
 from hpc_elastic.clock import Clock
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.file_thread import FileThread
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
@@ -25,8 +27,24 @@ _KEPT_WHEN_DISK_IS_FULL = 1000
 class EventLog:
     """One writer. A full disk stops the record, never the training: lines wait in memory and are written later."""
 
-    def __init__(self, folder: Path, *, role: str, host: str, node: int, uid: str, clock: Clock) -> None:
-        make_private_dir(folder)
+    def __init__(
+        self, folder: Path, *, role: str, host: str, node: int, uid: str, clock: Clock, files: FileThread | None = None
+    ) -> None:
+        """Create the file.
+
+        Args:
+            folder: Made where it is missing.
+            role: ``supervisor`` or ``agent``.
+            host: Whose wall clock it is.
+            node: Node index.
+            uid: What tells this writer from an earlier one of the same role and node.
+            clock: For the lines' times.
+            files: The thread that writes, for a caller that must not wait for a disk; without, `write` writes itself.
+
+        Raises:
+            UnsafePathError, OSError: as `make_private_dir` and open; with `files` nothing is raised, ever.
+        """
+        self._folder = folder
         self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
         self._clock = clock
         self._head = {"host": host, "node": node, "role": role}
@@ -34,10 +52,20 @@ class EventLog:
         self._waiting: deque[bytes] = deque(maxlen=_KEPT_WHEN_DISK_IS_FULL)
         self._dropped = 0
         self._offset = 0
+        self._fd = -1
+        self._files = files
+        self._flush_is_due = False
+        if files is None:
+            self._open()
+        else:
+            files.post(self._open)
+
+    def _open(self) -> None:
+        make_private_dir(self._folder)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append one event. Never raises for the disk's sake."""
+        """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
         line = {
             "v": SCHEMA_VERSION,
             "t": self._clock.time_ns(),
@@ -51,11 +79,21 @@ class EventLog:
         if len(self._waiting) == self._waiting.maxlen:
             self._dropped += 1
         self._waiting.append(raw)
-        self._flush()
+        if self._files is None:
+            self._flush()
+        elif not self._flush_is_due:
+            self._flush_is_due = True
+            self._files.post(self._flush)
 
     def _flush(self) -> None:
         # Not O_APPEND: it loses records on NFS and CephFS. One writer knows its own offset.
-        while self._waiting:
+        self._flush_is_due = False
+        if self._fd < 0 and self._files is not None:
+            try:
+                self._open()  # it could not be made before
+            except (OSError, UnsafePathError):
+                return
+        while self._waiting and self._fd >= 0:
             raw = self._waiting[0]
             try:
                 written = os.pwrite(self._fd, raw, self._offset)
@@ -64,15 +102,31 @@ class EventLog:
             if written != len(raw):
                 return  # the disk filled up in mid-line; the same bytes are written again at the same offset
             self._offset += written
-            self._waiting.popleft()
+            if self._waiting and self._waiting[0] is raw:  # else it was pushed out meanwhile, and counted as dropped
+                self._waiting.popleft()
 
-    def close(self) -> None:
+    def close(self, *, within: float = 5.0) -> None:
+        """Write what waits.
+
+        Args:
+            within: Seconds; where there is a thread of files. What a disk that hangs has not taken by then is lost.
+        """
+        if self._files is None:
+            self._close()
+            return
+        try:
+            self._files.do(self._close, within=within)
+        except OSError:
+            pass
+
+    def _close(self) -> None:
         if self._fd >= 0:
             self._flush()  # first, so that what follows pushes out nothing
+            self._files = None
             if self._dropped:
                 self.write("events_dropped", count=self._dropped)
-            os.close(self._fd)
-            self._fd = -1
+            fd, self._fd = self._fd, -1
+            os.close(fd)
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:

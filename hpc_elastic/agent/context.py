@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hpc_elastic.agent.local_workers import Place, Pump
 from hpc_elastic.agent.signals import SignalQueue
@@ -12,6 +12,7 @@ from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
+from hpc_elastic.file_thread import FileThread
 from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.rendezvous.coordination import Coordination
@@ -44,3 +45,5 @@ class AgentContext:
     """Local rank → what of its output goes to the job log."""
     helpers: Callable[[], AbstractSet[int]]
     """Pids of the agent's own helpers, which are no workers."""
+    files: FileThread = field(default_factory=FileThread)
+    """For whatever the loop has to do with files: it never touches them itself."""

@@ -50,6 +50,11 @@ def finish_attempt(run_dir: str, attempt: int, environ: Mapping[str, str]) -> No
     """Have the supervisor's last duties done, in a process of their own: an agent knows nothing of Slurm's commands."""
     argv = own_command("batch", "--finish", str(attempt), run_dir)
     try:
-        subprocess.run(argv, env=dict(environ), stdin=subprocess.DEVNULL, timeout=FINISH_SECONDS, check=False)
+        process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+        try:
+            process.wait(FINISH_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: a hung mount holds it whatever it is sent
+            raise
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.error("seeing to the end of the attempt failed: %s", error)

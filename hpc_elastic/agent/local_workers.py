@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hpc_elastic.agent.ranks import RankLayout
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.failures.cgroup import oom_kill_count
 from hpc_elastic.failures.classify import Category
-from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_failure, write_evidence
-from hpc_elastic.processes.spawn import ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
+from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_exit, describe_failure, write_evidence
+from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.run_paths import AttemptPaths, RankPaths
 
+logger = logging.getLogger(__name__)
+
+FOLDERS_SECONDS = 60.0
+"""How long a filesystem is waited for that hangs just when workers are to be started."""
+EVIDENCE_SECONDS = 10.0
+"""For reading what failed workers left, and writing it down."""
+HURRIED_SECONDS = 2.0
+"""The same when this node is to end."""
 DRAIN_SECONDS = 0.5
 """How long the last words of an ended worker are waited for; a descendant may hold its pipes open."""
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
+
+
+T = TypeVar("T")
 
 
 class Pump(Protocol):
@@ -55,7 +68,11 @@ class Place:
 
 
 class LocalWorkers:
-    """One group of worker processes. All methods are for the main thread; none but `describe_failures` blocks."""
+    """One group of worker processes. All methods are for the main thread.
+
+    None waits for files but `start` and the two that describe failures: so long as said above, and not when this node
+    is to end.
+    """
 
     def __init__(
         self,
@@ -68,6 +85,8 @@ class LocalWorkers:
         clock: Clock,
         shown: Callable[[int], Std],
         excluding: Callable[[], AbstractSet[int]],
+        files: FileThread,
+        is_ending: Callable[[], bool],
     ) -> None:
         """Args:
         place: Where this is.
@@ -78,6 +97,8 @@ class LocalWorkers:
         clock: For all times.
         shown: Local rank → what of its output goes to the job log.
         excluding: Pids that are no workers, asked for when the group is ended.
+        files: Touches the files.
+        is_ending: Whether this node is to end: nothing is waited for any more.
         """
         self.round = round_index
         self.layout = layout
@@ -87,6 +108,8 @@ class LocalWorkers:
         self._clock = clock
         self._shown = shown
         self._excluding = excluding
+        self._files = files
+        self._is_ending = is_ending
         self._slots: list[_Slot] = []
         self._stopper: GroupStopper | None = None
         self._started_at = clock.monotonic()
@@ -110,10 +133,10 @@ class LocalWorkers:
             WorkerStartError: one could not be; the others, if any, run and are to be stopped.
             OSError: their folders could not be made.
         """
-        make_private_dir(self._place.attempt.round_dir(self.round))
+        self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._is_ending)
+        deadline = self._clock.monotonic() + EXEC_WAIT_S
         for local_rank, global_rank in enumerate(self.layout.global_ranks):
             paths = self.paths_of(local_rank)
-            make_private_dir(paths.root)
             process = start_worker(
                 argv=argv,
                 env=environment(local_rank, str(paths.error_file)),
@@ -121,6 +144,7 @@ class LocalWorkers:
                 inherited=self._inherited,
                 clock=self._clock,
                 pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
+                exec_wait=deadline - self._clock.monotonic(),
             )
             self._slots.append(_Slot(local_rank, global_rank, process, paths))
             self._pump.add(
@@ -130,6 +154,11 @@ class LocalWorkers:
                 stderr=paths.stderr,
                 shown=self._shown(local_rank),
             )
+
+    def _make_folders(self) -> None:
+        make_private_dir(self._place.attempt.round_dir(self.round))
+        for local_rank in range(self.layout.local_world_size):
+            make_private_dir(self.paths_of(local_rank).root)
 
     def paths_of(self, local_rank: int) -> RankPaths:
         return self._place.attempt.rank(self.round, self.layout.first_rank + local_rank)
@@ -199,17 +228,32 @@ class LocalWorkers:
     def describe_failures(self) -> list[WorkerFailure]:
         """Gather and write the evidence of all who ended badly. When they have ended; waits for their last words."""
         kills = (oom_kill_count() or 0) - self._oom_kills
-        found = []
-        for slot in self._slots:
-            if not self._is_failure(slot) and not self._fell_while_stopping(slot):
-                continue
-            assert slot.exit is not None
-            self._pump.drained(slot.process.pid, DRAIN_SECONDS)
-            facts = self._facts(slot, slot.exit, kills)
-            failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
-            write_evidence(failure, slot.paths.error_file)
-            found.append(failure)
-        return found
+        told = [
+            (slot, self._facts(slot, slot.exit, kills))
+            for slot in self._slots
+            if slot.exit is not None and (self._is_failure(slot) or self._fell_while_stopping(slot))
+        ]
+        if not told:
+            return []
+        try:
+            return self._on_disk(lambda: [self._gather(slot, facts) for slot, facts in told])
+        except FilesystemHangsError as error:
+            logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
+            return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in told]
+
+    def _gather(self, slot: _Slot, facts: ExitFacts) -> WorkerFailure:
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
+        write_evidence(failure, slot.paths.error_file)
+        return failure
+
+    def _on_disk(self, action: Callable[[], T]) -> T:
+        hurried = self._is_ending()
+        return self._files.do(
+            action,
+            within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
+            unless=None if hurried else self._is_ending,
+        )
 
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
@@ -232,7 +276,7 @@ class LocalWorkers:
             retryable=retryable,
             error_file=str(paths.error_file),
         )
-        write_evidence(failure, paths.error_file)
+        self._files.post(lambda: write_evidence(failure, paths.error_file))
         return failure
 
     def quick_word(self) -> str:

@@ -25,9 +25,11 @@ from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attemp
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.events import EventLog
+from hpc_elastic.file_thread import FileThread
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.guardian import end_strangers, start_guardian
+from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
 from hpc_elastic.processes.spawn import prepare_agent_process
@@ -51,6 +53,7 @@ CLOSE_LOGS_SECONDS = 5.0
 def agent_main(argv: Sequence[str]) -> int:
     """Run the agent of this node. Returns its exit code; 2 where the run can't be read from here."""
     inherited = prepare_agent_process()
+    pipes = output_pipes()
     options = _parse(argv)
     if options.launcher_pid is not None and not _end_with(options.launcher_pid):
         return 128 + signal.SIGHUP
@@ -63,23 +66,25 @@ def agent_main(argv: Sequence[str]) -> int:
     clock = SystemClock()
     uid = new_uid(node, host, clock)
     tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
+    settings = rendezvous_settings(spec, attempt)
+    secret = read_bytes(paths.secret, limit=4096) if settings.doorbell else b""
     guardian = start_guardian(tag)
     left = end_strangers(tag, clock=clock)
 
+    # From here on this thread touches no file of the run: `files` does, which may hang.
+    files = FileThread(clock=clock)
     signals = SignalQueue([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
     job_log = JobLog(1)
     _log_to(job_log, host)
     for proc in left:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
     pump = LogPump(host=host, clock=clock, job_log=job_log)
-    events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock)
+    events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock, files=files)
     events.write("agent_started", pid=os.getpid(), version=__version__)
 
     local = attempt.cluster == "local"
-    settings = rendezvous_settings(spec, attempt)
     doorbell = None
     if settings.doorbell:
-        secret = read_bytes(paths.secret, limit=4096)
         doorbell = Doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=LOOPBACK if local else "0.0.0.0")
     info = NodeInfo(
         uid=uid,
@@ -111,6 +116,7 @@ def agent_main(argv: Sequence[str]) -> int:
         spec.entrypoint.python,
         log_path=attempt_paths.root / f"store-host-{node:05d}.log",
         environ={**env, TAG_VARIABLE: str(tag)},
+        files=files,
     )
     redirects = parse_std_streams(spec.redirects, option="--redirects")
     tee = parse_std_streams(spec.tee, option="--tee")
@@ -142,13 +148,17 @@ def agent_main(argv: Sequence[str]) -> int:
                 local_rank, redirects=redirects, tee=tee, only_local_ranks=spec.local_ranks_filter
             ),
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()),
+            files=files,
         )
     )
     code = agent.run()
-    pump.close(CLOSE_LOGS_SECONDS)
-    job_log.close(CLOSE_LOGS_SECONDS)
-    events.close()
+    is_clean = pump.close(CLOSE_LOGS_SECONDS)
+    events.close(within=CLOSE_LOGS_SECONDS)
+    is_clean &= files.settle(0.0)
+    is_clean &= job_log.close(CLOSE_LOGS_SECONDS)
     guardian.release()
+    if not is_clean:
+        leave_hung_threads(code, pipes)
     return code
 
 

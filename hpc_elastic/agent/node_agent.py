@@ -25,6 +25,7 @@ from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.file_thread import FilesystemHangsError
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 KILL_RESERVE = 2.0
 """Seconds kept of Slurm's KillWait for writing evidence after the workers have ended."""
 LAST_WORDS_SECONDS = 5.0
+FIND_TORCH_SECONDS = 60.0
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -122,6 +124,10 @@ class NodeAgent:
                 self._ended_by = number
                 self._close(Outcome.CANCELLED, f"{number.name} on {self._.place.host}")
                 self._happens(Event.LEAVE, f"{number.name} received")
+
+    def _is_ending(self) -> bool:
+        """Whether a signal has come that ends this node: handled already, or the next thing to be."""
+        return self._ended_by is not None or self._.signals.holds(_ENDING_SIGNALS)
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._.coordination.ask(lambda participant: participant.close(outcome, reason))
@@ -258,7 +264,10 @@ class NodeAgent:
             reached=list(c.doorbell.reached) if c.doorbell else (),
             candidates=c.info.addresses,
         )
-        serves = c.torch_available()
+        try:
+            serves = c.files.do(c.torch_available, within=FIND_TORCH_SECONDS, unless=self._is_ending)
+        except FilesystemHangsError:
+            serves = False  # then rank 0 does
         address, port = c.store_server.bind(host, c.spec.master_port)
         return f"{address} {port} {int(serves)}"
 
@@ -294,6 +303,8 @@ class NodeAgent:
             clock=c.clock,
             shown=c.shown,
             excluding=lambda: c.helpers() | self._unendable,
+            files=c.files,
+            is_ending=self._is_ending,
         )
         self._workers = workers
         self._swept = False

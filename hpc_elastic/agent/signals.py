@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from types import FrameType
 
 
@@ -40,6 +40,14 @@ class SignalQueue:
             except ValueError:
                 continue  # a real-time signal without a name
         return found
+
+    def holds(self, numbers: Container[signal.Signals]) -> bool:
+        """Whether one of `numbers` has come since the last `take`, which still returns it."""
+        try:
+            raw = self._read.recv(4096, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return any(number in numbers for number in raw)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

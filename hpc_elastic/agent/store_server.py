@@ -25,17 +25,21 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.file_thread import FileThread
+
+T = TypeVar("T")
 
 _MESSAGE_LIMIT = 65536
 _BACKLOG = 65535  # the kernel caps it at net.core.somaxconn
 _RELEASE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
+_LOG_SECONDS = 2.0
 _HOST_PROGRAM = Path(__file__).resolve().parent.parent / "pytorch" / "store_host.py"
 _FIND_TORCH = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; import importlib.util as u; s = u.find_spec('torch'); "
@@ -78,11 +82,15 @@ class StoreServer:
         python: An interpreter that has torch.
         log_path: Where the process' own output goes (0600; removed by `close` while empty); its folder exists.
         environ: The process' environment: the agent's own, with the run's tag.
+        files: The thread that opens and reads the log; without, the caller's own does.
     """
 
-    def __init__(self, python: str, *, log_path: Path, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, python: str, *, log_path: Path, environ: Mapping[str, str], files: FileThread | None = None
+    ) -> None:
         self._python = python
         self._log_path = log_path
+        self._files = files
         self._environ = {
             **environ,
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # no accelerator is needed here
@@ -196,18 +204,28 @@ class StoreServer:
         self._end()
         self._readable.close()
         try:
-            if os.lstat(self._log_path).st_size == 0:
-                os.unlink(self._log_path)
+            self._on_disk(self._remove_empty_log)
         except OSError:
             pass  # none was made, or it lies on a disk that has other worries
+
+    def _on_disk(self, action: Callable[[], T]) -> T:
+        return action() if self._files is None else self._files.do(action, within=_LOG_SECONDS)
+
+    def _remove_empty_log(self) -> None:
+        if os.lstat(self._log_path).st_size == 0:
+            os.unlink(self._log_path)
+
+    def _open_log(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(self._log_path, flags, 0o600)
 
     def _start(self) -> bool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [self._python, str(_HOST_PROGRAM), "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         try:
-            log = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            log = self._on_disk(self._open_log)
         except OSError:
-            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)  # a full disk must not stop the training
+            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)  # such a disk must not stop the training
         try:
             # Neither the agent's pipes (srun waits for their end) nor its terminal, session or signals.
             self._process = subprocess.Popen(
@@ -271,10 +289,13 @@ class StoreServer:
         self._shut_port()
 
     def _log_tail(self) -> str:
-        try:
+        def read() -> str:
             with open(self._log_path, "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
-                text = log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
+                return log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
+
+        try:
+            text = self._on_disk(read)
         except OSError:
             return ""
         return f": {text.splitlines()[-1]}" if text else ""

@@ -66,6 +66,19 @@ def describe_failure(*, facts: ExitFacts, error_file: Path | str, stderr_log: Pa
         )
 
 
+def describe_exit(facts: ExitFacts, problem: str) -> WorkerFailure:
+    """What the agent saw itself, where files can't be asked.
+
+    Args:
+        facts: What it saw.
+        problem: Why there is no evidence.
+    """
+    message = _exit_message(facts, None)
+    return _build(
+        facts, None, message=message, source=EvidenceSource.EXIT, error_file="", stderr_tail="", problem=problem
+    )
+
+
 def read_failure(error_file: Path | str, *, facts: ExitFacts) -> WorkerFailure | None:
     """Read error.json back, whoever wrote it.
 

@@ -36,6 +36,7 @@ _IGNORED = (
 )
 _BOUND_S = 10.0
 _LOOK_S = 0.02
+_LOOK_AT_AGENT_S = 1.0
 _GUARDIANS_OWN_TIME_S = 1.0
 _LEAVE = b"."
 
@@ -136,7 +137,11 @@ def _agent_died(agent: int, control: int) -> bool:
         return True
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
-    poll.poll()
+    while not poll.poll(_LOOK_AT_AGENT_S * 1000):
+        # A thread that a hung mount holds keeps a dead agent's descriptors open, and its pidfd quiet.
+        proc = tree.look_at(agent)
+        if proc is None or proc.is_dead:
+            return True
     os.set_blocking(control, False)
     try:
         return os.read(control, 1) != _LEAVE

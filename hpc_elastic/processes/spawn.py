@@ -32,7 +32,7 @@ _LARGEST_PIPE = 1 << 20
 # A user without privileges may hold 64 MiB of pipes (fs.pipe-user-pages-soft); past that, *every* new pipe of theirs
 # has one page, the training script's own included. So an agent takes a quarter of it at most.
 _ALL_PIPES = 16 << 20
-_EXEC_WAIT_S = 10.0
+EXEC_WAIT_S = 5.0
 _LOST_STATUS = 255
 
 
@@ -178,6 +178,7 @@ def start_worker(
     inherited: Inherited,
     clock: Clock,
     pipe_bytes: int = _LARGEST_PIPE,
+    exec_wait: float = EXEC_WAIT_S,
 ) -> WorkerProcess:
     """Start one worker. Call it from the main thread: the parent-death signal comes when the *forking thread* ends.
 
@@ -188,6 +189,7 @@ def start_worker(
         inherited: What `prepare_agent_process` gave.
         clock: For `started_ns` and `ExitStatus.noticed_ns`.
         pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
+        exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
 
     Raises:
         WorkerStartError: no such command, not executable, no such `cwd`, no process or descriptor left …
@@ -209,7 +211,7 @@ def start_worker(
         for fd in (stdout_w, stderr_w, error_w):
             opened.remove(fd)
             os.close(fd)
-        _check_started(error_r, pid, argv[0], cwd)
+        _check_started(error_r, pid, argv[0], cwd, exec_wait)
         opened.remove(error_r)
         os.close(error_r)
         pidfd = _open_pidfd(pid, argv[0])
@@ -355,12 +357,12 @@ def _exec_first(paths: list[str], argv: Sequence[str], env: dict[str, str]) -> t
     return told
 
 
-def _check_started(error_r: int, pid: int, command: str, cwd: str) -> None:
+def _check_started(error_r: int, pid: int, command: str, cwd: str, exec_wait: float) -> None:
     # The pipe closes itself when the program is executed. A program on a hung mount would keep us here: after a while
     # the worker counts as started, and is watched like any other.
     poll = select.poll()
     poll.register(error_r, select.POLLIN)
-    if not poll.poll(_EXEC_WAIT_S * 1000):
+    if not poll.poll(max(0.0, exec_wait) * 1000):
         return
     raw = os.read(error_r, 65536)
     if not raw:
