@@ -235,6 +235,7 @@ class KeyValueStore:
         digest = _digest(key)
         delay = _FIRST_DELAY
         lost = 0
+        certain = False
         while True:
             old = self._newest(digest)
             if old.number < lost:
@@ -243,7 +244,12 @@ class KeyValueStore:
                 continue
             value = decide(old.value)
             if keep_same and value == old.value:
-                return value
+                if certain:
+                    return value
+                # What a cached listing hides must not decide: no create follows here that would fail on it.
+                self._store.stir(self._folder)
+                certain = True
+                continue
             number = old.number + 1
             if self._put(f"{self._folder}/{digest}+{number:012d}", _encode(key, value)):
                 self._check_not_past(digest, number, key)

@@ -61,8 +61,10 @@ class RecordLog:
         if not self._store.put_if_absent(_key(number), raw):
             self._store.stir(_FOLDER)  # so that the next look shows who was first, also where caches hid it
             return False
-        if max(self._numbers(), default=number) > number:
-            return False  # this process was stopped for so long that its number was free again: compacted away
+        if max(self._numbers(), default=number) >= number + KEPT_RECORDS:
+            # This process was stopped for so long that its number was free again: compacted away. Fewer newer ones are
+            # those of others who have already built on this record.
+            return False
         self._newest = LogRecord(number, _decode(raw))
         return True
 

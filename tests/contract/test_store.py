@@ -1,17 +1,16 @@
-"""One suite for every `Store`: in memory, and as files by symlinks, by hard links, and by exclusive creation alone; on
-this machine's disk, and on emulated NFS, where each participant has a mount of its own."""
+"""The suite of all stores (`store_suite`) in memory, and as files by symlinks, by hard links, and by exclusive creation
+alone, on this machine's disk and on emulated NFS, where each participant has a mount of its own; then what `FileStore`
+makes of filesystems that refuse, lose replies, or hold what others put there."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import multiprocessing
 import os
 import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,9 +21,10 @@ import pytest
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.store import file_store
-from hpc_elastic.store.base import Store, StoreError, StoreFullError, fits_key
+from hpc_elastic.store.base import StoreError, StoreFullError, fits_key
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.memory_store import MemoryStore
+from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject, wait_for_second
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
@@ -146,17 +146,15 @@ def emulators(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Mo
 
 
 @pytest.fixture(params=("memory", *KINDS, *NFS))
-def open_store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], Store]]:
-    """Opens the same store for one participant after another, on NFS on one mount after another."""
+def subject(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    """The same store for one participant after another, on NFS on one mount after another."""
     if request.param == "memory":
         shared = MemoryStore()
-        yield lambda: shared
+        yield Subject(open=lambda: shared)
         return
     if request.param in KINDS:
         monkeypatch.setattr(file_store, "os", filesystem(request.param))
-        yield lambda: FileStore(tmp_path / "store", clock=SystemClock())
+        yield Subject(open=lambda: FileStore(tmp_path / "store", clock=SystemClock()))
         return
     kind, settings = NFS[request.param]
     monkeypatch.setattr(file_store, "os", filesystem(kind))
@@ -166,205 +164,25 @@ def open_store(
     if "lost replies" in request.param:
         for operation in ("symlink", "link"):
             emulator.fail("EIO", operation, done=True)  # all of them
-    yield lambda: FileStore(next(mounts) / name, clock=SystemClock())
+    coarse = settings.granularity == 1.0
+    yield Subject(
+        open=lambda: FileStore(next(mounts) / name, clock=SystemClock()),
+        **({"tick": wait_for_second} if coarse else {}),
+    )
     emulator.heal()
 
 
-@pytest.fixture
-def tick(request: pytest.FixtureRequest) -> Callable[[], None]:
-    """Waits until the server's clock tells another time: what changes within one tick may go unnoticed."""
-    coarse = str(request.node.callspec.params["open_store"]).endswith("times of 1 s")
-    return lambda: time.sleep(1.01 - time.time() % 1) if coarse else None
-
-
-@pytest.fixture
-def store(open_store: Callable[[], Store]) -> Store:
-    return open_store()
-
-
-# -- values that are written once
-
-
-def test_a_key_has_no_value_before_it_is_put(store: Store) -> None:
-    assert store.get("log/1") is None
-    assert store.list("log") == []
-    assert store.list("round/000001") == []
-
-
-def test_the_first_value_holds_for_ever(open_store: Callable[[], Store]) -> None:
-    first, second = open_store(), open_store()
-    assert first.put_if_absent("log/1", "mine") is True
-    assert second.put_if_absent("log/1", "yours") is False
-    assert first.get("log/1") == second.get("log/1") == "mine"
-    assert first.put_if_absent("log/1", "mine") is True, "the same caller's second try"
-    assert first.put_if_absent("log/1", "other") is False
+class TestAnyStore(StoreSuite):
+    """In memory, on this machine's disk, on emulated NFS."""
 
 
 @pytest.mark.parametrize(
-    "value",
-    [
-        "x",
-        "two words",
-        "ends with a space ",
-        "grüße 東京 🎉",
-        "a/b/../c",
-        "line\nbreak\ttab",
-        '{"json": [1, 2, "\\u0000"]}',
-        "not UTF-8: \udcff",
-        "s" * 880,
-        "m" * 1000,
-        "ü" * 450,
-        "l" * 200_000,
-    ],
-    ids=lambda value: f"{len(value)}:{value[:8]!r}",
+    "subject",
+    [*KINDS, "nfs: symlinks, 3 s", "nfs: exclusive creation, 3 s", "nfs: symlinks, 60 s, lost replies"],
+    indirect=True,
 )
-def test_values_come_back_as_they_were(open_store: Callable[[], Store], value: str) -> None:
-    assert open_store().put_if_absent("kv/a", value)
-    assert open_store().get("kv/a") == value
-    assert not open_store().put_if_absent("kv/a", value + "!")
-
-
-def test_what_somebody_puts_shows_also_where_a_look_had_found_nothing(
-    open_store: Callable[[], Store], tick: Callable[[], None]
-) -> None:
-    """NFS clients remember what was not there, folders too, up to a minute."""
-    writer, reader = open_store(), open_store()
-    for number in range(2):
-        folder = f"round/{number}"
-        assert reader.list(folder) == []
-        assert reader.get(f"{folder}/a") is None
-        tick()
-        writer.put_if_absent(f"{folder}/a", "v")
-        assert reader.list(folder) == ["a"]
-        assert reader.get(f"{folder}/a") == "v"
-    for number in range(2):
-        assert reader.get(f"kv/{number}") is None
-        assert reader.version(f"hb/{number}") is None
-        tick()
-        writer.put_if_absent(f"kv/{number}", "v")
-        writer.overwrite(f"hb/{number}", "v")
-        assert reader.get(f"kv/{number}") == "v"
-        assert reader.version(f"hb/{number}") is not None
-
-
-def test_a_listing_after_a_stir_misses_nothing(open_store: Callable[[], Store]) -> None:
-    """Although a server's times may tick so slowly that a folder looks unchanged."""
-    writer, reader = open_store(), open_store()
-    for number in range(10):
-        reader.list("log")
-        writer.put_if_absent(f"log/{number}", "v")
-        reader.stir("log")
-        assert len(reader.list("log")) == number + 1
-    assert reader.list("log") == reader.list("log"), "and leaves nothing"
-
-
-def test_a_listing_holds_the_names_of_one_folder(store: Store) -> None:
-    for key in ("round/000001/join+a", "round/000001/join+b", "round/000002/ack+a", "node/a"):
-        store.put_if_absent(key, "v")
-    store.overwrite("hb/a", "1")
-    assert sorted(store.list("round/000001")) == ["join+a", "join+b"]
-    assert sorted(store.list("round/000002")) == ["ack+a"]
-    assert sorted(store.list("round")) == ["000001", "000002"]
-    assert store.list("hb") == ["a"]
-
-
-def test_deleted_keys_are_gone_and_may_be_deleted_again(store: Store) -> None:
-    store.put_if_absent("log/1", "v")
-    store.put_if_absent("log/2", "v")
-    store.delete("log/1")
-    store.delete("log/1")
-    store.delete("nosuch/1")
-    assert store.get("log/1") is None
-    assert store.list("log") == ["2"]
-
-
-# -- cells
-
-
-def test_cells_hold_what_was_written_last(open_store: Callable[[], Store], tick: Callable[[], None]) -> None:
-    owner, reader = open_store(), open_store()
-    for value in ("0 abcd", "1 abcd", "10 abcd", "a longer text than before", "short"):
-        tick()
-        owner.overwrite("hb/a", value)
-        assert reader.get("hb/a") == value
-
-
-def test_a_cell_changes_with_each_write_and_with_nothing_else(
-    open_store: Callable[[], Store], tick: Callable[[], None]
-) -> None:
-    owner, reader = open_store(), open_store()
-    assert reader.version("hb/a") is None
-    seen = set()
-    for count in range(3):
-        tick()
-        owner.overwrite("hb/a", f"{count} abcd")
-        now = reader.version("hb/a")
-        assert now is not None
-        assert now == reader.version("hb/a")
-        seen.add(now)
-    assert len(seen) == 3
-    before = reader.version("hb/a")
-    owner.overwrite("hb/b", "0 abcd")
-    owner.put_if_absent("hb/c", "x")
-    assert reader.version("hb/a") == before
-
-
-# -- races
-
-
-def test_exactly_one_of_eight_threads_wins(open_store: Callable[[], Store]) -> None:
-    rounds, threads = 50, 8
-    stores = [open_store() for _ in range(threads)]
-    barrier = threading.Barrier(threads)
-    won: list[list[bool]] = [[] for _ in range(threads)]
-    read: list[list[str | None]] = [[] for _ in range(threads)]
-
-    def race(me: int) -> None:
-        for number in range(rounds):
-            barrier.wait(30)
-            won[me].append(stores[me].put_if_absent(f"log/{number:04d}", f"of {me}"))
-            read[me].append(stores[me].get(f"log/{number:04d}"))
-
-    running = [threading.Thread(target=race, args=(me,), daemon=True) for me in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join(60)
-    _one_winner(won, read, rounds)
-    assert len(stores[0].list("log")) == rounds
-
-
-def _race_in_a_process(root: Path, me: int, rounds: int, barrier: Any, results: Any) -> None:
-    store = FileStore(root, clock=SystemClock())
-    won, read = [], []
-    for number in range(rounds):
-        barrier.wait(30)
-        won.append(store.put_if_absent(f"log/{number:04d}", f"of {me}"))
-        read.append(store.get(f"log/{number:04d}"))
-    results.put((me, won, read))
-
-
-def test_exactly_one_of_eight_processes_wins(fs: Filesystem, tmp_path: Path) -> None:
-    rounds, processes = 50, 8
-    context = multiprocessing.get_context("fork")  # the replaced `os` goes with it
-    barrier, results = context.Barrier(processes), context.Queue()
-    racers = [
-        context.Process(target=_race_in_a_process, args=(tmp_path / "store", me, rounds, barrier, results))
-        for me in range(processes)
-    ]
-    for racer in racers:
-        racer.start()
-    found = sorted(results.get(timeout=60) for _ in racers)
-    for racer in racers:
-        racer.join(30)
-    _one_winner([won for _, won, _ in found], [read for _, _, read in found], rounds)
-
-
-def _one_winner(won: list[list[bool]], read: list[list[str | None]], rounds: int) -> None:
-    for number in range(rounds):
-        winners = [me for me, results in enumerate(won) if results[number]]
-        assert len(winners) == 1, f"round {number}: {winners}"
-        assert {results[number] for results in read} == {f"of {winners[0]}"}
+class TestInProcesses(ProcessSuite):
+    """On this machine's disk, on emulated NFS."""
 
 
 # -- what filesystems do

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -207,3 +208,33 @@ def test_many_threads_lose_no_increment_and_no_item() -> None:
     assert sorted(n for sums, _ in results for n in sums) == list(range(1, 81))
     items = sorted(item or b"" for _, popped in results for item in popped)
     assert items == sorted(b"%d" % number for number in range(5) for _ in range(4))
+
+
+class CachingClient:
+    """A client of a store whose listings stay as they were at the first look, until it stirs."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+        self._seen: dict[str, list[str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def list(self, folder: str) -> list[str]:
+        return self._seen.setdefault(folder, self._store.list(folder))
+
+    def stir(self, folder: str) -> None:
+        self._seen.pop(folder, None)
+
+
+def test_what_a_cache_hides_does_not_decide_that_nothing_is_to_be_done() -> None:
+    store = MemoryStore()
+    here = KeyValueStore(CachingClient(store), "kv", clock=JumpingClock())
+    there = KeyValueStore(store, "kv", clock=JumpingClock())
+    here.set("k", b"old")
+    assert here.get("k") == b"old"
+    there.set("k", b"new")
+    assert here.compare_set("k", b"new", b"newest") == b"newest"
+    assert there.get("k") == b"newest"
+    there.set("other", b"value")
+    assert here.delete("other") is True

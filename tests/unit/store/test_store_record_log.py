@@ -180,3 +180,21 @@ def test_a_writer_that_was_stopped_for_long_is_fenced_though_its_number_was_comp
     assert latest is not None
     assert latest.number == 59
     assert json.loads(store.get(key(59)) or "")["by"] == "other"
+
+
+def test_a_record_that_others_built_on_at_once_was_appended() -> None:
+    """Before its writer had looked whether its number was too old."""
+
+    class Eager(MemoryStore):
+        def list(self, folder: str) -> list[str]:
+            if self.get(key(2)) is not None:
+                self.put_if_absent(key(3), '{"by": "other"}')
+            return super().list(folder)
+
+    store = Eager()
+    log = RecordLog(store)
+    assert log.append(1, {"by": "one"})
+    assert log.append(2, {"by": "one"}) is True
+    latest = log.latest()
+    assert latest is not None
+    assert (latest.number, latest.value["by"]) == (3, "other")

@@ -1,0 +1,7 @@
+"""For the contract suites."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.register_assert_rewrite("tests.contract.store_suite")
