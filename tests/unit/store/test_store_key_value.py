@@ -211,7 +211,7 @@ def test_many_threads_lose_no_increment_and_no_item() -> None:
 
 
 class CachingClient:
-    """A client of a store whose listings stay as they were at the first look, until it stirs."""
+    """A client of a store whose listings stay as they were at the first look, until it changes the folder itself."""
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -222,6 +222,10 @@ class CachingClient:
 
     def list(self, folder: str) -> list[str]:
         return self._seen.setdefault(folder, self._store.list(folder))
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        self.stir(key.rpartition("/")[0])
+        return self._store.put_if_absent(key, value)
 
     def stir(self, folder: str) -> None:
         self._seen.pop(folder, None)
