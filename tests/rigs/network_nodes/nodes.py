@@ -1,0 +1,304 @@
+"""A run of real agents on such nodes: started, disturbed, watched from outside, and cleared up after."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.events import read_events
+from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
+
+ROOT = Path(__file__).resolve().parents[3]
+MARK = "NETWORK_RUN_MARK"
+_POLL = 0.01
+_BOOT = 'hostname "$1"; mount --bind "$2" "$3"; shift 3; "$@" & wait'
+
+_WORKER = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+stage = os.environ["NETWORK_RUN_STAGE"]
+name = f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}-{os.environ['GROUP_RANK']}"
+name += "-" + os.environ["NETWORK_RUN_NODE"]
+open(f"{stage}/{name}", "w").close()
+while not os.path.exists(f"{stage}/end"):
+    time.sleep(0.1)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker, as seen from outside its node."""
+
+    pid: int
+    rank: int
+    round: int
+    node: int
+
+
+class NetworkRun:
+    """One attempt on `nodes` nodes, one worker each, in a ``with``. At its end nothing of it is left.
+
+    There is no supervisor: nobody starts an agent again, so that a node that was lost stays lost.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: int,
+        caches: float = 3.0,
+        min_nodes: int = 1,
+        conf: Mapping[str, str] | None = None,
+        mount_settings: MountSettings | None = None,
+        ipv6_only: bool = False,
+        max_restarts: int = 100,
+    ) -> None:
+        """Args:
+        folder: Of the test; empty.
+        nodes: How many; also the most that a round takes.
+        caches: Seconds for which a mount trusts what it knows.
+        min_nodes: The fewest that a round takes.
+        conf: As ``--rdzv-conf``.
+        mount_settings: In place of `caches`.
+        ipv6_only: Nodes without an IPv4 address.
+        max_restarts: Rounds that may follow a failure.
+        """
+        self.nodes = nodes
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        settings = mount_settings or MountSettings(attributes=caches, directories=caches)
+        self._server = folder / "server"
+        self.stage = folder / "stage"
+        self._shared = folder / "shared"
+        for path in (self._server, self.stage, self._shared):
+            path.mkdir(mode=0o700)
+        (folder / "worker.py").write_text(_WORKER)
+        self.network = Network(nodes, ipv6_only=ipv6_only)
+        self.emulator = NfsEmulator(self._server, mounts=nodes, settings=settings)
+        self._spec = RunSpec(
+            run_id=new_run_id("nodes"),
+            uid=uuid.uuid4().hex,
+            name="nodes",
+            created_ns=time.time_ns(),
+            # No interpreter with torch: no TCPStore is served, which would cost seconds.
+            entrypoint=Entrypoint(
+                kind=EntryKind.COMMAND,
+                target=sys.executable,
+                args=("-S", str(folder / "worker.py")),
+                python="/bin/false",
+            ),
+            cwd=str(folder),
+            cluster="slurm",
+            min_nodes=min_nodes,
+            max_nodes=nodes,
+            nproc_per_node="1",
+            max_restarts=max_restarts,
+            max_same_failures=0,
+            shutdown_timeout=10.0,
+            rdzv_conf=dict(conf or {}),
+        )
+        self._agents: dict[int, subprocess.Popen[bytes]] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> NetworkRun:
+        try:
+            self._stack.enter_context(self.emulator)
+            self._stack.enter_context(self.network)
+            self._stack.callback(self._kill_all)
+            make_private_dir(self._server / "runs")
+            paths = create_run(self._spec, self._server / "runs").paths
+            attempt = claim_attempt(paths)
+            self._attempt = attempt
+            AttemptInfo(
+                number=attempt.number,
+                cluster="network",
+                nodes=tuple(f"n{node}" for node in range(self.nodes)),
+                batch_host="n0",
+                started_ns=time.time_ns(),
+            ).save(attempt.attempt_json)
+            for node in range(self.nodes):
+                self.start_agent(node)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def start_agent(self, node: int) -> None:
+        """On a node that has none."""
+        run_dir = self._shared / "runs" / self._spec.run_id
+        agent = [sys.executable, "-m", "hpc_elastic", "agent", "--run-dir", str(run_dir), "--attempt", "0"]
+        agent += ["--node", str(node)]
+        boot = ["sh", "-c", _BOOT, "sh", f"n{node}", str(self.emulator.paths[node]), str(self._shared)]
+        argv = ["nsenter", f"--net={NETNS_FOLDER / self.network.netns(node)}"]
+        argv += ["unshare", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", *boot, *agent]
+        environ = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
+        environ |= {
+            MARK: self.mark,
+            "NETWORK_RUN_STAGE": str(self.stage),
+            "NETWORK_RUN_NODE": str(node),
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(self.folder),
+            NODE_TAG_VARIABLE: f"{self._spec.uid}:host",
+        }
+        with open(self.log_path(node), "ab") as log:
+            self._agents[node] = subprocess.Popen(
+                argv, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def _kill_all(self) -> None:
+        for mount in range(self.nodes):
+            self.emulator.thaw(mount)  # who waits for a frozen mount can't even be killed
+        for node in self._agents:
+            self.kill_node(node)
+
+    # -- what happens to nodes
+
+    def kill_node(self, node: int) -> float:
+        """All processes of a node die at once. Returns when, by CLOCK_MONOTONIC."""
+        now = time.monotonic()
+        self._agents[node].kill()  # unshare's child, process 1 of the node, goes with it, and so all others
+        self._agents[node].wait()
+        return now
+
+    def kill_worker(self, worker: Worker) -> float:
+        """SIGKILL. Returns when, by CLOCK_MONOTONIC."""
+        now = time.monotonic()
+        os.kill(worker.pid, signal.SIGKILL)
+        return now
+
+    def let_workers_end(self) -> None:
+        (self.stage / "end").touch()
+
+    def wait_for_ends(self, nodes: Iterable[int], *, within: float = 30.0) -> list[int]:
+        """The exit codes of these nodes' boot scripts: 0 once the agent has ended."""
+        self.until(
+            lambda: all(self._agents[node].poll() is not None for node in nodes), "the agents' end", within=within
+        )
+        return [self._agents[node].returncode for node in nodes]
+
+    # -- what can be seen
+
+    def until(self, condition: Callable[[], Any], what: str, *, within: float = 30.0) -> Any:
+        """Wait for a condition to be true. Returns its value."""
+        deadline = time.monotonic() + within
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                raise AssertionError(f"no {what} within {within:g} s\n{self.logs()}")
+            time.sleep(_POLL)
+        return value
+
+    def started(self, round_index: int) -> dict[int, int]:
+        """Who has started in a round: rank → node."""
+        found = {}
+        for name in os.listdir(self.stage):
+            words = name.split("-")
+            if len(words) == 4 and int(words[0]) == round_index:
+                found[int(words[1])] = int(words[3])
+        return found
+
+    def newest_round(self) -> int:
+        return max((int(name.split("-")[0]) for name in os.listdir(self.stage) if name.count("-") == 3), default=-1)
+
+    def wait_round(self, *, count: int, after: int = -1, within: float = 30.0) -> int:
+        """Wait until all of `count` workers of one round later than `after` run. Returns the round."""
+
+        def found() -> int | None:
+            newest = self.newest_round()
+            return newest + 1 if newest > after and len(self.started(newest)) == count else None
+
+        value: int = self.until(found, f"round of {count} workers after round {after}", within=within)
+        return value - 1
+
+    def workers(self, round_index: int) -> dict[int, Worker]:
+        """The living workers of a round by node."""
+        found = {}
+        for entry in os.listdir("/proc"):
+            environ = _environ(entry) if entry.isdigit() else {}
+            if environ.get(MARK) != self.mark or "RANK" not in environ:
+                continue
+            if int(environ["TORCHELASTIC_RESTART_COUNT"]) == round_index:
+                node = int(environ["NETWORK_RUN_NODE"])
+                found[node] = Worker(int(entry), int(environ["RANK"]), round_index, node)
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """All events of this name, as the server has them, by time (one machine, one clock)."""
+        found = [event for event in read_events(self._attempt.events) if event["event"] == name]
+        return sorted(found, key=lambda event: event["t"])
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        """As the server has it."""
+        return self._attempt
+
+    def newest_record(self) -> dict[str, Any]:
+        """The log's newest record, as the server has it."""
+        names = sorted(name for name in os.listdir(self._attempt.store / "log") if name.isdecimal())
+        value: dict[str, Any] = json.loads(os.readlink(self._attempt.store / "log" / names[-1]).partition(" ")[2])
+        return value
+
+    def coordinator(self) -> int:
+        """The node that coordinates."""
+        return int(str(self.newest_record()["leader"]).partition("-")[0])
+
+    def log_path(self, node: int) -> Path:
+        return self.folder / f"node-{node}.log"
+
+    def log(self, node: int) -> str:
+        return self.log_path(node).read_text(errors="replace")
+
+    def logs(self) -> str:
+        return "\n".join(f"n{node}: {line}" for node in range(self.nodes) for line in self.log(node).splitlines()[-8:])
+
+
+def wait_for_deaths(workers: Iterable[Worker], *, within: float) -> dict[int, float]:
+    """Watch processes die, whoever's children they are. Returns node → when, by CLOCK_MONOTONIC.
+
+    To be called before the deaths: their moments are those of the kernel's word, not of a later look.
+    """
+    watched = {os.pidfd_open(worker.pid): worker for worker in workers}
+    found: dict[int, float] = {}
+    poll = select.poll()
+    for fd in watched:
+        poll.register(fd, select.POLLIN)
+    deadline = time.monotonic() + within
+    try:
+        while len(found) < len(watched) and (left := deadline - time.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                found[watched[fd].node] = time.monotonic()
+                poll.unregister(fd)
+    finally:
+        for fd in watched:
+            os.close(fd)
+    return found
+
+
+def _environ(pid: str) -> dict[str, str]:
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return {}
+    return {} if state in "ZX" else dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
