@@ -1,3 +1,31 @@
-"""Fault-tolerant, elastic PyTorch training on Slurm."""
+"""Fault-tolerant, elastic PyTorch training on Slurm.
+
+For a training script: `heartbeat` and `section`, which need no torch and cost nothing until they are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_elastic.worker_heartbeat import heartbeat as heartbeat
+    from hpc_elastic.worker_heartbeat import section as section
 
 __version__ = "0.1.0"
+
+_FROM = {"heartbeat": "hpc_elastic.worker_heartbeat", "section": "hpc_elastic.worker_heartbeat"}
+"""What is imported when it is first used, and from where."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_FROM[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FROM})

@@ -1,0 +1,227 @@
+"""Whether a worker hangs, and which one is behind it: pure decisions over heartbeats.
+
+A worker is judged only by a timeout that was asked for, for the section that it is in. One node's agent judges its own
+workers by one clock; across nodes only steps and *ages* are compared, never times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
+
+AUTO = "auto"
+LEARNED_INTERVALS = 20
+"""So many times between two heartbeats must have been measured before a timeout is learned from them."""
+LEARNED_FACTOR = 5.0
+LEARNED_LEAST = 60.0
+"""Seconds: a learned timeout is never shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionTimeouts:
+    """What was asked for: seconds without a sign of life, by section."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    learns_step: bool = False
+    """The timeout of ``step`` is learned from the run's own steps."""
+
+    def __bool__(self) -> bool:
+        return bool(self.seconds) or self.learns_step
+
+    @property
+    def shortest(self) -> float | None:
+        """No worker can hang for less and be judged; None where nobody is judged."""
+        found = [*self.seconds.values(), *([LEARNED_LEAST] if self.learns_step else [])]
+        return min(found, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBeat:
+    """A worker's last sign of life, as its agent sees it."""
+
+    rank: int
+    local_rank: int
+    section: str
+    at: float
+    """On the agent's monotonic clock; the worker's start where there was none yet."""
+    step: int | None = None
+    count: int = 0
+    """0: it has never told anything."""
+    intervals: int = 0
+    longest: float = 0.0
+    """Of the `intervals` times between two heartbeats in section ``step``, seconds."""
+    pid: int = 0
+    """Of the process that speaks for the worker; 0 where none does."""
+
+    def age(self, now: float) -> float:
+        """Seconds since."""
+        return max(0.0, now - self.at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangVerdict:
+    """Workers of this node hang."""
+
+    culprit: RankBeat
+    """The one that is behind."""
+    limit: float
+    """Its timeout, seconds."""
+    hung: tuple[RankBeat, ...]
+    """All whose time is over and that are no further than it, the culprit first."""
+    now: float
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        return f"rank {self.culprit.rank} hangs: {describe_silence(self.culprit, self.now, limit=self.limit)}"
+
+
+def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) -> str:
+    """``no heartbeat for 92.0 s in section 'step' at step 1200 (timeout 60 s)``."""
+    where = f" in section {beat.section!r}" if beat.section else ""
+    step = f" at step {beat.step}" if beat.step is not None else ""
+    timeout = f" (timeout {limit:g} s)" if limit is not None else ""
+    return f"no heartbeat for {beat.age(now):.1f} s{where}{step}{timeout}"
+
+
+def parse_section_timeouts(text: str, *, option: str = "--section-timeouts") -> SectionTimeouts:
+    """Read ``setup:900,step:60,checkpoint:300`` or ``step:auto``.
+
+    Raises:
+        UsageError: names the part that can't be right.
+    """
+    seconds: dict[str, float] = {}
+    learns = False
+    for part in text.split(","):
+        name, colon, value = part.strip().partition(":")
+        if not colon:
+            raise UsageError(f"{option} {text}: {part!r} is not of the form section:seconds, as in step:60")
+        if not is_section_name(name):
+            raise UsageError(
+                f"{option} {text}: {name!r} is no section's name; it has 1 to {NAME_LIMIT} letters, digits, _, - and ."
+            )
+        if name in seconds or (learns and name == STEP):
+            raise UsageError(f"{option} {text}: section {name!r} is there twice")
+        if value == AUTO:
+            if name != STEP:
+                raise UsageError(f"{option} {text}: only step:auto can be learned, not {part!r}; give it seconds")
+            learns = True
+            continue
+        seconds[name] = _seconds(value, text, option)
+    return SectionTimeouts(seconds=seconds, learns_step=learns)
+
+
+def _seconds(value: str, text: str, option: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 < number <= 1e8:
+        raise UsageError(f"{option} {text}: {value!r} is not a number of seconds above 0")
+    return number
+
+
+def learned_timeout(intervals: int, longest: float) -> float | None:
+    """The timeout for ``step`` that a run's own steps teach: five times the longest time between two heartbeats.
+
+    Args:
+        intervals: How many were measured.
+        longest: The longest, seconds.
+
+    Returns:
+        At least 60 seconds; None (nobody is judged) before 20 were measured.
+    """
+    if intervals < LEARNED_INTERVALS:
+        return None
+    return max(LEARNED_LEAST, LEARNED_FACTOR * longest)
+
+
+def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None = None) -> float | None:
+    """Seconds without a sign of life after which `beat`'s worker counts as hung; None: it is not judged."""
+    if beat.section == STEP and timeouts.learns_step:
+        return learned
+    return timeouts.seconds.get(beat.section)
+
+
+def judge(
+    beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
+) -> HangVerdict | None:
+    """Decide whether workers of this node hang.
+
+    Args:
+        beats: Of those that still run.
+        timeouts: What was asked for.
+        now: On the clock of the beats.
+        learned: From `learned_timeout`.
+    """
+    over: dict[int, float] = {}
+    silent: list[RankBeat] = []
+    for beat in beats:
+        limit = limit_of(beat, timeouts, learned=learned)
+        if limit is not None and beat.age(now) >= limit:
+            silent.append(beat)
+            over[beat.local_rank] = limit
+    if not silent:
+        return None
+    ordered = sorted(silent, key=_lag)
+    first = ordered[0]
+    # Who is a step further waits for it.
+    hung = tuple(beat for beat in ordered if _step(beat) <= _step(first))
+    return HangVerdict(culprit=first, limit=over[first.local_rank], hung=hung, now=now)
+
+
+def next_look(
+    beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
+) -> float | None:
+    """When a worker may next be found to hang; None: never.
+
+    Not later than the shortest timeout from now: a worker may be in another section by then.
+    """
+    shortest = timeouts.shortest
+    if shortest is None:
+        return None
+    limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in beats)
+    return min([now + shortest, *(beat.at + limit for beat, limit in limits if limit is not None)])
+
+
+def lagging(
+    beats: Sequence[RankBeat], *, step: int, age: float, now: float, told_after: float = 1.0
+) -> tuple[RankBeat, ...]:
+    """Workers of this node that another node's hung worker waits for: behind it in steps, and silent for as long.
+
+    In a collective all wait for the one that did not come, and the verdict may be on a worker that waits: by a
+    shorter timeout, or because the one that hangs is in a section without any.
+
+    Args:
+        beats: This node's workers'.
+        step: The other one's last step.
+        age: For how many seconds it had been silent.
+        now: On the beats' clock.
+        told_after: Seconds that the word may have been on its way.
+
+    Returns:
+        The furthest behind first. Never a worker that told nothing so far: many scripts let one rank tell for all.
+    """
+    behind = [
+        beat
+        for beat in beats
+        if beat.count and beat.step is not None and beat.step < step and beat.age(now) + told_after >= age
+    ]
+    return tuple(sorted(behind, key=_lag))
+
+
+def _step(beat: RankBeat) -> int:
+    return -1 if beat.step is None else beat.step
+
+
+def _lag(beat: RankBeat) -> tuple[int, float, int]:
+    """The furthest behind first: by step, then whose heartbeat stopped first."""
+    return _step(beat), beat.at, beat.rank
+
+
+def setup_beat(*, rank: int, local_rank: int, started: float) -> RankBeat:
+    """A worker that has told nothing yet."""
+    return RankBeat(rank=rank, local_rank=local_rank, section=SETUP, at=started)

@@ -1,0 +1,209 @@
+"""The agent's side of the heartbeats: a folder on the node itself with one small file per worker.
+
+Nothing of it touches the shared filesystem. The folder is the agent's alone (0700), goes when the agent ends, by the
+guardian's hand where it was killed, and where both were killed at once, with the next agent of this user on the node.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_elastic.agent.hang import RankBeat, setup_beat
+from hpc_elastic.atomic_file import check_private_dir
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.heartbeat_record import FILE_BYTES, empty_file, read_record
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hpc-elastic-beats."
+_ALIVE = "alive"
+_LOCAL_TYPES = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
+
+
+class HeartbeatFolder:
+    """One agent's folder. Without one (no place for it) all workers are silent, and the run goes on."""
+
+    def __init__(self, path: Path | None, lock_fd: int = -1) -> None:
+        """Args:
+        path: The folder, or None.
+        lock_fd: Holds the lock that says that its agent lives.
+        """
+        self.path = path
+        self._lock_fd = lock_fd
+
+    def make_file(self, name: str) -> str:
+        """A new file for one worker: its path; empty where there can be none."""
+        if self.path is None:
+            return ""
+        path = self.path / name
+        try:
+            path.unlink(missing_ok=True)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                # Written, not only made longer: a worker that finds no page later would be killed by SIGBUS.
+                if os.write(fd, empty_file()) != FILE_BYTES:
+                    raise OSError("no space left")
+            finally:
+                os.close(fd)
+        except OSError as error:
+            logger.warning("no heartbeats of this worker: %s: %s", path, error)
+            return ""
+        return str(path)
+
+    def remove(self) -> None:
+        """At the agent's end."""
+        if self.path is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path = None
+
+
+def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/mountinfo") -> HeartbeatFolder:
+    """Make the agent's folder in memory, or on the node's disk; clear up what dead agents of ours left there.
+
+    Args:
+        name: Tells this agent's folder from every other's.
+        env: For XDG_RUNTIME_DIR and TMPDIR.
+        mounts: Tells which folders are the node's own.
+    """
+    for base in candidates(env):
+        if not _is_local(base, mounts):
+            continue
+        try:
+            _sweep(base)
+            return _make(base / f"{PREFIX}{name}")
+        except (OSError, UnsafePathError):
+            continue
+    logger.warning("heartbeats: no folder on this node can be written (/dev/shm, XDG_RUNTIME_DIR, TMPDIR, /tmp)")
+    return HeartbeatFolder(None)
+
+
+def candidates(env: Mapping[str, str]) -> Iterator[Path]:
+    """Where the folder may be, memory first."""
+    yield Path("/dev/shm")
+    for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        if env.get(variable, "").startswith("/"):
+            yield Path(env[variable])
+    yield Path("/tmp")
+
+
+def filesystem_type(path: str, mountinfo: str) -> str:
+    """Which filesystem `path` is on: proc(5)'s fields, the longest mount point that holds it, the last one mounted."""
+    best, kind = "", ""
+    for line in mountinfo.splitlines():
+        left, separator, right = line.partition(" - ")
+        fields = left.split(" ")
+        if not separator or len(fields) < 5:
+            continue
+        point = fields[4].replace("\\040", " ")
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            best, kind = point, right.split(" ")[0]
+    return kind
+
+
+def _is_local(base: Path, mounts: str) -> bool:
+    try:
+        with open(mounts, "rb") as file:
+            text = file.read(4 << 20).decode("utf-8", "replace")
+    except OSError:
+        return str(base) == "/dev/shm"
+    return filesystem_type(os.path.realpath(base), text) in _LOCAL_TYPES
+
+
+def _make(path: Path) -> HeartbeatFolder:
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        check_private_dir(path)
+        shutil.rmtree(path)
+        os.mkdir(path, 0o700)
+    fd = os.open(path / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return HeartbeatFolder(path, fd)
+
+
+def _sweep(base: Path) -> None:
+    """Remove the folders of dead agents: those whose lock can be had. (Pids mean nothing between containers.)"""
+    for name in os.listdir(base):
+        if not name.startswith(PREFIX):
+            continue
+        try:
+            check_private_dir(base / name)
+            fd = os.open(base / name / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except (OSError, UnsafePathError):
+            continue  # another user's, or one that is just being made
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(base / name, ignore_errors=True)
+        except OSError:
+            pass  # its agent lives
+        finally:
+            os.close(fd)
+
+
+class RoundBeats:
+    """One round's files, and what was read from them last."""
+
+    def __init__(self, folder: HeartbeatFolder, *, round_index: int, first_rank: int, count: int, now: float) -> None:
+        """Args:
+        folder: The agent's.
+        round_index: The round.
+        first_rank: Global rank of local rank 0.
+        count: Workers here.
+        now: The agent's monotonic clock, which is CLOCK_BOOTTIME.
+        """
+        self.paths = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]
+        self._last_look = now
+        self.beats = [setup_beat(rank=first_rank + n, local_rank=n, started=now) for n in range(count)]
+
+    def read(self, now: float) -> list[RankBeat]:
+        """Every worker's last word, by local rank. Some microseconds for each."""
+        for local_rank, path in enumerate(self.paths):
+            self.beats[local_rank] = self._read(self.beats[local_rank], path, now)
+        self._last_look = now
+        return list(self.beats)
+
+    def renew(self, now: float) -> None:
+        """Take all for alive now: the whole node, or this agent, stood still meanwhile."""
+        self.beats = [replace(beat, at=now) for beat in self.beats]
+        self._last_look = now
+
+    def remove(self) -> None:
+        """The round is over."""
+        for path in self.paths:
+            if path:
+                try:
+                    os.unlink(path)
+                except OSError:
+                    pass
+
+    def _read(self, before: RankBeat, path: str, now: float) -> RankBeat:
+        if not path:
+            return before
+        try:
+            with open(path, "rb", buffering=0) as file:
+                record = read_record(file.read(FILE_BYTES))
+        except OSError:
+            return before
+        if record is None or (record.count, record.pid) == (before.count, before.pid):
+            return before
+        # By the worker's own clock, which is this one but in a time namespace of its own; it came after the last look.
+        at = min(now, max(record.at_ns / 1e9, self._last_look))
+        return RankBeat(
+            rank=before.rank,
+            local_rank=before.local_rank,
+            section=record.section,
+            at=at,
+            step=record.step,
+            count=record.count,
+            intervals=record.intervals,
+            longest=record.longest_ns / 1e9,
+            pid=record.pid,
+        )
+

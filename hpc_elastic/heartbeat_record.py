@@ -1,0 +1,105 @@
+"""One worker's heartbeat as bytes: what the worker writes into a small mapped file, and its agent reads there.
+
+The file holds two copies of the record. The worker writes them in turn, each with a checksum, so that a reader always
+finds one that is whole: also while the other is being written, and where the writer was stopped or killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import struct
+from binascii import crc32
+from dataclasses import dataclass
+
+VARIABLE = "HPC_ELASTIC_HEARTBEAT"
+"""In a worker's environment: the path of its file, on the node itself."""
+SETUP = "setup"
+"""The section from the start to the first heartbeat."""
+STEP = "step"
+"""The section of a heartbeat that names none."""
+NAME_LIMIT = 32
+"""Characters of a section's name."""
+FILE_BYTES = 512
+MAGIC = b"hpc-elastic heartbeat 1\n"
+NO_STEP = -1
+
+_BODY = struct.Struct("<Qqqqqq32s")
+_CHECKSUM = struct.Struct("<Q")
+_AT = (128, 320)
+_LENGTH = _CHECKSUM.size + _BODY.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatRecord:
+    """What a worker said last."""
+
+    count: int
+    """Heartbeats so far; from 1."""
+    at_ns: int
+    """CLOCK_BOOTTIME of this host, as in `hpc_elastic.clock`."""
+    step: int | None
+    """The last step that it named."""
+    pid: int
+    section: str
+    intervals: int
+    """How many times between two heartbeats in section ``step`` were measured."""
+    longest_ns: int
+    """The longest of them."""
+
+
+def is_section_name(name: str) -> bool:
+    """Whether `name` can be a section's: 1 to 32 ASCII letters, digits, ``_``, ``-`` and ``.``."""
+    plain = name.replace("_", "a").replace("-", "a").replace(".", "a")
+    return name.isascii() and plain.isalnum() and len(name) <= NAME_LIMIT
+
+
+def write_record(
+    buffer: bytearray | memoryview | object,
+    *,
+    count: int,
+    at_ns: int,
+    step: int,
+    pid: int,
+    section: bytes,
+    intervals: int,
+    longest_ns: int,
+) -> None:
+    """Write a record, over the older copy: `count` goes up by one with each call.
+
+    Args:
+        buffer: The mapped file.
+        count: As in `HeartbeatRecord`; the rest too, but `step` is `NO_STEP` where there is none, and `section` ASCII.
+    """
+    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, section)
+    start = _AT[count & 1]
+    # One store of the whole: no other thread of this process gets in between.
+    buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
+
+
+def read_record(raw: bytes) -> HeartbeatRecord | None:
+    """The newest whole record in the file's contents; None where there is none (yet)."""
+    newest: tuple[int, int, int, int, int, int, bytes] | None = None
+    for start in _AT:
+        body = raw[start + _CHECKSUM.size : start + _LENGTH]
+        if len(body) != _BODY.size:
+            continue
+        (checksum,) = _CHECKSUM.unpack_from(raw, start)
+        found = _BODY.unpack(body)
+        if checksum == crc32(body) and found[0] > 0 and (newest is None or found[0] > newest[0]):
+            newest = found
+    if newest is None:
+        return None
+    count, at_ns, step, pid, intervals, longest_ns, section = newest
+    return HeartbeatRecord(
+        count=count,
+        at_ns=at_ns,
+        step=None if step < 0 else step,
+        pid=pid,
+        section=section.rstrip(b"\0").decode("ascii", "replace"),
+        intervals=intervals,
+        longest_ns=longest_ns,
+    )
+
+
+def empty_file() -> bytes:
+    """What the agent puts there before the worker starts: all of it, so that no page of it is missing later."""
+    return MAGIC.ljust(FILE_BYTES, b"\0")
