@@ -1,0 +1,212 @@
+"""Where the nodes' files lie: one path per node to the same folder, and what can go wrong with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tests.rigs.chaos.schedule import Kind
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
+
+_PROCESS_KINDS = (
+    Kind.KILL_AGENT,
+    Kind.KILL_NODE,
+    Kind.LOSE_NODE,
+    Kind.KILL_WORKER,
+    Kind.STOP_AGENT,
+    Kind.STOP_NODE,
+    Kind.CLOCK,
+)
+
+
+class Place(Protocol):
+    """A shared folder. A context manager; it is empty at first, and gone in the end."""
+
+    kinds: tuple[Kind, ...]
+    """What can be done here."""
+
+    def path(self, node: int) -> Path:
+        """The folder as this node sees it."""
+        ...
+
+    def mount(self, node: int) -> int:
+        """Which mount the node is on: what hangs there, hangs for all its nodes."""
+        ...
+
+    def outside(self) -> Path:
+        """The folder as the test sees it, whatever goes wrong."""
+        ...
+
+    def freeze(self, node: int | None) -> None: ...
+
+    def thaw(self, node: int | None) -> None: ...
+
+    def fail(self, node: int, *, error: str, operation: str, done: bool, count: int) -> None: ...
+
+    def heal(self, node: int) -> None: ...
+
+    def fill(self) -> None: ...
+
+    def free(self) -> None: ...
+
+    def drop_caches(self, node: int) -> None: ...
+
+    def __enter__(self) -> Place: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class _PlaceBase:
+    """A place where nothing but the processes can be disturbed."""
+
+    kinds: tuple[Kind, ...] = _PROCESS_KINDS
+
+    def mount(self, node: int) -> int:
+        return 0
+
+    def freeze(self, node: int | None) -> None:
+        raise NotImplementedError
+
+    def thaw(self, node: int | None) -> None:
+        raise NotImplementedError
+
+    def fail(self, node: int, *, error: str, operation: str, done: bool, count: int) -> None:
+        raise NotImplementedError
+
+    def heal(self, node: int) -> None:
+        """Nothing is wrong."""
+
+    def fill(self) -> None:
+        raise NotImplementedError
+
+    def free(self) -> None:
+        raise NotImplementedError
+
+    def drop_caches(self, node: int) -> None:
+        raise NotImplementedError
+
+
+class SmallDisk(_PlaceBase):
+    """A small ext4 of its own, which all nodes share as they do on one machine; it can be filled."""
+
+    kinds = (*_PROCESS_KINDS, Kind.FULL)
+
+    def __init__(self, folder: Path, *, megabytes: int = 64) -> None:
+        self._image = folder / "disk.img"
+        self._mount = folder / "disk"
+        self._megabytes = megabytes
+
+    def __enter__(self) -> SmallDisk:
+        self._mount.mkdir()
+        with open(self._image, "wb") as image:
+            image.truncate(self._megabytes << 20)
+        _run("mkfs.ext4", "-q", "-F", "-m", "0", str(self._image))
+        _run("mount", "-o", "loop", str(self._image), str(self._mount))
+        self._root().mkdir(mode=0o700)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _run("umount", "-l", str(self._mount))
+        self._image.unlink()
+        self._mount.rmdir()
+
+    def _root(self) -> Path:
+        return self._mount / "shared"
+
+    def path(self, node: int) -> Path:
+        return self._root()
+
+    def outside(self) -> Path:
+        return self._root()
+
+    def fill(self) -> None:
+        fill_disk(self._mount / "fill")
+
+    def free(self) -> None:
+        (self._mount / "fill").unlink(missing_ok=True)
+
+
+class EmulatedNfs(_PlaceBase):
+    """`mounts` emulated NFS clients; node k is on mount k modulo `mounts`."""
+
+    kinds = tuple(Kind)
+
+    def __init__(self, folder: Path, *, mounts: int, settings: MountSettings | None = None) -> None:
+        self._backing = folder / "backing"
+        self._backing.mkdir(mode=0o700)
+        self._mounts = mounts
+        self._emulator = NfsEmulator(self._backing, mounts=mounts, settings=settings)
+
+    def __enter__(self) -> EmulatedNfs:
+        self._emulator.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._emulator.__exit__()
+
+    def mount(self, node: int) -> int:
+        return node % self._mounts
+
+    def _mount_of(self, node: int | None) -> int | None:
+        return None if node is None else self.mount(node)
+
+    def path(self, node: int) -> Path:
+        return self._emulator.paths[self.mount(node)]
+
+    def outside(self) -> Path:
+        return self._backing
+
+    def freeze(self, node: int | None) -> None:
+        self._emulator.freeze(self._mount_of(node))
+
+    def thaw(self, node: int | None) -> None:
+        self._emulator.thaw(self._mount_of(node))
+
+    def fail(self, node: int, *, error: str, operation: str, done: bool, count: int) -> None:
+        self._emulator.fail(error, operation, self._mount_of(node), done=done, times=count)
+
+    def heal(self, node: int) -> None:
+        self._emulator.heal(self._mount_of(node))
+
+    def fill(self) -> None:
+        for operation in ("create", "write", "mkdir", "symlink", "link"):
+            self._emulator.fail("ENOSPC", operation)
+
+    def free(self) -> None:
+        self._emulator.heal()
+
+    def drop_caches(self, node: int) -> None:
+        self._emulator.drop_caches(self._mount_of(node))
+
+
+def fill_disk(path: Path) -> None:
+    """Take all the space there is on `path`'s filesystem, to the last block."""
+    with open(path, "wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 512):
+            try:
+                while True:
+                    file.write(b"\0" * size)
+            except OSError:
+                continue
+
+
+def sharing_unavailable() -> str | None:
+    """Why a small disk can't be made here, in one line."""
+    if os.geteuid() != 0:
+        return "mounting a disk image needs root"
+    missing = [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name) is None]
+    return f"{', '.join(missing)} is missing" if missing else None
+
+
+def _run(*argv: str) -> None:
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+
+
+def described(kinds: Sequence[Kind]) -> str:
+    return ", ".join(kind.value for kind in kinds)
