@@ -206,4 +206,3 @@ class RoundBeats:
             longest=record.longest_ns / 1e9,
             pid=record.pid,
         )
-

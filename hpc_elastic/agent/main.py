@@ -48,6 +48,8 @@ from hpc_elastic.store.file_store import FileStore
 logger = logging.getLogger(__name__)
 
 CLOSE_LOGS_SECONDS = 5.0
+HUNG_LOGS_SECONDS = 1.0
+"""The same where the filesystem has shown that it does not answer."""
 
 
 def agent_main(argv: Sequence[str]) -> int:
@@ -152,10 +154,11 @@ def agent_main(argv: Sequence[str]) -> int:
         )
     )
     code = agent.run()
-    is_clean = pump.close(CLOSE_LOGS_SECONDS)
-    events.close(within=CLOSE_LOGS_SECONDS)
+    is_clean = not agent.hangs
+    is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
+    events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     is_clean &= files.settle(0.0)
-    is_clean &= job_log.close(CLOSE_LOGS_SECONDS)
+    is_clean &= job_log.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     guardian.release()
     if not is_clean:
         leave_hung_threads(code, pipes)

@@ -62,6 +62,8 @@ class NodeAgent:
         self._stop_due: float | None = None
         self._swept = False
         """Whether the workers ended with 0 and all that they left running has been ended."""
+        self.hangs = False
+        """Whether the filesystem did not take the last words in time: a thread that waits for it may do so for ever."""
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
         self._unendable: set[int] = set()
@@ -460,7 +462,8 @@ class NodeAgent:
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())
         if not c.coordination.stop(within=LAST_WORDS_SECONDS):
-            logger.warning("the shared filesystem does not answer; leaving without it")
+            self.hangs = True
+            logger.warning("%s does not answer; leaving without it", c.run_dir)
         return code
 
     def _see_to_the_end(self) -> None:

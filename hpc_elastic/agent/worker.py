@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.errors import HpcElasticError
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.worker_spec import RoundStore, WorkerSpec
 
 
 class WorkerState(int, Enum):
@@ -47,14 +50,80 @@ class Worker:
     """Opaque; the pid here. None before the start."""
 
 
-@dataclass(slots=True)
 class WorkerGroup:
-    """The workers of this node in a round."""
+    """The workers of one node, which change state as a unit."""
 
-    workers: list[Worker] = field(default_factory=list)
-    state: WorkerState = WorkerState.INIT
-    group_rank: int = -1
-    group_world_size: int = -1
+    __slots__ = (
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "restarts_used",
+        "round",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """A group that has not started: its workers have local ranks and nothing else."""
+        self.spec = spec
+        self.workers = [Worker(local_rank=local_rank) for local_rank in range(spec.local_world_size)]
+        self.state = WorkerState.INIT
+        self.store: RoundStore | None = None
+        """The round's own; None before the first round."""
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.round = -1
+        """The rendezvous' number of the round; -1 before the first."""
+        self.restarts_used = 0
+        """Rounds that followed a worker's failure, wherever in the run it happened: the same on every node."""
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup(role={self.spec.role!r}, state={self.state.name}, workers={self.workers!r})"
+
+
+@dataclass(slots=True)
+class MonitorResult:
+    """What `SimpleElasticAgent._monitor_workers` found."""
+
+    state: WorkerState
+    ret_vals: dict[int, Any] = field(default_factory=dict)
+    """Global rank → what its function returned, once all have ended well."""
+    exceptions: dict[int, Any] = field(default_factory=dict)
+    """Global rank → failure."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """How the run ended for this node's workers.
+
+    It can be indexed by global rank; a rank whose function returned nothing is not in it, as none is for a script.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    """Global rank → return value, None included."""
+    failures: dict[int, Any] = field(default_factory=dict)
+    """Global rank → failure."""
+
+    def is_failed(self) -> bool:
+        return self.state == WorkerState.FAILED
+
+    def __getitem__(self, global_rank: int) -> Any:
+        return self.return_values[global_rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank for rank, value in self.return_values.items() if value is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class WorkerGroupFailureError(HpcElasticError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_elastic.cli import job_options
@@ -60,10 +60,13 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
             f"each worker     {spec.entrypoint}\n"
         )
         return 0
-    run_dir = create_run(spec, runs_dir).paths.root
+    from hpc_elastic.launch.front import run_behind_front
     from hpc_elastic.launch.local_launch import run_local
 
-    return run_local(run_dir)
+    def work(ready: Callable[[], None]) -> int:
+        return run_local(create_run(spec, runs_dir).paths.root, ready=ready)
+
+    return run_behind_front(work, what=str(runs_dir))
 
 
 def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:

@@ -16,6 +16,7 @@ from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
+from hpc_elastic.launch.write_back import WriteBack
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.run_paths import RunPaths
@@ -161,6 +162,7 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     log_to_stdout()
     env = os.environ if env is None else env
     clock = clock or SystemClock()
+    WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
     site = slurm_site(env, clock, umask=umask)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hpc_elastic.agent.main import node_key
@@ -15,6 +15,7 @@ from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.outcome import Outcome
+from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.run_paths import RunPaths
@@ -55,8 +56,13 @@ class LocalSite:
         return "the next attempt starts at once"
 
 
-def run_local(run_dir: Path, env: Mapping[str, str] | None = None) -> int:
+def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Callable[[], None] = lambda: None) -> int:
     """Run to the end, through requeues.
+
+    Args:
+        run_dir: The run's.
+        env: For the agents.
+        ready: Called when no signal is lost on a filesystem that hangs any more.
 
     Returns:
         The run's exit code.
@@ -66,10 +72,15 @@ def run_local(run_dir: Path, env: Mapping[str, str] | None = None) -> int:
     """
     umask = os.umask(0o077)
     signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
-    log_to_stdout()
+    pipes = output_pipes()
+    output = log_to_stdout()
     paths, spec = load_run(run_dir)
+    ready()
     site = LocalSite(os.environ if env is None else env, umask=umask)
     while True:
         decision = run_attempt(paths, spec, site, clock=SystemClock(), signals=signals)
         if decision.action is not RequeueAction.REQUEUE:
-            return decision.exit_code
+            break
+    if not output.close():
+        leave_hung_threads(decision.exit_code, pipes)
+    return decision.exit_code

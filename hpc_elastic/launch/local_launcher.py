@@ -16,6 +16,7 @@ from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 
 logger = logging.getLogger(__name__)
 
+HUNG_DEAD_SECONDS = 0.5
 KILL_SECONDS = 5.0
 """How long what was sent SIGKILL may take to be gone (D state)."""
 LOOK_SECONDS = 0.02
@@ -46,6 +47,7 @@ class LocalLauncher:
         self._agents: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         """pidfd → node, process."""
         self._failed: list[AgentEnded] = []
+        self._dead_since: dict[int, float] = {}
 
     def launch(self) -> None:
         for node in range(self._nodes):
@@ -73,12 +75,20 @@ class LocalLauncher:
         for fd in list(self._agents):
             node, process = self._agents[fd]
             code = process.poll()
-            if code is None:
+            if code is None and not self._is_hung_dead(process.pid):
                 continue
             os.close(fd)
             del self._agents[fd]
             ended.append(AgentEnded(node=node, code=code, detail=describe_code(code)))
         return ended
+
+    def _is_hung_dead(self, pid: int) -> bool:
+        """Whether an agent has ended but for a thread that a mount holds: the kernel lets nobody wait for it then."""
+        proc = tree.look_at(pid)
+        if proc is None or not proc.is_dead:
+            self._dead_since.pop(pid, None)
+            return False
+        return time.monotonic() - self._dead_since.setdefault(pid, time.monotonic()) > HUNG_DEAD_SECONDS
 
     def running(self) -> bool:
         return bool(self._agents)
@@ -110,11 +120,8 @@ class LocalLauncher:
     def _wait_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self._agents and (left := deadline - time.monotonic()) > 0:
-            select.select(list(self._agents), [], [], left)
-            for fd in list(self._agents):
-                if self._agents[fd][1].poll() is not None:
-                    os.close(fd)
-                    del self._agents[fd]
+            select.select(list(self._agents), [], [], min(left, 0.1))
+            self.take()
 
 
 def describe_code(code: int | None) -> str:

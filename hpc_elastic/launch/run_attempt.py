@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import math
 import os
 import random
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
@@ -19,7 +24,9 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.failures.record import ErrorHandler
+from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.output import JobOutput, say
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supervisor import AttemptResult, Supervisor
@@ -36,6 +43,20 @@ from hpc_elastic.store.file_store import FileStore
 
 logger = logging.getLogger(__name__)
 
+REPORT_SECONDS = 120.0
+"""For the report of an attempt: of a large run, on a slow filesystem."""
+HUNG_SECONDS = 5.0
+"""Without any answer: it is said so, and not waited for any more where somebody waits for us."""
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+T = TypeVar("T")
+
+
+class FilesystemSilentError(HpcElasticError):
+    """An attempt was to end before it could be begun, since the run directory does not answer."""
+
+    template = "{path} has not answered for {seconds:.0f} s: nothing was started; is its filesystem there (df {path})?"
+
 
 def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> RequeueDecision:
     """Run one attempt to its end: report written and printed, requeue decided and, where decided, done.
@@ -43,8 +64,39 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     Raises:
         HpcElasticError, OSError: it could not even be begun.
     """
+    # From here on this thread touches no file of the run: `files` does, which may hang.
+    files = FileThread(clock=clock)
+
+    def on_disk(action: Callable[[], T]) -> T:
+        try:
+            return files.do(action, within=math.inf, unless=lambda: signals.holds(_ENDING_SIGNALS))
+        except FilesystemHangsError:
+            raise FilesystemSilentError(path=paths.root, seconds=files.stuck_for()) from None
+
+    try:
+        return _run_attempt(paths, spec, site, clock=clock, signals=signals, files=files, on_disk=on_disk)
+    except FilesystemSilentError as error:
+        logger.error("%s", error)
+        number = next((n for n in signals.take() if n in _ENDING_SIGNALS), signal.SIGTERM)
+        return RequeueDecision(action=RequeueAction.END, reason=str(error), exit_code=128 + number)
+
+
+class _OnDisk(Protocol):
+    def __call__(self, action: Callable[[], T]) -> T: ...
+
+
+def _run_attempt(
+    paths: RunPaths,
+    spec: RunSpec,
+    site: Site,
+    *,
+    clock: Clock,
+    signals: SignalQueue,
+    files: FileThread,
+    on_disk: _OnDisk,
+) -> RequeueDecision:
     facts = site.facts(spec)
-    attempt_paths = claim_attempt(paths)
+    attempt_paths = on_disk(lambda: claim_attempt(paths))
     attempt = AttemptInfo(
         number=attempt_paths.number,
         cluster=facts.cluster,
@@ -58,11 +110,17 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
         kill_wait=facts.kill_wait,
         versions=_versions(facts),
     )
-    attempt.save(attempt_paths.attempt_json)
+    on_disk(lambda: attempt.save(attempt_paths.attempt_json))
     _say_head(paths, spec, attempt, attempt_paths)
     uid = new_uid(99999, f"supervisor-{attempt.batch_host}", clock)
     events = EventLog(
-        attempt_paths.events, role="supervisor", host=attempt.batch_host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
+        attempt_paths.events,
+        role="supervisor",
+        host=attempt.batch_host,
+        node=OBSERVER_NODE,
+        uid=uid[-21:],
+        clock=clock,
+        files=files,
     )
     events.write(
         "attempt_started",
@@ -75,7 +133,7 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     supervisor = Supervisor(
         attempt=attempt,
         launcher=site.launcher(spec, paths, attempt),
-        coordination=_observe(paths, spec, attempt, attempt_paths, uid, clock),
+        coordination=on_disk(lambda: _observe(paths, spec, attempt, attempt_paths, uid, clock)),
         signals=signals,
         events=events,
         clock=clock,
@@ -86,29 +144,72 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     if supervisor.superseded:
         logger.warning("an agent has seen to the end of this attempt, since this host could not be reached")
         return RequeueDecision(action=RequeueAction.END, reason="seen to elsewhere", exit_code=1)
-    decision = conclude(paths, spec, site, attempt, result, events)
-    events.close()
+    decision = conclude(
+        paths, spec, site, attempt, result, events, files=files, is_hurried=lambda: signals.holds({signal.SIGINT})
+    )
+    events.close(within=HUNG_SECONDS)
     return decision
 
 
 def conclude(
-    paths: RunPaths, spec: RunSpec, site: Site, attempt: AttemptInfo, result: AttemptResult, events: EventLog
+    paths: RunPaths,
+    spec: RunSpec,
+    site: Site,
+    attempt: AttemptInfo,
+    result: AttemptResult,
+    events: EventLog,
+    *,
+    files: FileThread | None = None,
+    is_hurried: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
-    """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided."""
+    """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided.
+
+    Args:
+        paths: The run's.
+        spec: What was asked for.
+        site: For the requeue.
+        attempt: The attempt.
+        result: How it ended.
+        events: Its log.
+        files: Touches the files; in bounded time, since the user waits for the end.
+        is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
+    """
+    hand = files or FileThread()
     attempt_paths = paths.attempt(attempt.number)
+
+    def on_disk(action: Callable[[], T], otherwise: T) -> T:
+        hangs = hand.stuck_for() > HUNG_SECONDS
+        try:
+            within = HUNG_SECONDS if hangs else REPORT_SECONDS
+            return hand.do(action, within=within, unless=lambda: hand.stuck_for() > HUNG_SECONDS and is_hurried())
+        except FilesystemHangsError:
+            return otherwise
+
+    def finish(decision: RequeueDecision) -> None:
+        def write() -> bool:
+            _finish(attempt_paths, attempt, paths, result, decision)
+            return True
+
+        if not on_disk(write, False):
+            logger.error("%s does not answer: the report can't be written", attempt_paths.root)
+        _say_end(attempt, result, decision)
+
     events.write("verdict", outcome=result.outcome.value, reason=result.reason)
-    decision = _decide(paths, spec, attempt, result)
+    before = None
+    if attempt.number:
+        before = on_disk(lambda: load_result(paths.attempt(attempt.number - 1).result_json), None)
+    decision = _decide(before, spec, attempt, result)
     events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
     events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
     # Written before the job is requeued: from then on Slurm's SIGKILL is KillWait away.
-    _finish(paths, attempt_paths, attempt, result, decision)
+    finish(decision)
     if decision.action is RequeueAction.REQUEUE:
         requeued = _requeue(site, decision)
         if requeued != decision:
             decision = requeued
             events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
             events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
-            _finish(paths, attempt_paths, attempt, result, decision)
+            finish(decision)
     return decision
 
 
@@ -149,8 +250,7 @@ def _observe(
     return Coordination(make, doorbell=doorbell, clock=clock)
 
 
-def _decide(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
-    before = load_result(paths.attempt(attempt.number - 1).result_json) if attempt.number else None
+def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
     same = before is not None and bool(result.fingerprint) and before.fingerprint == result.fingerprint
     if before is not None and result.step >= 0 and before.step >= 0:
         progress = result.step > before.step
@@ -182,9 +282,9 @@ def _requeue(site: Site, decision: RequeueDecision) -> RequeueDecision:
 
 
 def _finish(
-    paths: RunPaths,
     attempt_paths: AttemptPaths,
     attempt: AttemptInfo,
+    paths: RunPaths,
     result: AttemptResult,
     decision: RequeueDecision,
 ) -> None:
@@ -212,13 +312,16 @@ def _finish(
             exit_code=decision.exit_code,
             decision=f"{decision.action.value}: {decision.reason}",
         )
-        print(report.text, flush=True)
+        say(report.text)
         failure = report.verdict.failure
         if decision.exit_code and failure is not None and failure.error_file:
             # To whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees the first failure too.
             ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
     except Exception as error:
         logger.exception("the report could not be made: %s", error)
+
+
+def _say_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
     word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
     logger.info("attempt %d %s", attempt.number, word)
     logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
@@ -256,7 +359,7 @@ def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
         f"when it has ended: hpc-elastic report {paths.root}",
     ]
     for line in lines:
-        print(f"[hpc-elastic] {line}", flush=True)
+        say(f"[hpc-elastic] {line}")
 
 
 def _shortened(nodes: tuple[str, ...]) -> str:
@@ -265,14 +368,11 @@ def _shortened(nodes: tuple[str, ...]) -> str:
     return compress(nodes)
 
 
-def log_to_stdout() -> None:
-    """The supervisor's messages go where the workers' do: the job log."""
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
-    root = logging.getLogger("hpc_elastic")
-    root.setLevel(logging.INFO)
-    root.addHandler(handler)
-    root.propagate = False
+def log_to_stdout() -> JobOutput:
+    """The supervisor's messages go where the workers' do: the job log. What waits is written at the process' end."""
+    output = JobOutput()
+    atexit.register(output.close)
+    return output
 
 
 def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:

@@ -36,6 +36,8 @@ LAST_GRACE = 2.0
 """For agents that have not ended by then."""
 AT_ONCE = 0.3
 """For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
+SILENT_SECONDS = 4.0
+"""After the end of the run was asked for: how long the store may take to have it."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
@@ -104,6 +106,9 @@ class Supervisor:
         self._failure: Exception | None = None
         self._started_at = clock.monotonic()
         self._told_waiting = False
+        self._asked_to_close_at: float | None = None
+        self._is_store_silent = False
+        """Whether the end could not be written where the agents would read it."""
 
     def run(self) -> AttemptResult:
         """Launch, watch, and return when no agent is left."""
@@ -118,10 +123,11 @@ class Supervisor:
                 self._handle_ended(ended)
             self._relaunch_due()
             self._tell_if_waiting()
+            self._tell_if_store_silent()
             if self._is_over():
                 break
         self._launcher.end(within=self._last_grace)
-        self._coordination.stop(within=5.0)
+        self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_notices()
         return self._result()
 
@@ -156,6 +162,8 @@ class Supervisor:
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._coordination.ask(lambda participant: participant.close(outcome, reason))
+        if self._asked_to_close_at is None:
+            self._asked_to_close_at = self._clock.monotonic()
         self._set_end()
 
     def _set_end(self) -> None:
@@ -230,6 +238,22 @@ class Supervisor:
                 len(self._attempt.nodes),
                 LAUNCH_NEWS_SECONDS,
             )
+
+    def _tell_if_store_silent(self) -> None:
+        """The agents read in the store that the run ends. Where it does not answer, a signal has to tell them."""
+        asked_at = self._asked_to_close_at
+        closed = self._record is not None and self._record.status is Status.CLOSED
+        if asked_at is None or closed or self._is_store_silent or self._failure is not None:
+            return
+        if self._clock.monotonic() - asked_at < SILENT_SECONDS:
+            return
+        self._is_store_silent = True
+        logger.error(
+            "the filesystem of the run directory does not answer: ending the agents by signal "
+            "(their workers: SIGTERM, SIGKILL after %g s)",
+            self._shutdown_timeout,
+        )
+        self._launcher.terminate()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

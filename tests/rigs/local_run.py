@@ -131,6 +131,7 @@ class LocalRun:
         self.script_path.write_text("from stage import *\n" + textwrap.dedent(self.script))
         self.log_path = self.folder / "job.log"
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._behind: int | None = None
         self._sockets: set[str] = set()
         self._run_dir: Path | None = None
 
@@ -200,8 +201,10 @@ class LocalRun:
             raise TookTooLong(f"the run does not end\n{self.log_tail()}") from None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the supervisor alone."""
+        """Send a signal to the run, as a shell does: its front, which hands it to the supervisor. SIGKILL: to both."""
         assert self._supervisor is not None
+        if number is signal.SIGKILL:
+            os.kill(self.supervisor(), number)
         self._supervisor.send_signal(number)
 
     # -- what can be seen of it ----------------------------------------------------------------------------------
@@ -311,9 +314,20 @@ class LocalRun:
         tags = (process.environ.get(TAG_VARIABLE, ""), process.environ.get(NODE_TAG_VARIABLE, ""))
         return any(tag.startswith(self.uid) for tag in tags)
 
-    def supervisor(self) -> int:
+    def front(self) -> int:
+        """The pid of the process that was started."""
         assert self._supervisor is not None
         return self._supervisor.pid
+
+    def supervisor(self) -> int:
+        """The pid of the process behind it."""
+        if self._behind is None:
+            front = self.front()
+            self._behind = self.until(
+                lambda: next((p.pid for p in self.processes() if p.parent == front), None), "supervisor"
+            )
+        assert self._behind is not None
+        return self._behind
 
     def agent(self, node: int) -> Process:
         """The agent of a node, waited for."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.run_attempt import _decide
 from hpc_elastic.launch.supervisor import AttemptResult
 from hpc_elastic.outcome import Outcome
@@ -44,7 +44,8 @@ def decide(tmp_path: Path, *, number: int = 1, step: int = -1, seconds: float = 
         step=step,
         seconds=seconds,
     )
-    return _decide(RunPaths(tmp_path), SPEC, attempt, result)
+    stored = load_result(RunPaths(tmp_path).attempt(number - 1).result_json) if number else None
+    return _decide(stored, SPEC, attempt, result)
 
 
 def before(tmp_path: Path, *, number: int = 0, fingerprint: str = "F", step: int = -1) -> None:
