@@ -153,7 +153,9 @@ class Coordination:
         if self._doorbell is not None:
             watched.append(self._doorbell)
         while (left := deadline - self._clock.monotonic()) > 0:
-            ready, _, _ = select.select(watched, [], [], left)
+            deaf = self._doorbell.deaf_for() if self._doorbell is not None else 0.0
+            listening = watched if not deaf else watched[:1]
+            ready, _, _ = select.select(listening, [], [], min(left, deaf) if deaf else left)
             if self._wake_read in ready:
                 _drain(self._wake_read)
                 return
@@ -165,8 +167,12 @@ class Coordination:
         if self._doorbell is None:
             return False
         heard = self._doorbell.drain()
-        if participant is not None and heard.alive:
-            participant.heard(heard.alive)
+        if participant is not None:
+            if heard.deaf:
+                participant.was_deaf(heard.deaf)
+            if heard.alive:
+                participant.heard(heard.alive)
+                participant.rung_about(heard.about)
         return heard.rung
 
     def _beat(self, doorbell: Doorbell, interval: float) -> None:

@@ -32,6 +32,11 @@ class Hearing:
     def asked_since(self, uid: str) -> float | None:
         return self._asked.get(uid)
 
+    def was_deaf(self, seconds: float, *, now: float) -> None:
+        """Datagrams of the last `seconds` may have been lost here: nobody was silent meanwhile."""
+        for uid in self._heard:
+            self._heard[uid] = min(now, self._heard[uid] + seconds)
+
     def forgive(self, seconds: float, *, now: float) -> None:
         """This process was held up for so long: nobody was silent, or slow to answer, meanwhile."""
         for times in (self._heard, self._asked):

@@ -38,6 +38,10 @@ class LifeSigns:
         """Datagrams of these have come in."""
         self._hearing.heard(uids, self._clock.monotonic())
 
+    def was_deaf(self, seconds: float) -> None:
+        """For so long nobody could be heard."""
+        self._hearing.was_deaf(seconds, now=self._clock.monotonic())
+
     def asked(self, suspects: Iterable[str], now: float) -> None:
         """These are suspects in the log's newest record."""
         self._hearing.asked(suspects, now)

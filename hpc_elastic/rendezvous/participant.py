@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims, read_confirmed, read_failures
+from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, read_claims, read_confirmed, read_failures
 from hpc_elastic.rendezvous.coordinator import (
     Proposal,
     SettleFailures,
@@ -30,6 +30,7 @@ from hpc_elastic.rendezvous.coordinator import (
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Bell, Peers
+from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
 from hpc_elastic.rendezvous.stirring import Stirring
@@ -101,6 +102,8 @@ class Participant:
         self._lost_since = self._started_at
         self._stirring = Stirring(store, info.uid, observes=info.node == OBSERVER_NODE)
         self._claims_seen = 0
+        self._rung_about = RungAbout()
+        self._listed: dict[int, Claims] = {}
         self._patience = rng.uniform(0.0, 0.1)
         self._ending = Ending(store, info.uid, listener, clock)
 
@@ -164,6 +167,14 @@ class Participant:
         """Datagrams of these have come in: they live."""
         self._life.heard(uids)
 
+    def was_deaf(self, seconds: float) -> None:
+        """Datagrams may have been lost in a flood of invalid ones: nobody was silent for that time."""
+        self._life.was_deaf(seconds)
+
+    def rung_about(self, keys: Iterable[str]) -> None:
+        """Somebody rang, and said what it wrote: the next step looks past the caches where they hide it."""
+        self._rung_about.add(keys)
+
     def beat_addresses(self) -> list[Address]:
         """To whom this participant is to say, every second, that it lives: the coordinator; the coordinator to all."""
         record = self._record
@@ -192,6 +203,7 @@ class Participant:
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self._life.begin_step()
+        self._listed = {}
         if self._epoch is None:
             self._announce(now)
         if self._heartbeat.age(now) >= self._settings.heartbeat_interval:
@@ -203,9 +215,17 @@ class Participant:
         self._join_if_wanted()
         progress = self._close_if_asked() or self._coordinate()
         self._stirring.while_waiting(self._record, seen=self._claims_seen, now=self._clock.monotonic())
-        if progress:
+        if progress or self._stir_what_is_hidden():
             return 0.0
         return max(0.0, min(next_beat, self._poll_delay()))
+
+    def _stir_what_is_hidden(self) -> bool:
+        """Returns whether to look again at once."""
+        newest = self._record.number if self._record is not None else 0
+        hidden = self._rung_about.take_hidden(newest=newest, claims=self._listed)
+        for folder in sorted(hidden):
+            self._store.stir(folder)
+        return bool(hidden)
 
     def _announce(self, now: float) -> None:
         """Before anything else is claimed: who this is, and that it lives."""
@@ -267,14 +287,13 @@ class Participant:
             self._peers.ring(record.leader)
 
     def _flush_claims(self) -> None:
-        rang = False
+        key = ""
         while self._claims:
             key, value = self._claims[0]
             self._store.put_if_absent(key, value)
             self._claims.popleft()
-            rang = True
-        if rang and self._record is not None:
-            self._peers.ring(self._record.leader)
+        if key and self._record is not None:
+            self._peers.ring(self._record.leader, key)
 
     def _join_if_wanted(self) -> None:
         record = self._record
@@ -288,9 +307,10 @@ class Participant:
             return
         if target <= self._joined_round:
             return
-        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._info.uid), "in")
+        key = claim_key(target, ClaimKind.JOIN, self._info.uid)
+        self._store.put_if_absent(key, "in")
         self._joined_round = target
-        self._peers.ring(record.leader)
+        self._peers.ring(record.leader, key)
 
     def _close_if_asked(self) -> bool:
         if self._closing is None or self._record is None:
@@ -401,6 +421,7 @@ class Participant:
         joinable = record.status is Status.JOINABLE
         beside = record.round - 1 if joinable else record.round + 1
         other = read_claims(self._store, beside) if beside >= 0 else {}
+        self._listed = {record.round: here, beside: other}
         self._claims_seen = sum(map(len, (*here.values(), *other.values())))
         joined = (here if joinable else other).get("join", [])
         failed_round, failed = (beside, other) if joinable else (record.round, here)
@@ -468,5 +489,5 @@ class Participant:
         self._listener.on_event(event, fields)
         self._take_in(record)
         self._peers.learn(())
-        self._peers.ring_all()
+        self._peers.ring_all(record_name(record.number))
         return True

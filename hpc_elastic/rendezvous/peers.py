@@ -17,7 +17,7 @@ _FOLDER = "node"
 class Bell(Protocol):
     """What a participant needs of `store.doorbell.Doorbell`."""
 
-    def ring(self, addresses: list[Address]) -> None: ...
+    def ring(self, addresses: list[Address], about: str = "") -> None: ...
 
 
 class Peers:
@@ -54,18 +54,18 @@ class Peers:
         """Node index → host name."""
         return {node.node: node.host for node in self._known.values()}
 
-    def ring(self, uid: str) -> None:
-        """Tell one of them to look now."""
+    def ring(self, uid: str, about: str = "") -> None:
+        """Tell one of them to look now, for the key `about`."""
         if self._bell is None or uid == self._own.uid:
             return
         node = self._known.get(uid) or self._read(uid)
         if node is not None:
-            self._bell.ring(_addresses(node))
+            self._bell.ring(_addresses(node), about)
 
-    def ring_all(self) -> None:
-        """Tell all that are known to look now."""
+    def ring_all(self, about: str = "") -> None:
+        """Tell all that are known to look now, for the key `about`."""
         if self._bell is not None:
-            self._bell.ring(self.addresses(self._known))
+            self._bell.ring(self.addresses(self._known), about)
 
     def addresses(self, uids: Iterable[str]) -> list[Address]:
         """Where the bells of those of `uids` are that are known; never this one's own."""

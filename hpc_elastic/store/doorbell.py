@@ -1,10 +1,14 @@
 """The bell: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
 
 Every decision is in the files. A lost ring costs the wait for the next poll; a lost beat makes nobody lost, since a
-silent node is asked through the files; a forged or repeated datagram is dropped and counted; and where no packet gets
-through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a counter that
-only grows, and the address that it was sent to, so that the receiver learns by which of its own addresses others reach
-it; an HMAC-SHA256 with the run's secret stands before it.
+silent node is asked through the files; a forged or repeated datagram is dropped, counted, and told of once; and where
+no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a
+counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
+addresses others reach it, and none that was recorded elsewhere is taken), and for a ring the key that was written; an
+HMAC-SHA256 with the run's secret stands before it.
+
+A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the bell is deaf until that time
+is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
 """
 
 from __future__ import annotations
@@ -12,13 +16,33 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import socket
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hpc_elastic.clock import Clock, SystemClock
+
+logger = logging.getLogger(__name__)
+
 MAX_DATAGRAM = 512
+MOST_REJECTED = 500
+"""Invalid datagrams that are looked at within one period."""
+PERIOD = 0.5
+"""Seconds."""
+MOST_TOLD = 16
+"""Different (reason, host) that are logged: a forger may make up any number of hosts."""
+_LONGEST_KEY = 200
 _MAC_BYTES = 32
+_REASONS = {
+    "oversized": f"longer than {MAX_DATAGRAM} bytes",
+    "forged": "without this run's code (cut off, forged, or of another run)",
+    "garbled": "its contents make no sense",
+    "misdirected": "sent to another",
+    "repeated": "it was there before, or overtaken by a newer one",
+}
 
 Address = tuple[str, int]
 """IPv4 address in dotted form, and port."""
@@ -32,12 +56,18 @@ class Heard:
     """Somebody wants this participant to look now."""
     alive: frozenset[str]
     """Uids of the senders, of rings too."""
+    about: frozenset[str] = frozenset()
+    """The keys that were written, as the rings said."""
+    deaf: float = 0.0
+    """Seconds since the last time for which a flood may have drowned what others sent."""
 
 
 class Doorbell:
     """One participant's datagram socket."""
 
-    def __init__(self, *, secret: bytes, run_uid: str, uid: str, host: str, port: int = 0) -> None:
+    def __init__(
+        self, *, secret: bytes, run_uid: str, uid: str, host: str, port: int = 0, clock: Clock | None = None
+    ) -> None:
         """Bind.
 
         Args:
@@ -46,82 +76,171 @@ class Doorbell:
             uid: This participant's.
             host: The address to bind: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes.
             port: 0 takes a free one.
+            clock: For the limit on invalid datagrams.
+
+        Raises:
+            OSError: the address can't be bound; `open_doorbell` goes on without.
         """
         self._key = hashlib.sha256(secret + b"\0" + run_uid.encode()).digest()
         self._uid = uid
+        self._clock = clock or SystemClock()
         self._count = 0
         self._lock = threading.Lock()
         self._newest: dict[tuple[str, str], int] = {}
-        self.rejected = 0
+        self.rejections: Counter[str] = Counter()
+        """Invalid datagrams by reason."""
+        self._told: set[tuple[str, str]] = set()
+        self._period_end = 0.0
+        self._left = MOST_REJECTED
+        self._deaf_until: float | None = None
         self.reached: dict[str, None] = {}
         """This host's own addresses at which a valid ring from another participant arrived, first one first."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._socket.bind((host, port))
+        try:
+            self._socket.bind((host, port))
+        except BaseException:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
 
     @property
-    def port(self) -> int:
-        port: int = self._socket.getsockname()[1]
-        return port
+    def rejected(self) -> int:
+        """Invalid datagrams so far."""
+        return self.rejections.total()
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def ring(self, addresses: Iterable[Address]) -> None:
-        """Tell each of `addresses` to look now. Never blocks, never raises: polling is the fallback."""
-        self._send("ring", addresses)
+    def ring(self, addresses: Iterable[Address], about: str = "") -> None:
+        """Tell each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
+
+        Args:
+            addresses: Where the others' bells are.
+            about: The key that was written, so that they look past their caches for it; empty: none in particular.
+        """
+        self._send("ring", addresses, about if len(about) <= _LONGEST_KEY else "")
 
     def beat(self, addresses: Iterable[Address]) -> None:
         """Tell each of `addresses` that this participant lives. From any thread."""
-        self._send("beat", addresses)
+        self._send("beat", addresses, "")
 
-    def _send(self, kind: str, addresses: Iterable[Address]) -> None:
-        for address in addresses:
+    def _send(self, kind: str, addresses: Iterable[Address], about: str) -> None:
+        for host, port in addresses:
             with self._lock:
                 self._count += 1
                 count = self._count
-            body = json.dumps({"u": self._uid, "k": kind, "c": count, "to": address[0]}, separators=(",", ":")).encode()
+            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port}
+            if about:
+                said["a"] = about
+            body = json.dumps(said, separators=(",", ":")).encode()
             try:
-                self._socket.sendto(self._mac(body) + body, address)
-            except OSError:
+                socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
+                self._socket.sendto(self._mac(body) + body, (host, port))
+            except (OSError, OverflowError, ValueError):
                 continue
 
+    def deaf_for(self) -> float:
+        """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
+        return 0.0 if self._deaf_until is None else max(0.0, self._deaf_until - self._clock.monotonic())
+
     def drain(self) -> Heard:
-        """Take in all waiting datagrams."""
-        rung, alive = False, set()
-        for _ in range(1000):  # a flood must not keep the owner from its work
+        """Take in all waiting datagrams; nothing while `deaf_for` says so."""
+        now = self._clock.monotonic()
+        deaf = 0.0
+        if self._deaf_until is not None:
+            if now < self._deaf_until:
+                return Heard(rung=False, alive=frozenset())
+            # What came in this time was dropped by the kernel, or drowns in what is in its queue now.
+            deaf = now - self._deaf_until + PERIOD
+            self._deaf_until = None
+        if now >= self._period_end:
+            self._period_end, self._left = now + PERIOD, MOST_REJECTED
+        rung = False
+        alive: set[str] = set()
+        about: set[str] = set()
+        for _ in range(1000):  # many valid ones must not keep the owner from its work either
             try:
-                data = self._socket.recv(MAX_DATAGRAM)
+                data, sender_address = self._socket.recvfrom(MAX_DATAGRAM + 1)
             except BlockingIOError:
                 break
             except OSError:
                 continue  # an ICMP error for something we sent
             accepted = self._accept(data)
-            if accepted is None:
-                self.rejected += 1
+            if isinstance(accepted, str):
+                self._reject(accepted, sender_address)
+                self._left -= 1
+                if self._left <= 0:
+                    self._deaf_until = self._period_end
+                    break
                 continue
-            sender, kind = accepted
+            sender, kind, key = accepted
             alive.add(sender)
-            rung = rung or kind == "ring"
-        return Heard(rung=rung, alive=frozenset(alive))
+            if kind == "ring":
+                rung = True
+                if key:
+                    about.add(key)
+        return Heard(rung=rung, alive=frozenset(alive), about=frozenset(about), deaf=deaf)
 
-    def _accept(self, data: bytes) -> tuple[str, str] | None:
+    def _accept(self, data: bytes) -> tuple[str, str, str] | str:
+        """Sender, kind and key; or why not."""
+        if len(data) > MAX_DATAGRAM:
+            return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
-            return None
+            return "forged"
         try:
             said = json.loads(body)
             sender, kind, count, to = str(said["u"]), str(said["k"]), int(said["c"]), str(said["to"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return None
+            port, key = int(said["p"]), str(said.get("a", ""))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            return "garbled"
+        if kind not in ("ring", "beat"):
+            return "garbled"
+        if port != self.port:
+            return "misdirected"
         # Each kind has its own newest: a ring that a beat overtook must still ring.
-        if kind not in ("ring", "beat") or count <= self._newest.get((sender, kind), 0):
-            return None  # repeated; an honest one that was overtaken by its like is no loss
+        if count <= self._newest.get((sender, kind), 0):
+            return "repeated"  # an honest one that was overtaken by its like is no loss
         self._newest[sender, kind] = count
         self.reached.setdefault(to)
-        return sender, kind
+        return sender, kind, key
+
+    def _reject(self, reason: str, sender: Address) -> None:
+        self.rejections[reason] += 1
+        told = (reason, sender[0])
+        if told in self._told or len(self._told) >= MOST_TOLD:
+            return
+        self._told.add(told)
+        level = logging.INFO if reason == "repeated" else logging.WARNING  # a network may double a packet
+        logger.log(
+            level, "dropped a packet from %s: %s; more of the same are only counted", sender[0], _REASONS[reason]
+        )
 
     def _mac(self, body: bytes) -> bytes:
-        return hmac.new(self._key, body, hashlib.sha256).digest()
+        return hmac.digest(self._key, body, "sha256")
 
     def close(self) -> None:
+        """Say what was dropped, and close the socket."""
+        if self.rejections and self._socket.fileno() >= 0:
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejections.items()))
+            logger.info("dropped packets in all: %s", counts)
         self._socket.close()
+
+
+def open_doorbell(
+    *, secret: bytes, run_uid: str, uid: str, host: str, addresses: Sequence[str], clock: Clock | None = None
+) -> Doorbell | None:
+    """A bell, or None where there can be none: then polling alone has to do, which one line in the log says.
+
+    Args:
+        secret, run_uid, uid, host, clock: As `Doorbell` takes them.
+        addresses: By which others reach this host; none: they can't ring here.
+    """
+    why = "this host has no IPv4 address that others could reach"
+    if addresses:
+        try:
+            return Doorbell(secret=secret, run_uid=run_uid, uid=uid, host=host, clock=clock)
+        except OSError as error:
+            why = f"no datagram socket can be bound to {host}: {error.strerror or error}"
+    logger.warning("%s; going on without packets, by looking at the files alone, which is slower", why)
+    return None

@@ -147,7 +147,7 @@ class Node:
 class SilentBell:
     """A bell that nobody hears: `World.beat` carries the beats, and rings are left to polling."""
 
-    def ring(self, addresses: object) -> None:
+    def ring(self, addresses: object, about: str = "") -> None:
         pass
 
 

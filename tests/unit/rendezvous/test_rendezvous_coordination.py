@@ -31,6 +31,8 @@ class Stepped:
         self._do = do
         self.beaten_to: list[tuple[str, int]] = []
         self.heard_of: set[str] = set()
+        self.about: set[str] = set()
+        self.deaf = 0.0
         self.changed = threading.Condition()
 
     def step(self) -> float:
@@ -43,6 +45,14 @@ class Stepped:
     def heard(self, uids: Iterable[str]) -> None:
         with self.changed:
             self.heard_of |= set(uids)
+            self.changed.notify_all()
+
+    def rung_about(self, keys: Iterable[str]) -> None:
+        self.about |= set(keys)
+
+    def was_deaf(self, seconds: float) -> None:
+        with self.changed:
+            self.deaf += seconds
             self.changed.notify_all()
 
     def beat_addresses(self) -> list[tuple[str, int]]:
@@ -128,8 +138,9 @@ def test_a_ring_brings_the_next_step_at_once(start: Callable[..., Started]) -> N
     other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
     try:
         for steps in (2, 3):
-            other.ring([(HOME, running.bell.port)])
+            other.ring([(HOME, running.bell.port)], f"log/{steps}")
             running.participant.until(steps)
+        assert running.participant.about == {"log/2", "log/3"}
     finally:
         other.close()
 

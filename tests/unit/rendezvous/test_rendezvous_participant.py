@@ -109,7 +109,7 @@ class Seat:
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         self.events.append((event, fields))
 
-    def ring(self, addresses: list[tuple[str, int]]) -> None:
+    def ring(self, addresses: list[tuple[str, int]], about: str = "") -> None:
         self.rung += addresses
 
     def settle_down(self) -> None:
