@@ -72,6 +72,9 @@ class C10dStore:
         if key not in self._known:
             self._enlist(key, sure=False)
             self._known.add(key)
+        self._read(
+            f"v/{key}"
+        )  # a TCPStore says nothing to `set` and `append`: its next answer says that it has done it
 
     def delete(self, key: str) -> None:
         folder, _, name = key.rpartition("/")
@@ -91,7 +94,7 @@ class C10dStore:
         if not sure and name in _names(self._read(f"l/{folder}") or b""):
             return
         self._append(folder, f"+{name}\n")
-        if self._read(f"v/{key}") is None:
+        if self._read(f"v/{key}") is None:  # (and the answer says that the line is there)
             # Deleted since, perhaps with the line that said so: this process was stopped for a while.
             self._append(folder, f"-{name}\n")
 
