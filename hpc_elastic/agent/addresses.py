@@ -18,7 +18,7 @@ def candidate_addresses(node_name: str) -> list[str]:
         try:
             for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM):
                 found.setdefault(str(entry[4][0]))
-        except OSError:
+        except (OSError, UnicodeError):
             continue  # not every node name is a host name
     for address in _interface_addresses():
         found.setdefault(address)

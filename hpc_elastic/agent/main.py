@@ -20,7 +20,6 @@ from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.store_server import StoreServer, torch_available
-from hpc_elastic.atomic_file import read_bytes
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
@@ -42,8 +41,9 @@ from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.doorbell import open_doorbell
 from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def agent_main(argv: Sequence[str]) -> int:
     uid = new_uid(node, host, clock)
     tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
     settings = rendezvous_settings(spec, attempt)
-    secret = read_bytes(paths.secret, limit=4096) if settings.doorbell else b""
+    secret = read_secret(paths.secret) if settings.doorbell else b""
     guardian = start_guardian(tag)
     left = end_strangers(tag, clock=clock)
 
@@ -85,15 +85,17 @@ def agent_main(argv: Sequence[str]) -> int:
     events.write("agent_started", pid=os.getpid(), version=__version__)
 
     local = attempt.cluster == "local"
+    addresses = (LOOPBACK,) if local else tuple(candidate_addresses(host))
     doorbell = None
     if settings.doorbell:
-        doorbell = Doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=LOOPBACK if local else "0.0.0.0")
+        bind_to = LOOPBACK if local else "0.0.0.0"
+        doorbell = open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
     info = NodeInfo(
         uid=uid,
         node=node,
         host=host,
         local_world_size=local_world_size(spec.nproc_per_node, env),
-        addresses=(LOOPBACK,) if local else tuple(candidate_addresses(host)),
+        addresses=addresses,
         port=doorbell.port if doorbell else 0,
     )
     policy = RestartPolicy(
@@ -154,6 +156,8 @@ def agent_main(argv: Sequence[str]) -> int:
         )
     )
     code = agent.run()
+    if doorbell is not None:
+        doorbell.log_rejections()
     is_clean = not agent.hangs
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)

@@ -18,7 +18,6 @@ from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.agent.main import rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.atomic_file import read_bytes
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
@@ -38,8 +37,9 @@ from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueFacts, decide_requeue
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.doorbell import open_doorbell
 from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
 
@@ -219,16 +219,17 @@ def _observe(
     """The supervisor's seat in the rendezvous: it looks, is rung, and may close the run."""
     settings = rendezvous_settings(spec, attempt)
     local = attempt.cluster == "local"
+    addresses = (LOOPBACK,) if local else tuple(candidate_addresses(attempt.batch_host))
     doorbell = None
     if settings.doorbell:
-        secret = read_bytes(paths.secret, limit=4096)
-        doorbell = Doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=LOOPBACK if local else "0.0.0.0")
+        secret, bind_to = read_secret(paths.secret), LOOPBACK if local else "0.0.0.0"
+        doorbell = open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
     info = NodeInfo(
         uid=uid,
         node=OBSERVER_NODE,
         host=attempt.batch_host,
         local_world_size=0,
-        addresses=(LOOPBACK,) if local else tuple(candidate_addresses(attempt.batch_host)),
+        addresses=addresses,
         port=doorbell.port if doorbell else 0,
     )
     policy = RestartPolicy(max_restarts=0, max_same_failures=0, restart_window=0.0)  # never asked: it never coordinates

@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status, decode_node
 from hpc_elastic.rendezvous.uid import new_uid, node_of
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.doorbell import Doorbell, open_doorbell
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 
@@ -113,7 +113,13 @@ class Seat:
             secret = store.get("epoch/secret")
             if secret is None:
                 raise OSError("the store's secret can't be read yet")
-            doorbell = Doorbell(secret=secret.encode(), run_uid=folder.epoch_path(epoch), uid=uid, host="0.0.0.0")
+            doorbell = open_doorbell(
+                secret=secret.encode(),
+                run_uid=folder.epoch_path(epoch),
+                uid=uid,
+                host="0.0.0.0",
+                addresses=config.addresses,
+            )
         info = NodeInfo(
             uid=uid,
             node=node,

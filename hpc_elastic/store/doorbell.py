@@ -219,11 +219,13 @@ class Doorbell:
     def _mac(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")
 
-    def close(self) -> None:
-        """Say what was dropped, and close the socket."""
-        if self.rejections and self._socket.fileno() >= 0:
+    def log_rejections(self) -> None:
+        """Say how many datagrams were dropped, where some were."""
+        if self.rejections:
             counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejections.items()))
             logger.info("dropped packets in all: %s", counts)
+
+    def close(self) -> None:
         self._socket.close()
 
 

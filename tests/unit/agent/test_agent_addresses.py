@@ -89,3 +89,12 @@ def test_a_host_without_a_network_has_none(world: Any) -> None:
 )
 def test_the_master_address(given: str | None, reached: list[str], candidates: list[str], chosen: str) -> None:
     assert choose_master_address(given=given, reached=reached, candidates=candidates) == chosen
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 300, "n\u00fcll\ud800"])
+def test_a_name_that_no_resolver_takes_is_passed_over(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import psutil
+
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [Entry("10.0.0.1")]})
+    assert candidate_addresses(name) == ["10.0.0.1"]
