@@ -6,6 +6,7 @@ is refused: a second user of the machine must not be able to make us read or wri
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -136,6 +137,27 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
         os.close(fd)
 
 
+def ask_about(folder: Path) -> bool:
+    """Have this host's NFS client ask the server what is in a folder, and in those above where it seems to be missing.
+
+    A client remembers up to a minute (acdirmax) what it did not find, whoever makes it meanwhile. Opening the folder
+    makes it forget.
+
+    Returns:
+        Whether the folder is there, so that another look can find more.
+    """
+    for again in (False, True):
+        try:
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            return True
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE) or again or folder == folder.parent:
+                return False
+        if not ask_about(folder.parent):
+            return False
+    return False
+
+
 def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | str:
     """A JSON object from a file that may be missing, torn, foreign or newer.
 
@@ -144,7 +166,12 @@ def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | str:
         fact, not as an exception.
     """
     try:
-        raw = read_bytes(path, limit=limit)
+        try:
+            raw = read_bytes(path, limit=limit)
+        except FileNotFoundError:
+            if not ask_about(path.parent):
+                return "missing"
+            raw = read_bytes(path, limit=limit)
     except FileNotFoundError:
         return "missing"
     except (OSError, UnsafePathError) as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import read_json
+from hpc_elastic.atomic_file import ask_about, read_json
 from hpc_elastic.events import read_events
 from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
 from hpc_elastic.failures.evidence import read_failure
@@ -83,6 +83,8 @@ def _read_failures(paths: AttemptPaths, builder: _AttemptBuilder) -> None:
             error_file = paths.rank(index, rank).error_file
             facts = part.facts(paths.number, rank)
             failure = read_failure(error_file, facts=facts)
+            if failure is None and rank in part.told and ask_about(error_file.parent):
+                failure = read_failure(error_file, facts=facts)  # an earlier report here missed it, and NFS remembers
             if failure is None:
                 continue
             # Where the file lies is the truth about its place; the same text on 500 ranks is kept once.

@@ -1,0 +1,100 @@
+"""What one host writes and another reads while the run goes on, on mounts that cache for a minute."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.file_thread import FileThread
+from hpc_elastic.launch.write_back import WriteBack
+from hpc_elastic.report.collect import collect_run
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.run_builder import RunBuilder, make_failure
+
+MINUTE = MountSettings(attributes=60, directories=60)
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """The same folder on two hosts."""
+    require_fuse()
+    with NfsEmulator(tmp_path, settings=MINUTE) as emulator:
+        yield emulator.paths[0], emulator.paths[1]
+
+
+def eventually(condition: Callable[[], object], *, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_an_event_is_seen_elsewhere_while_its_log_is_open(clients: tuple[Path, Path]) -> None:
+    here, there = clients
+    clock = SystemClock()
+    for files in (None, FileThread(clock=clock)):
+        name = f"events-{files is None}"
+        events = EventLog(here / name, role="agent", host="n1", node=0, uid="0", clock=clock, files=files)
+        for count in (1, 2):
+            events.write("round_opened", round=count)
+            assert eventually(lambda name=name, count=count: len(list(read_events(there / name))) == count)
+        events.close()
+
+
+def test_the_job_log_is_seen_elsewhere_while_it_is_open(clients: tuple[Path, Path]) -> None:
+    here, there = clients
+    fd = os.open(here / "job.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    write_back = WriteBack(fd, SystemClock(), interval=0.05)
+    assert write_back.start()
+    for text in ("one\n", "two\n"):
+        os.write(fd, text.encode())
+        assert eventually(lambda text=text: (there / "job.log").read_text().endswith(text))
+    write_back.stop()
+    os.close(fd)
+    assert (there / "job.log").read_text() == "one\ntwo\n"
+
+
+def test_a_pipe_needs_no_writing_back() -> None:
+    read, write = os.pipe()
+    assert not WriteBack(write, SystemClock()).start()
+    os.close(read)
+    os.close(write)
+    assert not WriteBack(write, SystemClock()).start()
+
+
+def test_a_file_that_was_missed_once_is_found_as_soon_as_it_is_there(clients: tuple[Path, Path]) -> None:
+    """A client remembers for a minute what it did not find, unless it is asked about the folder."""
+    here, there = clients
+    (here / "attempt-000").mkdir()
+    assert read_json(there / "attempt-000" / "result.json") == "missing"
+    write_json(here / "attempt-000" / "result.json", {"exit_code": 0})
+    assert read_json(there / "attempt-000" / "result.json") == {"exit_code": 0}
+    write_json(here / "attempt-000" / "result.json", {"exit_code": 75})
+    assert read_json(there / "attempt-000" / "result.json") == {"exit_code": 75}
+
+
+def test_a_report_shows_the_failure_that_an_earlier_one_on_this_host_came_too_early_for(
+    clients: tuple[Path, Path],
+) -> None:
+    here, there = clients
+    run = RunBuilder(here / "run", nodes=1)
+    run.attempt(0)
+    run.round(0, 0, at=1.0)
+    rank = run.paths.attempt(0).rank(0, 0).root
+    for folder in (rank.parent.parent, rank.parent, rank):
+        make_private_dir(folder)
+    (attempt,) = collect_run(there / "run").attempts
+    assert attempt.rounds[0].failures == ()
+    run.fail(make_failure(0, at=2.0, exception="ValueError: bad batch"))
+    (attempt,) = collect_run(there / "run").attempts
+    (failure,) = attempt.rounds[0].failures
+    assert "loss.backward()" in failure.traceback, "from error.json, which was not there before"
