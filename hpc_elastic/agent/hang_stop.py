@@ -1,0 +1,189 @@
+"""Ending a round that hangs: first the stacks of all workers, then the workers.
+
+Each worker's main process gets SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and
+ends it (0.1 s). One that was stopped prints them when it is continued. What has not ended by then is asked with py-spy,
+where that is installed. Then the rest of the group is ended as always. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.failures.stacks import ProcessState, look_at_process
+from hpc_elastic.processes import tree
+from hpc_elastic.processes.spawn import WorkerProcess
+from hpc_elastic.processes.stop import GroupStopper, Stopped
+from hpc_elastic.processes.tree import Proc
+
+ANSWER_SECONDS = 3.0
+"""How long a dump may take before the worker counts as one that does not answer."""
+PY_SPY_SECONDS = 5.0
+_LOOK_SECONDS = 0.02
+_PY_SPY_BYTES = 512 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A worker, and which of its processes is the one to ask."""
+
+    worker: WorkerProcess
+    pid: int
+
+
+@dataclass(slots=True)
+class _Asked:
+    proc: Proc | None
+    state: ProcessState
+    py_spy: subprocess.Popen[bytes] | None = None
+    output: int = -1
+    text: str = ""
+
+
+def main_process(worker: WorkerProcess, speaker: int) -> int:
+    """The process of a worker that holds its Python stacks.
+
+    Args:
+        worker: The worker.
+        speaker: Who sends its heartbeats, 0 where nobody does.
+
+    Returns:
+        The speaker, where it is the worker's; else the worker itself where it is a Python, else the first Python below
+        it (a shell script around the training script).
+    """
+    processes = tree.all_processes()
+    below = tree.subtree(processes, (worker.pid,))
+    if any(proc.pid == speaker for proc in below):
+        return speaker
+    for pid in (worker.pid, *(proc.pid for proc in below)):
+        if _is_python(pid):
+            return pid
+    return worker.pid
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+    except OSError:
+        return False
+
+
+class StacksThenStop:
+    """Has the shape of the `GroupStopper` that it goes before."""
+
+    def __init__(self, targets: Sequence[Target], stopper: GroupStopper, *, clock: Clock) -> None:
+        """Args:
+        targets: The workers that still run.
+        stopper: Ends the whole group; not begun.
+        clock: Its monotonic clock is used.
+        """
+        self._targets = tuple(targets)
+        self._stopper = stopper
+        self._clock = clock
+        self._asked: dict[int, _Asked] = {}
+        self._deadline = 0.0
+        self._py_spy_deadline: float | None = None
+        self._began = 0.0
+        self._is_asking = False
+
+    def begin(self) -> None:
+        """Look at each, then have them dump their stacks and end."""
+        self._began = self._clock.monotonic()
+        self._deadline = self._began + ANSWER_SECONDS
+        self._is_asking = True
+        for target in self._targets:
+            # All are looked at before the first is touched: its end changes what the others do.
+            self._asked[target.worker.pid] = _Asked(tree.look_at(target.pid), look_at_process(target.pid))
+        for asked in self._asked.values():
+            if asked.proc is None:
+                continue
+            _forbid_core_dump(asked.proc.pid)
+            tree.kill_safely(asked.proc, signal.SIGABRT)
+            tree.kill_safely(asked.proc, signal.SIGCONT)
+
+    def kill_now(self) -> None:
+        """Give up all evidence and the grace."""
+        self._finish_asking()
+        self._stopper.kill_now()
+
+    def step(self) -> Stopped | float:
+        """As `GroupStopper.step`."""
+        if self._is_asking:
+            now = self._clock.monotonic()
+            silent = [asked for asked in self._asked.values() if _lives(asked.proc)]
+            if silent and now < self._deadline:
+                return _LOOK_SECONDS
+            if silent and self._py_spy_deadline is None and _start_py_spy(silent):
+                self._py_spy_deadline = now + PY_SPY_SECONDS
+            runs = any(asked.py_spy is not None and asked.py_spy.poll() is None for asked in silent)
+            if runs and self._py_spy_deadline is not None and now < self._py_spy_deadline:
+                return _LOOK_SECONDS
+            self._finish_asking()
+            self._stopper.begin()
+        return self._stopper.step()
+
+    def state_of(self, worker_pid: int) -> ProcessState | None:
+        """How the worker's process stood before the signal."""
+        asked = self._asked.get(worker_pid)
+        return asked.state if asked is not None else None
+
+    def py_spy_of(self, worker_pid: int) -> str:
+        """What py-spy says of a worker that did not answer; empty where it was not asked or can't tell."""
+        asked = self._asked.get(worker_pid)
+        return asked.text if asked is not None else ""
+
+    def _finish_asking(self) -> None:
+        self._is_asking = False
+        for asked in self._asked.values():
+            if asked.py_spy is None:
+                continue
+            if asked.py_spy.poll() is None:
+                asked.py_spy.kill()
+            asked.py_spy.wait()
+            asked.text = os.pread(asked.output, _PY_SPY_BYTES, 0).decode("utf-8", "replace")
+            os.close(asked.output)
+            asked.py_spy, asked.output = None, -1
+
+
+def _lives(proc: Proc | None) -> bool:
+    if proc is None:
+        return False
+    now = tree.look_at(proc.pid)
+    return now is not None and now.starttime == proc.starttime and not now.is_dead
+
+
+def _forbid_core_dump(pid: int) -> None:
+    """1, not 0: a core that goes to a program (systemd-coredump) is held back by that alone, core(5)."""
+    try:
+        hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
+        least = 1 if hard == resource.RLIM_INFINITY or hard >= 1 else 0
+        resource.prlimit(pid, resource.RLIMIT_CORE, (least, hard))
+    except (OSError, ValueError):
+        pass  # it has ended, or is another user's
+
+
+def _start_py_spy(silent: Sequence[_Asked]) -> bool:
+    program = shutil.which("py-spy")
+    if program is None:
+        return False
+    for asked in silent:
+        if asked.proc is None:
+            continue
+        asked.output = os.memfd_create("py-spy")
+        try:
+            asked.py_spy = subprocess.Popen(
+                [program, "dump", "--nonblocking", "--pid", str(asked.proc.pid)],
+                stdin=subprocess.DEVNULL,
+                stdout=asked.output,
+                stderr=asked.output,
+            )
+        except OSError:
+            os.close(asked.output)
+            asked.output = -1
+    return any(asked.py_spy is not None for asked in silent)
