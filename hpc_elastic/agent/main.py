@@ -19,6 +19,7 @@ from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import SystemClock
@@ -66,7 +67,7 @@ def agent_main(argv: Sequence[str]) -> int:
     node = _node_index(attempt, options.node, env)
     host = attempt.nodes[node]
     clock = SystemClock()
-    uid = new_uid(node, host, clock)
+    uid = new_uid(node, host, clock, start=claim_start_number(attempt_paths.store, node, clock=clock))
     tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
     settings = rendezvous_settings(spec, attempt)
     secret = read_secret(paths.secret) if settings.doorbell else b""

@@ -6,11 +6,24 @@ import secrets
 
 from hpc_elastic.clock import Clock
 
+_TIME_BITS = 48
+_TIME_SHIFT = 16
 
-def new_uid(node: int, host: str, clock: Clock) -> str:
-    """``00003-nid003-18a0c2d1e4f5a6b7-9f3c``: node index, host, this host's time at the start, four random digits."""
+
+def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
+    """``00003-nid003-0001f87ab3c4d5e6-9f3c``: node index, host, start, four random digits.
+
+    Args:
+        node: Node index.
+        host: Its name.
+        clock: For the start's last 12 digits: this host's time in units of 65.5 µs.
+        start: Its first 4 digits: the how-manyeth agent of the node this is, where somebody counts. A node that comes
+            back may have another time than before; this orders its agents first.
+    """
+    time = clock.time_ns() >> _TIME_SHIFT & (1 << _TIME_BITS) - 1
+    started = min(start, 0xFFFF) << _TIME_BITS | time
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "_" for c in host)[:64]
-    return f"{node:05d}-{readable}-{clock.time_ns():016x}-{secrets.token_hex(2)}"
+    return f"{node:05d}-{readable}-{started:016x}-{secrets.token_hex(2)}"
 
 
 def node_of(uid: str) -> int:
@@ -20,7 +33,7 @@ def node_of(uid: str) -> int:
 
 
 def supersedes(newer: str, older: str) -> bool:
-    """Whether `newer` is a later agent of the node that `older` ran on: two times of the same host."""
+    """Whether `newer` is a later agent of the node that `older` ran on: two starts, or two times, of the same host."""
     if node_of(newer) != node_of(older) or newer == older:
         return False
     return newer.rsplit("-", 2)[-2:] > older.rsplit("-", 2)[-2:]

@@ -14,7 +14,7 @@ from tests.rigs.fake_clock import FakeClock
 def test_it_reads_well() -> None:
     name = new_uid(3, "nid003", FakeClock(1.0))
     head, host, started, chance = name.split("-")
-    assert (head, host, started) == ("00003", "nid003", f"{10**9:016x}")
+    assert (head, host, started) == ("00003", "nid003", f"{10**9 >> 16:016x}")
     assert len(chance) == 4
 
 
@@ -41,12 +41,21 @@ def test_the_node_in_a_name(name: str, node: int) -> None:
 def test_a_later_agent_of_a_node_supersedes_the_earlier_one() -> None:
     clock = FakeClock()
     names = []
-    for seconds in (0.000001, 1, 86400, 10**8):
+    for seconds in (0.0001, 1, 86400, 10**8):
         clock.now += seconds
         names.append(new_uid(4, "a-b", clock))
     for earlier, later in itertools.pairwise(names):
         assert supersedes(later, earlier)
         assert not supersedes(earlier, later)
+
+
+def test_a_node_whose_clock_was_set_back_goes_by_its_starts() -> None:
+    clock = FakeClock(10**6)
+    old = new_uid(4, "n4", clock, start=9)
+    clock.now -= 3600
+    new = new_uid(4, "n4", clock, start=10)
+    assert supersedes(new, old)
+    assert not supersedes(old, new)
 
 
 def test_the_host_does_not_count_but_the_node_does() -> None:
