@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, decode_failure
 from hpc_elastic.rendezvous.uid import node_of
-from hpc_elastic.store.base import Store
+from hpc_elastic.store.base import Store, get_many
 
 
 class ClaimKind(str, Enum):
@@ -66,21 +66,48 @@ def read_confirmed(store: Store, record: RoundRecord, uids: Sequence[str]) -> di
     return confirmed
 
 
-def read_failures(store: Store, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
-    """The failures that nodes told of, by uid; what a node summed up replaces its first word."""
-    found: dict[str, NodeFailure] = {}
-    tellers = {*claims.get("sum", ()), *claims.get("fail", ())}
-    for kind in (ClaimKind.SUM, ClaimKind.FAIL):
-        for uid in claims.get(kind.value, ()):
-            value = None if uid in found else decode_object(store.get(claim_key(round_index, kind, uid)))
+class FailureReader:
+    """The failures that nodes told of. What was read once is not read again: claims never change."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._round = -1
+        self._read: dict[tuple[str, str], NodeFailure] = {}
+
+    def read(self, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
+        """The failures of a round by uid; what a node summed up replaces its first word.
+
+        Args:
+            round_index: Which round's.
+            claims: What its folder's listing gave.
+        """
+        if round_index != self._round:
+            self._round, self._read = round_index, {}
+        summed, told = ClaimKind.SUM.value, ClaimKind.FAIL.value
+        self._take_in(summed, [uid for uid in claims.get(summed, ()) if (summed, uid) not in self._read])
+        missing = [uid for uid in claims.get(told, ()) if not self._read.keys() & {(summed, uid), (told, uid)}]
+        self._take_in(told, missing)
+        found = {}
+        for uid in sorted({*claims.get(summed, ()), *claims.get(told, ())}):
+            found[uid] = self._read.get((summed, uid)) or self._read.get((told, uid)) or _unreadable(uid)
+        return found
+
+    def _take_in(self, kind: str, uids: Sequence[str]) -> None:
+        keys = [claim_key(self._round, ClaimKind(kind), uid) for uid in uids]
+        for uid, raw in zip(uids, get_many(self._store, keys), strict=True):
+            value = decode_object(raw)
             failure = decode_failure(value) if value is not None else None
             if failure is not None:
-                found[uid] = failure
-    for uid in tellers - set(found):
-        found[uid] = NodeFailure(
-            node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)"
-        )
-    return dict(sorted(found.items()))
+                self._read[kind, uid] = failure
+
+
+def read_failures(store: Store, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
+    """The failures of a round, by uid."""
+    return FailureReader(store).read(round_index, claims)
+
+
+def _unreadable(uid: str) -> NodeFailure:
+    return NodeFailure(node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)")
 
 
 def decode_object(raw: str | None) -> dict[str, Any] | None:

@@ -27,6 +27,9 @@ class RendezvousSettings:
     """Without a change for so long, a node counts as lost. Above three times what the filesystem takes to show one."""
     poll_interval: float = 1.0
     """The fallback's, where no ring comes through."""
+    operations_per_second: float = 150.0
+    """What all nodes together may ask of the file server while workers run: `pace` derives longer intervals from it
+    where there are many nodes. At 8192 nodes three times as much."""
     doorbell: bool = True
     """Off: the files alone, slower."""
     beat_interval: float = 1.0
@@ -44,7 +47,7 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
         UsageError: an unknown key, or a value that is no number; it is named.
     """
     allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
-    allowed |= {"beat_interval", "beat_silence", "suspect_answer"}
+    allowed |= {"beat_interval", "beat_silence", "suspect_answer", "operations_per_second"}
     known = {f.name for f in fields(RendezvousSettings)} & allowed
     changes: dict[str, float | bool] = {}
     for key, text in conf.items():

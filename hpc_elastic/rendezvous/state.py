@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 
 VERSION = 1
+MOST_REPEATED = 6
+"""Members of a list that each record repeats, so that it stays within a symbolic link; of a longer one only the record
+that chose them has the list."""
+MOST_PLAIN = 64
+"""Members of a list that is written as it is; a longer one is compressed."""
 
-__all__ = ["FailureMemory", "Member", "NodeFailure", "NodeInfo", "Outcome", "RoundRecord", "Status"]
+__all__ = ["FailureMemory", "HangMark", "Member", "NodeFailure", "NodeInfo", "Outcome", "RoundRecord", "Status"]
 
 
 class Status(str, Enum):
@@ -38,6 +47,15 @@ class Member:
     local_world_size: int
 
 
+class Members(tuple[Member, ...]):
+    """A member list that finds a node by its uid without going through thousands of others."""
+
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """Uid → group rank."""
+        return {member.uid: rank for rank, member in enumerate(self)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureMemory:
     """What one coordinator leaves to the next one about the failures so far."""
@@ -48,6 +66,32 @@ class FailureMemory:
     """How often in a row, with no progress between."""
     step: int = -1
     """The furthest step that any worker had reported then."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangMark:
+    """Where a worker stood that gave no sign of life any more. No times: clocks of two hosts are not compared."""
+
+    step: int
+    """Its last step, -1 for none."""
+    age: float
+    """Seconds for which it had been silent."""
+
+    @property
+    def lag(self) -> tuple[int, float]:
+        """Sorts the one first that is furthest behind: by step, then whose heartbeat stopped first."""
+        return self.step, -self.age
+
+
+def _hang_to_json(hang: HangMark | None) -> dict[str, Any]:
+    return {} if hang is None else {"hang": [hang.step, round(hang.age, 3)]}
+
+
+def _decode_hang(value: Any) -> HangMark | None:
+    if value is None:
+        return None
+    step, age = value
+    return HangMark(int(step), float(age))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +111,10 @@ class RoundRecord:
     status: Status
     members: tuple[Member, ...] = ()
     """While JOINABLE: the members of the last final round, in slot order; later: this round's."""
+    members_at: int = 0
+    """The number of the record that has the member list in full, where this one only refers to it; else 0."""
+    bell: tuple[str, ...] = ()
+    """Where the coordinator's bell is: its port, then its addresses. Empty: it has none."""
     restarts_used: int = 0
     """Rounds of this attempt that followed a worker's failure."""
     waiting: int = 0
@@ -84,6 +132,12 @@ class RoundRecord:
     retryable: bool = True
     """When CLOSED: whether another attempt could end otherwise."""
     memory: FailureMemory = FailureMemory()
+    hang: HangMark | None = None
+    """The round before was ended because of this worker: its members take the stacks of all before they end them."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.members, Members):
+            object.__setattr__(self, "members", Members(self.members))
 
     def to_json(self) -> dict[str, Any]:
         """The record without its number, which is its name."""
@@ -94,7 +148,8 @@ class RoundRecord:
             "leader": self.leader,
             "round": self.round,
             "status": self.status.value,
-            "members": [[m.uid, m.node, m.local_world_size] for m in self.members],
+            "members": self.members_at or _members_to_json(self.members),
+            "bell": list(self.bell),
             "restarts": self.restarts_used,
             "waiting": self.waiting,
             "lost": list(self.lost),
@@ -104,18 +159,62 @@ class RoundRecord:
             "outcome": self.outcome.value if self.outcome else None,
             "retryable": self.retryable,
             "memory": [self.memory.fingerprint, self.memory.times, self.memory.step],
+            **_hang_to_json(self.hang),
         }
 
+    def rank(self, uid: str) -> int | None:
+        """The group rank of `uid`, or None where it is no member."""
+        assert isinstance(self.members, Members)
+        return self.members.ranks.get(uid)
+
     def member(self, uid: str) -> Member | None:
-        return next((m for m in self.members if m.uid == uid), None)
+        rank = self.rank(uid)
+        return None if rank is None else self.members[rank]
 
     def successor(self, **changes: Any) -> RoundRecord:
-        """This record with `changes` and the next number."""
-        return replace(self, number=self.number + 1, **changes)
+        """This record with `changes` and the next number; a long member list that stays is referred to."""
+        members_at = 0
+        if changes.get("members", self.members) == self.members and len(self.members) > MOST_REPEATED:
+            changes["members"] = self.members
+            members_at = self.members_at or self.number
+        return replace(self, number=self.number + 1, members_at=members_at, **changes)
 
 
-def decode_record(number: int, value: Mapping[str, Any], *, run_id: str) -> RoundRecord:
+def _members_to_json(members: tuple[Member, ...]) -> list[list[Any]] | str:
+    found = [[m.uid, m.node, m.local_world_size] for m in members]
+    if len(members) <= MOST_PLAIN:
+        return found
+    # Thousands of nodes read it at once: what they have in common is most of it.
+    packed = zlib.compress(json.dumps(found, separators=(",", ":")).encode(), 6)
+    return base64.b85encode(packed).decode()
+
+
+def _members_from_json(value: Any, known: RoundRecord | None) -> tuple[Member, ...]:
+    if isinstance(value, int):
+        if known is None or value != (known.members_at or known.number):
+            raise ValueError(f"its members are those of record {value}")
+        return known.members
+    if isinstance(value, str):
+        value = json.loads(zlib.decompress(base64.b85decode(value)))
+    return Members(Member(str(uid), int(node), int(size)) for uid, node, size in value)
+
+
+def members_elsewhere(value: Mapping[str, Any]) -> int:
+    """The number of the record that has the member list of the one whose JSON this is; 0: it has its own."""
+    found = value.get("members")
+    return found if isinstance(found, int) and not isinstance(found, bool) else 0
+
+
+def decode_record(
+    number: int, value: Mapping[str, Any], *, run_id: str, known: RoundRecord | None = None
+) -> RoundRecord:
     """A record from the log.
+
+    Args:
+        number: Its name.
+        value: Its JSON.
+        run_id: For messages.
+        known: A record with the same member list, where this one refers to another (`members_elsewhere`).
 
     Raises:
         RendezvousStateError: foreign, newer, or damaged beyond the checksum.
@@ -131,7 +230,9 @@ def decode_record(number: int, value: Mapping[str, Any], *, run_id: str) -> Roun
             leader=str(value["leader"]),
             round=int(value["round"]),
             status=Status(value["status"]),
-            members=tuple(Member(str(uid), int(node), int(size)) for uid, node, size in value["members"]),
+            members=_members_from_json(value["members"], known),
+            members_at=members_elsewhere(value),
+            bell=tuple(str(part) for part in value["bell"]),
             restarts_used=int(value["restarts"]),
             waiting=int(value["waiting"]),
             lost=tuple(int(node) for node in value["lost"]),
@@ -141,8 +242,9 @@ def decode_record(number: int, value: Mapping[str, Any], *, run_id: str) -> Roun
             outcome=Outcome(value["outcome"]) if value["outcome"] else None,
             retryable=bool(value["retryable"]),
             memory=FailureMemory(fingerprint=str(fingerprint), times=int(times), step=int(step)),
+            hang=_decode_hang(value.get("hang")),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None
 
 
@@ -196,13 +298,15 @@ class NodeFailure:
     fingerprint: str
     """Of the node's own root candidate; empty where all of them are symptoms."""
     failure_class: str
-    """``root``, ``symptom`` or ``infrastructure``: the strongest among the node's failures."""
+    """``root``, ``hang``, ``symptom`` or ``infrastructure``: the strongest among the node's failures."""
     retryable: bool
     message: str
     step: int = -1
     """The furthest step that a worker of this node had reported, -1 for none."""
     seconds: float = 0.0
     """How long this node's workers had run."""
+    hang: HangMark | None = None
+    """Of a worker here that hangs, the one that is furthest behind."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -213,6 +317,7 @@ class NodeFailure:
             "message": self.message[:300],
             "step": self.step,
             "seconds": round(self.seconds, 3),
+            **_hang_to_json(self.hang),
         }
 
 
@@ -226,6 +331,7 @@ def decode_failure(value: Mapping[str, Any]) -> NodeFailure | None:
             message=str(value["message"]),
             step=int(value["step"]),
             seconds=float(value["seconds"]),
+            hang=_decode_hang(value.get("hang")),
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         return None

@@ -32,6 +32,12 @@ def node_of(uid: str) -> int:
     return int(head) if head.isdecimal() else -1
 
 
+def host_of(uid: str) -> str:
+    """The host name in a uid, as readable as it was made there; the uid itself where it makes no sense."""
+    parts = uid.split("-")
+    return "-".join(parts[1:-2]) if len(parts) > 3 else uid
+
+
 def supersedes(newer: str, older: str) -> bool:
     """Whether `newer` is a later agent of the node that `older` ran on: two starts, or two times, of the same host."""
     if node_of(newer) != node_of(older) or newer == older:

@@ -6,7 +6,9 @@ old value for a new one. Values are text of at least one character.
 
 from __future__ import annotations
 
-from typing import Protocol
+import builtins
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from hpc_elastic.errors import HpcElasticError
 
@@ -45,14 +47,18 @@ class Store(Protocol):
         ...
 
     def get(self, key: str) -> str | None:
-        """The value of `key`, or None where there is none yet (or it can't be read whole yet)."""
+        """The value of `key`, or None where there is none yet (or it can't be read whole yet).
+
+        Of a cell: maybe an older value, and on GlusterFS for as long as it is not rewritten once more; `version` tells.
+        """
         ...
 
     def list(self, folder: str) -> list[str]:
         """The names in `folder`, in no order, fresh from the server; empty where the folder is not there.
 
         On a server whose times are coarse, what changed within one tick (up to a second) of the last look may be missed
-        until the next change: `stir` before what must not be.
+        until the next change; a client that caches by time alone (sshfs) shows what others changed that much later:
+        `stir` before what must not be missed.
         """
         ...
 
@@ -75,6 +81,32 @@ class Store(Protocol):
         Before a decision that rests on something's absence, and now and then while waiting for something.
         """
         ...
+
+
+@runtime_checkable
+class BulkStore(Protocol):
+    """What a store may offer beside `Store`, where many round trips cost more than one."""
+
+    def make_folder(self, folder: str) -> None:
+        """Create a folder before anybody looks into it: one that is missing is asked for again and again."""
+        ...
+
+    def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
+        """`Store.get` for each of `keys`, several at a time."""
+        ...
+
+
+def make_folder(store: Store, folder: str) -> None:
+    """`BulkStore.make_folder` where the store has it; elsewhere a folder needs no making."""
+    if isinstance(store, BulkStore):
+        store.make_folder(folder)
+
+
+def get_many(store: Store, keys: Sequence[str]) -> list[str | None]:
+    """`BulkStore.get_many` where the store has it, else one after the other."""
+    if isinstance(store, BulkStore):
+        return store.get_many(keys)
+    return [store.get(key) for key in keys]
 
 
 def fits_key(name: str) -> bool:

@@ -4,7 +4,8 @@ Every decision is in the files. A lost ring costs the wait for the next poll; a 
 silent node is asked through the files; a forged or repeated datagram is dropped, counted, and told of once; and where
 no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a
 counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
-addresses others reach it, and none that was recorded elsewhere is taken), and for a ring the key that was written; an
+addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
+newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for; an
 HMAC-SHA256 with the run's secret stands before it.
 
 A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the bell is deaf until that time
@@ -20,8 +21,9 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from hpc_elastic.clock import Clock, SystemClock
 
@@ -34,7 +36,9 @@ PERIOD = 0.5
 """Seconds."""
 MOST_TOLD = 16
 """Different (reason, host) that are logged: a forger may make up any number of hosts."""
-_LONGEST_KEY = 200
+MOST_FORWARDED = 20
+"""Addresses that a ring can carry on."""
+_LONGEST_KEY = 120
 _MAC_BYTES = 32
 _REASONS = {
     "oversized": f"longer than {MAX_DATAGRAM} bytes",
@@ -57,7 +61,9 @@ class Heard:
     alive: frozenset[str]
     """Uids of the senders, of rings too."""
     about: frozenset[str] = frozenset()
-    """The keys that were written, as the rings said."""
+    """The keys that were written, as the rings said; of beats, the newest record's."""
+    hears: Mapping[str, bool] = field(default_factory=dict)
+    """Who sent beats, and whether it hears this participant."""
     deaf: float = 0.0
     """Seconds since the last time for which a flood may have drowned what others sent."""
 
@@ -111,27 +117,35 @@ class Doorbell:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def ring(self, addresses: Iterable[Address], about: str = "") -> None:
+    def ring(self, addresses: Iterable[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
         """Tell each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
 
         Args:
             addresses: Where the others' bells are.
             about: The key that was written, so that they look past their caches for it; empty: none in particular.
+            forward: Whom they shall ring in their turn, `MOST_FORWARDED` at most.
         """
-        self._send("ring", addresses, about if len(about) <= _LONGEST_KEY else "")
+        more = {"a": about} if 0 < len(about) <= _LONGEST_KEY else {}
+        if forward:
+            more["f"] = _pack(forward[:MOST_FORWARDED])
+        self._send("ring", addresses, more)
 
-    def beat(self, addresses: Iterable[Address]) -> None:
-        """Tell each of `addresses` that this participant lives. From any thread."""
-        self._send("beat", addresses, "")
+    def beat(self, addresses: Iterable[Address], about: str = "", *, hears: bool = False) -> None:
+        """Tell each of `addresses` that this participant lives. From any thread.
 
-    def _send(self, kind: str, addresses: Iterable[Address], about: str) -> None:
+        Args:
+            addresses: Where the others' bells are.
+            about: The key of the newest record, for those whom no ring about it reached.
+            hears: Whether this participant hears them.
+        """
+        self._send("beat", addresses, {"a": about, "h": 1 if hears else 0})
+
+    def _send(self, kind: str, addresses: Iterable[Address], more: Mapping[str, Any]) -> None:
         for host, port in addresses:
             with self._lock:
                 self._count += 1
                 count = self._count
-            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port}
-            if about:
-                said["a"] = about
+            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port, **more}
             body = json.dumps(said, separators=(",", ":")).encode()
             try:
                 socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
@@ -158,6 +172,7 @@ class Doorbell:
         rung = False
         alive: set[str] = set()
         about: set[str] = set()
+        hears: dict[str, bool] = {}
         for _ in range(1000):  # many valid ones must not keep the owner from its work either
             try:
                 data, sender_address = self._socket.recvfrom(MAX_DATAGRAM + 1)
@@ -173,16 +188,20 @@ class Doorbell:
                     self._deaf_until = self._period_end
                     break
                 continue
-            sender, kind, key = accepted
+            sender, kind, said = accepted
             alive.add(sender)
+            key = str(said.get("a", ""))
+            if key:
+                about.add(key)
             if kind == "ring":
                 rung = True
-                if key:
-                    about.add(key)
-        return Heard(rung=rung, alive=frozenset(alive), about=frozenset(about), deaf=deaf)
+                self.ring(_unpack(said.get("f")), key)
+            else:
+                hears[sender] = bool(said.get("h"))
+        return Heard(rung=rung, alive=frozenset(alive), about=frozenset(about), hears=hears, deaf=deaf)
 
-    def _accept(self, data: bytes) -> tuple[str, str, str] | str:
-        """Sender, kind and key; or why not."""
+    def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
+        """Sender, kind and all that was said; or why not."""
         if len(data) > MAX_DATAGRAM:
             return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
@@ -191,7 +210,7 @@ class Doorbell:
         try:
             said = json.loads(body)
             sender, kind, count, to = str(said["u"]), str(said["k"]), int(said["c"]), str(said["to"])
-            port, key = int(said["p"]), str(said.get("a", ""))
+            port = int(said["p"])
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             return "garbled"
         if kind not in ("ring", "beat"):
@@ -203,7 +222,7 @@ class Doorbell:
             return "repeated"  # an honest one that was overtaken by its like is no loss
         self._newest[sender, kind] = count
         self.reached.setdefault(to)
-        return sender, kind, key
+        return sender, kind, said
 
     def _reject(self, reason: str, sender: Address) -> None:
         self.rejections[reason] += 1
@@ -227,6 +246,20 @@ class Doorbell:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _pack(addresses: Sequence[Address]) -> str:
+    return b"".join(socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in addresses).hex()
+
+
+def _unpack(packed: object) -> list[Address]:
+    """Nothing where it makes no sense."""
+    try:
+        raw = bytes.fromhex(packed) if isinstance(packed, str) else b""
+    except ValueError:
+        return []
+    parts = [raw[at : at + 6] for at in range(0, len(raw) - len(raw) % 6, 6)]
+    return [(socket.inet_ntoa(part[:4]), int.from_bytes(part[4:], "big")) for part in parts]
 
 
 def open_doorbell(

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import builtins
 import errno
+import functools
 import os
 import secrets
 import stat
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from hpc_elastic.atomic_file import check_private_dir, make_private_dir
 from hpc_elastic.clock import Clock
@@ -28,8 +31,12 @@ from hpc_elastic.store.base import StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
 """Bytes of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
+LANES = 16
+"""Reads at a time, where many are needed."""
 SETTLE_SECONDS = 5.0
 """How long a name that a failed create may have left behind is looked for before the create is tried again."""
+
+T = TypeVar("T")
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _HOPELESS = {errno.ENAMETOOLONG, errno.EROFS, errno.EMLINK}
@@ -63,7 +70,6 @@ class FileStore:
     def put_if_absent(self, key: str, value: str) -> bool:
         path = self._path(key)
         raw = _encode(value)
-        self._make_folder(key)
         failure: OSError | None = None
         for _ in range(20):
             try:
@@ -84,34 +90,45 @@ class FileStore:
                 return found == value
             if self._stop.is_set():
                 break
+        if self._is_full():
+            raise StoreFullError(root=self._root, why=f"can't create {key}: {os.strerror(errno.ENOSPC)}")
         raise failure or OSError(errno.EIO, "the create was never tried")
 
     def _create(self, path: str, raw: bytes) -> None:
-        if self._symlinks and len(raw) <= LONGEST_SYMLINK:
+        # That a way is not offered here is only remembered once another has worked: sshfs says EPERM to everything, to
+        # a lost race and a full disk too.
+        symlinks, hard_links = self._symlinks, self._hard_links
+        if symlinks and _fits_symlink(raw):
             try:
                 os.symlink(raw, os.fsencode(path))  # bytes: the text must not depend on this node's locale
                 return
             except OSError as error:
-                # EPERM is "no symlinks here" on some filesystems and "you lost" on sshfs: only the former has no file.
-                if error.errno == errno.EPERM and os.path.lexists(path):
+                if not _may_be_no_such_kind(error, path):
                     raise
-                if error.errno not in _NO_SUCH_KIND and error.errno != errno.EPERM:
-                    raise
-                self._symlinks = False
-        folder = os.path.dirname(path)
-        if self._hard_links:
-            temporary = os.path.join(folder, f".{secrets.token_hex(8)}")
+                symlinks = False
+        if hard_links:
+            temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}")
             _write_new(temporary, raw)
             try:
                 os.link(temporary, path)
+                self._symlinks = symlinks
                 return
             except OSError as error:
-                if error.errno not in _NO_SUCH_KIND and error.errno != errno.EPERM:
+                if not _may_be_no_such_kind(error, path):
                     raise
-                self._hard_links = False
+                hard_links = False
             finally:
                 os.unlink(temporary)
         _write_new(path, raw)
+        self._symlinks, self._hard_links = symlinks, hard_links
+
+    def _is_full(self) -> bool:
+        """Whether there is no room, for filesystems that give no reason when they refuse (sshfs)."""
+        try:
+            room = os.statvfs(self._root)
+        except OSError:
+            return False
+        return room.f_bavail == 0 or (room.f_files > 0 and room.f_favail == 0)
 
     def _settle(self, key: str) -> str | None:
         """Read what a refused create says is there, until it is visible, or five seconds have passed."""
@@ -131,6 +148,27 @@ class FileStore:
             if self._clock.wait(self._stop, delay):
                 return None
             delay = min(0.2, delay * 2)
+
+    def make_folder(self, folder: str) -> None:
+        """Create a folder, and those above it, so that the first look into it finds one."""
+        self._make_folder(f"{folder}/")
+
+    def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
+        """The values of many keys, up to `LANES` reads at a time.
+
+        Raises:
+            OSError: as `get`, for any of them.
+        """
+        return self._parallel([functools.partial(self.get, key) for key in keys])
+
+    @staticmethod
+    def _parallel(calls: Sequence[Callable[[], T]]) -> builtins.list[T]:
+        if len(calls) < 4:
+            return [call() for call in calls]
+        from concurrent.futures import ThreadPoolExecutor  # no agent of a small run ever needs it
+
+        with ThreadPoolExecutor(min(LANES, len(calls)), thread_name_prefix="store") as pool:
+            return list(pool.map(lambda call: call(), calls))
 
     def get(self, key: str) -> str | None:
         path = self._path(key)
@@ -218,9 +256,14 @@ class FileStore:
 
     def overwrite(self, key: str, value: str) -> None:
         raw = _encode(value)
-        self._make_folder(key)
         path = self._path(key)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags, 0o600)
+        except FileNotFoundError:
+            self._folders.discard(os.path.dirname(key))
+            self._make_folder(key)
+            fd = os.open(path, flags, 0o600)
         try:
             os.pwrite(fd, raw, 0)
             if os.fstat(fd).st_size != len(raw):
@@ -299,6 +342,16 @@ def _decode(raw: bytes) -> str | None:
     """The value, or None where the checksum says that it is not whole."""
     checksum, _, text = raw.partition(b" ")
     return text.decode("utf-8", "surrogateescape") if checksum == b"%08x" % zlib.crc32(text) else None
+
+
+def _fits_symlink(raw: bytes) -> bool:
+    # sshfs 3.7 refuses to read a link with ".." in it (EPERM).
+    return len(raw) <= LONGEST_SYMLINK and b".." not in raw and b"\0" not in raw
+
+
+def _may_be_no_such_kind(error: OSError, path: str) -> bool:
+    """Whether a refused create may say that the filesystem has no such thing, and not that somebody was first."""
+    return error.errno in _NO_SUCH_KIND or (error.errno == errno.EPERM and not os.path.lexists(path))
 
 
 def _write_new(path: str, raw: bytes) -> None:

@@ -33,15 +33,27 @@ class RecordLog:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._newest: LogRecord | None = None
+        self.went_back = False
+        """Whether the last listing had nothing as new as what was seen before: the store was wiped, or a listing is
+        stale."""
 
-    def latest(self) -> LogRecord | None:
+    def latest(self, *, told: int = 0) -> LogRecord | None:
         """The newest record that is visible. Costs one listing, and one read when there is something new.
+
+        Args:
+            told: The number of a record that somebody says is there: one read where it is true and this process has not
+                seen it yet. A newer one is then found at the next look.
 
         Raises:
             OSError: a passing fault.
         """
         known = self._newest.number if self._newest else 0
-        for number in sorted(self._numbers(), reverse=True):
+        if told > known and (raw := self._store.get(_key(told))) is not None:
+            self._newest = LogRecord(told, _decode(raw))
+            return self._newest
+        numbers = self._numbers()
+        self.went_back = known > max(numbers, default=0)
+        for number in sorted(numbers, reverse=True):
             if number <= known:
                 break
             raw = self._store.get(_key(number))
@@ -68,10 +80,16 @@ class RecordLog:
         self._newest = LogRecord(number, _decode(raw))
         return True
 
-    def compact(self) -> None:
-        """Remove all but the newest records. For the coordinator alone."""
+    def read(self, number: int) -> LogRecord | None:
+        """An earlier record, or None where it is not there any more."""
+        raw = self._store.get(_key(number))
+        return LogRecord(number, _decode(raw)) if raw is not None else None
+
+    def compact(self, *, keep: int = 0) -> None:
+        """Remove all but the newest records, and record `keep`. For the coordinator alone."""
         for number in sorted(self._numbers())[:-KEPT_RECORDS]:
-            self._store.delete(_key(number))
+            if number != keep:
+                self._store.delete(_key(number))
 
     def _numbers(self) -> list[int]:
         return [int(name) for name in self._store.list(_FOLDER) if name.isdecimal()]
