@@ -14,6 +14,7 @@ import os
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _SYS_PIDFD_SEND_SIGNAL = 424
 _SYS_PIDFD_OPEN = 434
 _SYS_CLOSE_RANGE = 436
@@ -35,13 +36,20 @@ def _check(result: int) -> int:
     return result
 
 
-def set_child_subreaper() -> None:
+def set_child_subreaper(*, on: bool = True) -> None:
     """Orphaned descendants become children of this process. Not inherited by a fork.
 
     Raises:
         OSError: refused by a sandbox.
     """
-    _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+    _check(_prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0))
+
+
+def is_child_subreaper() -> bool:
+    """Whether this process is one already."""
+    found = ctypes.c_int(0)
+    _check(_prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(found), 0, 0, 0))
+    return bool(found.value)
 
 
 def set_parent_death_signal(signal_number: int) -> None:

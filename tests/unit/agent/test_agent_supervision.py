@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.agent.supervision import TRANSITIONS, WORKER_STATE, Event, Phase, next_phase
-from hpc_elastic.agent.worker import WorkerGroup, WorkerGroupFailureError, WorkerGroupFailureException, WorkerState
+from hpc_elastic.agent.worker import WorkerGroupFailureError, WorkerGroupFailureException, WorkerState
 from hpc_elastic.errors import IllegalTransitionError
 
 P, E = Phase, Event
@@ -82,7 +82,6 @@ def test_the_states_values_are_torchs() -> None:
     names = ("UNKNOWN", "INIT", "HEALTHY", "UNHEALTHY", "STOPPED", "SUCCEEDED", "FAILED")
     assert {state.name: state.value for state in WorkerState} == dict(zip(names, (0, 1, 2, 4, 8, 16, 32), strict=True))
     assert [state.name for state in WorkerState if WorkerState.is_running(state)] == ["HEALTHY", "UNHEALTHY"]
-    assert WorkerGroup().state is WorkerState.INIT
 
 
 def test_the_groups_error_carries_the_failures_by_rank() -> None:

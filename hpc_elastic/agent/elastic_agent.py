@@ -1,0 +1,324 @@
+"""The seam for other ways of starting workers: `SimpleElasticAgent`, with torch's names, over any rendezvous.
+
+A subclass says how workers are started, watched and stopped; this module says when. `local_agent.LocalElasticAgent` is
+one, for use from Python; what ``hpc-elastic agent`` runs is `node_agent.NodeAgent`, which is driven by events and knows
+the rendezvous from within. docs/explanation/agents.md says what replaces what.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from hpc_elastic.agent.addresses import candidate_addresses, choose_master_address
+from hpc_elastic.agent.group_ranks import GroupFacts, restarts_after, worker_places
+from hpc_elastic.agent.metrics import MetricSink, NoMetrics
+from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState
+from hpc_elastic.agent.worker_spec import Round, WorkerSpec
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.errors import HpcElasticError, UsageError
+
+logger = logging.getLogger(__name__)
+
+EXIT_BARRIER_SECONDS = 300.0
+"""How long a node whose workers are done waits for the others, where its rendezvous tells of no lost nodes."""
+EXCHANGE_SECONDS = 60.0
+"""How long the agents of a round wait for each other's word, once the rendezvous has said that they are all there."""
+_FIRST_LOOK = 0.005
+_LONGEST_LOOK = 0.25
+
+
+class PeerMissingError(HpcElasticError):
+    """An agent of the round did not say what it brings."""
+
+    template = (
+        "round {round} of run {run_id!r}: no word from the agent of group rank {group_rank} within {seconds:g} s; "
+        "look at that node's log"
+    )
+
+
+class _RoundIsOverError(Exception):
+    """The round ended while its agents were still telling each other who they are."""
+
+
+class ElasticAgent(abc.ABC):
+    """Starts and watches the workers of one node."""
+
+    @abc.abstractmethod
+    def run(self, role: str = "default") -> RunResult:
+        """Run the workers to their end, through as many rounds as it takes.
+
+        Raises:
+            WorkerGroupFailureError: the workers failed, and no restart is left or would help.
+            Exception: what no worker caused, such as a rendezvous that was closed.
+        """
+
+    @abc.abstractmethod
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        """The workers as they are now; to be read only."""
+
+
+class SimpleElasticAgent(ElasticAgent):
+    """The rounds, ranks, budget and states; a subclass starts and stops the processes. One use: one `run`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        exit_barrier_timeout: float = EXIT_BARRIER_SECONDS,
+        metrics: MetricSink | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Args:
+        spec: What to run.
+        exit_barrier_timeout: Seconds.
+        metrics: Where figures go; nowhere by default.
+        clock: For waits and durations.
+        """
+        self._group = WorkerGroup(spec)
+        self._exit_barrier_timeout = exit_barrier_timeout
+        self._metrics = metrics or NoMetrics()
+        self._clock = clock or SystemClock()
+        self._failed_last = False
+        self._never = threading.Event()
+
+    # -- what a subclass says ------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def _start_workers(self, group: WorkerGroup) -> Mapping[int, Any]:
+        """Start all workers. Returns local rank → id; what it raises is no worker's failure, and ends the agent."""
+
+    @abc.abstractmethod
+    def _stop_workers(self, group: WorkerGroup) -> None:
+        """End all workers and wait for it; in any state: none was started, some are gone, some are stuck."""
+
+    @abc.abstractmethod
+    def _monitor_workers(self, group: WorkerGroup) -> MonitorResult:
+        """How they are, by global rank. HEALTHY: go on; SUCCEEDED: all ended well; UNHEALTHY, FAILED: restart."""
+
+    def _open_master(self, group: WorkerGroup) -> tuple[str, int]:
+        """Called on group rank 0 before the workers start: what becomes MASTER_ADDR and MASTER_PORT."""
+        reached = getattr(group.spec.handler, "reached_addresses", None)
+        address = choose_master_address(
+            given=group.spec.master_addr,
+            reached=reached() if reached is not None else (),
+            candidates=candidate_addresses(socket.gethostname()) if group.group_world_size != 1 else (),
+        )
+        return address, group.spec.master_port or _free_port()
+
+    def _wait_for_news(self, group: WorkerGroup, seconds: float) -> None:
+        """Wait until something may have happened to the workers, for `seconds` at most."""
+        self._clock.wait(self._never, seconds)
+
+    # -- the agent -----------------------------------------------------------------------------------------------
+
+    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+        self._check_role(role)
+        return self._group
+
+    def run(self, role: str = "default") -> RunResult:
+        self._check_role(role)
+        group = self._group
+        if group.state is not WorkerState.INIT:
+            raise UsageError(f"this agent has run already (its workers are {group.state.name}); make a new one")
+        try:
+            return self._rounds(group)
+        except BaseException:
+            self._end_badly()
+            raise
+        finally:
+            group.spec.handler.shutdown()
+
+    def _end_badly(self) -> None:
+        if self._group.state is WorkerState.FAILED:
+            return
+        self._enter(self._group, WorkerState.UNKNOWN)
+        self._stop_workers(self._group)
+        self._enter(self._group, WorkerState.FAILED)
+
+    def _check_role(self, role: str) -> None:
+        if role not in ("default", self._group.spec.role):
+            raise UsageError(f"role {role!r}: this agent's workers have the role {self._group.spec.role!r}")
+
+    def _rounds(self, group: WorkerGroup) -> RunResult:
+        self._begin_round(group)
+        while True:
+            self._wait_for_news(group, group.spec.monitor_interval)
+            found = self._monitor_workers(group)
+            if found.state is not group.state:
+                self._enter(group, found.state)
+            if found.state is WorkerState.SUCCEEDED:
+                if self._all_are_done(group):
+                    return RunResult(state=found.state, return_values=found.ret_vals)
+                self._restart(group, "another node asked for a new round")
+            elif found.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
+                self._handle_failure(group, found)
+            elif found.state is not WorkerState.HEALTHY:
+                raise HpcElasticError(message=f"the workers are {found.state.name}, which no agent can go on from")
+            elif self._round_is_over(group):
+                self._restart(group, "the round is over")
+            elif group.spec.handler.num_nodes_waiting() > 0:
+                self._restart(group, "a node waits to be taken in")
+
+    def _handle_failure(self, group: WorkerGroup, found: MonitorResult) -> None:
+        left = group.spec.max_restarts - group.restarts_used
+        final = next((f for f in found.exceptions.values() if getattr(f, "retryable", True) is False), None)
+        if left <= 0 or final is not None:
+            self._give_up(group, found, "not retryable" if final is not None else "no restart is left")
+        logger.warning("%s; %d of %d restarts left", _told_all(found), left - 1, group.spec.max_restarts)
+        self._failed_last = True
+        self._restart(group, "a worker failed")
+
+    def _give_up(self, group: WorkerGroup, found: MonitorResult, why: str) -> None:
+        with self._timed("stop"):
+            self._stop_workers(group)
+        self._enter(group, WorkerState.FAILED)
+        group.spec.handler.set_closed()
+        used = f"{group.restarts_used} of {group.spec.max_restarts} restarts used"
+        raise WorkerGroupFailureError(
+            reason=f"the workers of role {group.spec.role!r} failed ({why}, {used}): {_told_all(found)}",
+            exceptions=dict(found.exceptions),
+        )
+
+    def _restart(self, group: WorkerGroup, reason: str) -> None:
+        logger.info("stopping the workers of round %d: %s", group.round, reason)
+        with self._timed("restart"):
+            with self._timed("stop"):
+                self._stop_workers(group)
+            self._enter(group, WorkerState.STOPPED)
+            self._begin_round(group)
+
+    def _begin_round(self, group: WorkerGroup) -> None:
+        with self._timed("rendezvous"):
+            while True:
+                round_ = group.spec.handler.next_rendezvous()
+                try:
+                    self._take_place(group, round_)
+                    break
+                except _RoundIsOverError:
+                    logger.info("round %d ended before it began", round_.version)
+        self._metrics.put(self._name("remaining_restarts"), group.spec.max_restarts - group.restarts_used)
+        logger.info(
+            "round %d: role %s, %d of %d restarts used, group rank %s of %s, ranks %s, master %s:%s",
+            group.round,
+            group.spec.role,
+            group.restarts_used,
+            group.spec.max_restarts,
+            group.group_rank,
+            group.group_world_size,
+            [worker.global_rank for worker in group.workers],
+            group.master_addr,
+            group.master_port,
+        )
+        self._failed_last = False
+        with self._timed("start"):
+            ids = self._start_workers(group)
+        for worker in group.workers:
+            worker.id = ids.get(worker.local_rank)
+        self._enter(group, WorkerState.HEALTHY)
+
+    def _take_place(self, group: WorkerGroup, round_: Round) -> None:
+        """Tell the others what this node brings, and learn from group rank 0 what all bring."""
+        group.store, group.round = round_.store, round_.version
+        group.group_rank, group.group_world_size = round_.rank, round_.world_size
+        mine = GroupFacts(
+            role=group.spec.role,
+            local_world_size=group.spec.local_world_size,
+            restarts_used=group.restarts_used,
+            failed=self._failed_last,
+        )
+        round_.store.set(f"agent/{round_.rank}", mine.to_json())
+        if round_.rank == 0:
+            said = [json.loads(self._read(group, f"agent/{rank}", rank)) for rank in range(round_.world_size)]
+            round_.store.set("agents", json.dumps({"groups": said, "master": self._open_master(group)}).encode())
+        told = json.loads(self._read(group, "agents", 0))
+        groups = [GroupFacts(**facts) for facts in told["groups"]]
+        group.master_addr, group.master_port = told["master"]
+        group.restarts_used = restarts_after(groups)
+        for worker, place in zip(group.workers, worker_places(groups, round_.rank), strict=True):
+            worker.global_rank, worker.role_rank = place.global_rank, place.role_rank
+            worker.world_size, worker.role_world_size = place.world_size, place.role_world_size
+            worker.id = None
+
+    def _read(self, group: WorkerGroup, key: str, from_rank: int) -> bytes:
+        assert group.store is not None
+        deadline = self._clock.monotonic() + EXCHANGE_SECONDS
+        delay = _FIRST_LOOK
+        while (value := group.store.get(key)) is None:
+            if self._round_is_over(group):
+                raise _RoundIsOverError
+            if self._clock.monotonic() >= deadline:
+                raise PeerMissingError(
+                    round=group.round,
+                    run_id=group.spec.handler.get_run_id(),
+                    group_rank=from_rank,
+                    seconds=EXCHANGE_SECONDS,
+                )
+            self._clock.wait(self._never, delay)
+            delay = min(_LONGEST_LOOK, 2 * delay)
+        return value
+
+    def _all_are_done(self, group: WorkerGroup) -> bool:
+        """The exit barrier: this node's workers have ended well, and others may still need its store or its place.
+
+        Returns:
+            False where a new round was asked for: a failure elsewhere means that all start again, from whatever
+            the script has saved; a script that finds its work done ends at once.
+        """
+        assert group.store is not None
+        assert group.group_world_size is not None
+        group.store.add("done", 1)
+        deadline = self._clock.monotonic() + self._exit_barrier_timeout
+        delay = _FIRST_LOOK
+        while True:
+            over = self._round_is_over(group)  # asked first: when all are done, the round ends too
+            if int(group.store.get("done") or b"0") >= group.group_world_size:
+                return True
+            if over:
+                return False
+            if self._clock.monotonic() >= deadline:
+                logger.warning(
+                    "%g s after this node's workers were done, others still are not; leaving",
+                    self._exit_barrier_timeout,
+                )
+                return True
+            self._clock.wait(self._never, delay)
+            delay = min(_LONGEST_LOOK, 2 * delay)
+
+    def _round_is_over(self, group: WorkerGroup) -> bool:
+        asked = getattr(group.spec.handler, "round_is_over", None)
+        return bool(asked()) if asked is not None else False
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    def _enter(self, group: WorkerGroup, state: WorkerState) -> None:
+        group.state = state
+        self._metrics.put(self._name(state.name.lower()), 1)
+
+    def _name(self, what: str) -> str:
+        return f"workers.{self._group.spec.role}.{what}"
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = self._clock.monotonic()
+        yield
+        self._metrics.put(self._name(f"{what}_seconds"), self._clock.monotonic() - began)
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _told_all(found: MonitorResult) -> str:
+    told = [
+        f"rank {rank}: {getattr(failure, 'headline', None) or failure}"
+        for rank, failure in sorted(found.exceptions.items())
+    ]
+    return "; ".join(told) or f"they are {found.state.name}"

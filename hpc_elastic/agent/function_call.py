@@ -1,0 +1,85 @@
+"""A Python function as a worker's program: handed over through a file, its return value handed back through another.
+
+Parent and worker are the same user's, on one node; the files lie in a 0700 folder on that node's own disk, so
+nobody else can plant one. cloudpickle writes them: functions of ``__main__``, lambdas and closures go by value.
+
+As a program, ``python -m hpc_elastic.agent.function_call CALL RESULTS``, this is what a worker runs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import UsageError
+
+
+class FunctionCall:
+    """One function for all workers of a node, and a place for what they return. `close` removes it."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        """Write the call.
+
+        Raises:
+            UsageError: the function or an argument can't be handed to another process.
+        """
+        import cloudpickle
+
+        try:
+            raw = cloudpickle.dumps((function, args))
+        except Exception as error:  # whatever a user's object raises when it is taken apart
+            name = getattr(function, "__qualname__", repr(function))
+            raise UsageError(
+                f"the function {name} can't be handed to another process: {error}; "
+                "open files, locks and connections must be made inside of it"
+            ) from error
+        self._folder = tempfile.TemporaryDirectory(prefix="hpc-elastic-call-")
+        self._call = Path(self._folder.name) / "call"
+        # Functions of importable modules go by name: the worker must find what this process finds.
+        self._call.write_bytes(pickle.dumps(sys.path) + raw)
+
+    def argv(self, python: str, *, round_index: int) -> list[str]:
+        """The workers' command; each one's LOCAL_RANK says where its result goes."""
+        results = f"{self._folder.name}/result-{round_index}"
+        return [python, "-u", "-m", "hpc_elastic.agent.function_call", str(self._call), results]
+
+    def result(self, *, round_index: int, local_rank: int) -> Any:
+        """What the function returned there.
+
+        Raises:
+            OSError, pickle.UnpicklingError: it ended with 0 and left no result, as after ``os._exit(0)``.
+        """
+        return pickle.loads((Path(self._folder.name) / f"result-{round_index}-{local_rank}").read_bytes())
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+def main(argv: list[str]) -> None:
+    """Call the function, in a worker."""
+    call, results = argv
+    result = f"{results}-{os.environ['LOCAL_RANK']}"
+    sys.argv = sys.argv[:1]
+    with open(call, "rb") as file:
+        sys.path[:] = pickle.load(file)
+        function, args = pickle.load(file)
+    value = function(*args)
+    import cloudpickle
+
+    try:
+        raw = cloudpickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"the return value, a {type(value).__name__}, can't be handed back: {error}") from error
+    beside = f"{result}.tmp"
+    with open(beside, "wb") as file:
+        file.write(raw)
+    os.replace(beside, result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

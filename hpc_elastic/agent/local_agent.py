@@ -1,0 +1,244 @@
+"""`LocalElasticAgent`: workers as processes of this node, for use from a Python program.
+
+It shares with ``hpc-elastic agent`` how processes are started, watched, ended and described; it lives in somebody
+else's process, so it changes no umask, handles no signal, and touches no child that does not carry its own mark.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import secrets
+import select
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticAgent
+from hpc_elastic.agent.function_call import FunctionCall
+from hpc_elastic.agent.local_workers import LocalWorkers, Place
+from hpc_elastic.agent.metrics import MetricSink
+from hpc_elastic.agent.ranks import RankLayout
+from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerState
+from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.agent.worker_spec import WorkerSpec
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.file_thread import FileThread
+from hpc_elastic.processes import linux, tree
+from hpc_elastic.processes.job_log import JobLog
+from hpc_elastic.processes.logs import LogPump
+from hpc_elastic.processes.spawn import Inherited
+from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
+from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
+from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.run_spec import Entrypoint
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_LOGS_SECONDS = 5.0
+
+
+class LocalElasticAgent(SimpleElasticAgent):
+    """Runs one node's workers as processes. `run` is to be called from the main thread.
+
+    Output goes to files under `log_dir`, and, by `redirects`, `tee` and `local_ranks_filter` as torchrun has them, to
+    this process' stdout with a prefix. When this process dies, the workers get SIGKILL; what they have started
+    themselves does not.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        *,
+        log_dir: str | os.PathLike[str] | None = None,
+        redirects: str = "0",
+        tee: str = "0",
+        local_ranks_filter: tuple[int, ...] | None = None,
+        shutdown_timeout: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        exit_barrier_timeout: float = EXIT_BARRIER_SECONDS,
+        metrics: MetricSink | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Args:
+        spec: What to run.
+        log_dir: For logs and error files; a temporary one by default, kept where the workers failed.
+        redirects: ``3`` or ``0:3,1:1``: streams that stay out of stdout.
+        tee: The same: streams that go there all the same.
+        local_ranks_filter: Only these local ranks reach stdout; None: all.
+        shutdown_timeout: Seconds from SIGTERM to SIGKILL.
+        env: The workers' environment, beside their ranks; this process' own by default.
+        exit_barrier_timeout: Seconds that this node waits for the others when its workers are done.
+        metrics: Where figures go.
+        clock: For waits and times.
+
+        Raises:
+            UsageError: a value that makes no sense, or a function that can't be handed over.
+        """
+        clock = clock or SystemClock()
+        super().__init__(spec, exit_barrier_timeout=exit_barrier_timeout, metrics=metrics, clock=clock)
+        self._shown = _shown(redirects, tee, local_ranks_filter)
+        self._local_clock = clock
+        self._shutdown_timeout = shutdown_timeout
+        self._env = dict(os.environ if env is None else env)
+        self._env.pop("TORCHELASTIC_ERROR_FILE", None)  # the workers get their own
+        self._call = FunctionCall(spec.entrypoint, spec.args) if callable(spec.entrypoint) else None
+        self._temporary = log_dir is None
+        self.log_dir = Path(tempfile.mkdtemp(prefix="hpc-elastic-") if log_dir is None else log_dir).absolute()
+        """Where the workers' logs are."""
+        self._tag = Tag(run_uid=secrets.token_hex(16), node_key="library", agent_uid=secrets.token_hex(4))
+        self._place = Place(attempt=AttemptPaths(self.log_dir), host=socket.gethostname(), node=0)
+        self._files = FileThread(name="worker files")
+        self._workers: LocalWorkers | None = None
+        self._job_log: JobLog | None = None
+        self._pump: LogPump | None = None
+
+    def run(self, role: str = "default") -> RunResult:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError("LocalElasticAgent.run must be called from the main thread: workers end with the thread")
+        make_private_dir(self.log_dir)
+        self._job_log = JobLog(1)
+        self._pump = LogPump(host=self._place.host, clock=self._local_clock, job_log=self._job_log)
+        was_subreaper = linux.is_child_subreaper()
+        linux.set_child_subreaper()
+        failed = True
+        try:
+            result = super().run(role)
+            failed = result.is_failed()
+            return result
+        finally:
+            if not was_subreaper:
+                linux.set_child_subreaper(on=False)
+            self._pump.close(_CLOSE_LOGS_SECONDS)
+            self._job_log.close(_CLOSE_LOGS_SECONDS)
+            if self._call is not None:
+                self._call.close()
+            if self._temporary and not failed:
+                shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    def _start_workers(self, group: WorkerGroup) -> Mapping[int, Any]:
+        assert self._pump is not None
+        assert group.group_rank is not None
+        assert group.group_world_size is not None
+        first = group.workers[0]
+        layout = RankLayout(
+            group_rank=group.group_rank,
+            group_world_size=group.group_world_size,
+            first_rank=first.global_rank,
+            local_world_size=len(group.workers),
+            world_size=first.world_size,
+        )
+        facts = RoundFacts(
+            layout=layout,
+            round=group.round,
+            max_restarts=group.spec.max_restarts,
+            master_addr=group.master_addr or "",
+            master_port=group.master_port or 0,
+            agent_store=False,
+            run_id=group.spec.handler.get_run_id(),
+            run_dir=str(self.log_dir),
+            attempt=0,
+            role=group.spec.role,
+            tag=str(self._tag),
+        )
+        self._workers = LocalWorkers(
+            self._place,
+            round_index=group.round,
+            layout=layout,
+            inherited=_inherited(),
+            pump=self._pump,
+            clock=self._local_clock,
+            shown=self._shown,
+            excluding=lambda: _children_without(str(self._tag)),
+            files=self._files,
+            is_ending=lambda: False,
+        )
+
+        def environment(local_rank: int, error_file: str) -> dict[str, str]:
+            env = worker_environment(self._env, facts, local_rank=local_rank, error_file=error_file)
+            worker = group.workers[local_rank]
+            env["ROLE_RANK"], env["ROLE_WORLD_SIZE"] = str(worker.role_rank), str(worker.role_world_size)
+            return env
+
+        self._workers.start(self._argv(group), environment, cwd=os.getcwd())
+        return dict(enumerate(self._workers.pids))
+
+    def _argv(self, group: WorkerGroup) -> list[str]:
+        entrypoint = group.spec.entrypoint
+        if self._call is not None:
+            return self._call.argv(sys.executable, round_index=group.round)
+        if isinstance(entrypoint, Entrypoint):
+            return entrypoint.argv()
+        args = [str(arg) for arg in group.spec.args]
+        if str(entrypoint).endswith(".py"):
+            return [sys.executable, "-u", str(entrypoint), *args]
+        return [str(entrypoint), *args]
+
+    def _wait_for_news(self, group: WorkerGroup, seconds: float) -> None:
+        fds = self._workers.watched() if self._workers is not None else []
+        news = getattr(group.spec.handler, "fileno", None)
+        if news is not None and (fd := news()) >= 0:
+            fds.append(fd)
+        poll = select.poll()
+        for fd in fds:
+            poll.register(fd, select.POLLIN)
+        poll.poll(seconds * 1000)
+
+    def _monitor_workers(self, group: WorkerGroup) -> MonitorResult:
+        workers = self._workers
+        assert workers is not None
+        workers.poll()
+        if workers.failed:
+            failures = {failure.global_rank: failure for failure in workers.describe_failures()}
+            return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
+        if workers.succeeded:
+            return MonitorResult(state=WorkerState.SUCCEEDED, ret_vals=self._returned(group))
+        return MonitorResult(state=WorkerState.HEALTHY)
+
+    def _returned(self, group: WorkerGroup) -> dict[int, Any]:
+        if self._call is None:
+            return {}
+        found = {}
+        for worker in group.workers:
+            try:
+                found[worker.global_rank] = self._call.result(round_index=group.round, local_rank=worker.local_rank)
+            except OSError:
+                found[worker.global_rank] = None  # it left by os._exit(0), before there was anything to hand back
+        return found
+
+    def _stop_workers(self, group: WorkerGroup) -> None:
+        workers, self._workers = self._workers, None
+        if workers is None:
+            return
+        workers.begin_stop(grace=self._shutdown_timeout)
+        while not isinstance(result := workers.step_stop(), Stopped):
+            self._local_clock.wait(self._never, result)
+        for survivor in result.left:
+            logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
+
+
+def _shown(redirects: str, tee: str, only: tuple[int, ...] | None) -> Callable[[int], Any]:
+    kept = parse_std_streams(redirects, option="redirects")
+    told = parse_std_streams(tee, option="tee")
+    return lambda local_rank: shown_in_job_log(local_rank, redirects=kept, tee=told, only_local_ranks=only)
+
+
+def _inherited() -> Inherited:
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=True)
+
+
+def _children_without(tag: str) -> set[int]:
+    """This process' children that are not ours to end."""
+    ours = {proc.pid for proc in tree.tagged(TAG_VARIABLE, tag)}
+    return {pid for pid in tree.children(os.getpid()) if pid not in ours}

@@ -1,0 +1,152 @@
+"""Figures of an agent for whoever collects them: nowhere by default, to JSON lines, or for Prometheus' node exporter.
+
+Names are ``workers.<role>.<what>``, as torch's agent has them: ``remaining_restarts``; a state in lower case, 1 at the
+moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_seconds``, ``restart_seconds``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.errors import UsageError
+
+_FORMS = "jsonl:FILE or prometheus:FILE.prom"
+_NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
+
+
+class MetricSink(Protocol):
+    """Where figures go."""
+
+    def put(self, name: str, value: float) -> None:
+        """One figure, now. Never raises: a full disk must not end a run."""
+        ...
+
+
+class NoMetrics:
+    """Nowhere."""
+
+    def put(self, name: str, value: float) -> None:
+        pass
+
+
+class JsonlMetrics:
+    """One JSON object a line: ``t`` (this host's wall clock, ns since the epoch), ``name``, ``value``, and the labels.
+
+    One writer a file.
+    """
+
+    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, clock: Clock | None = None) -> None:
+        self._path = path
+        self._labels = dict(labels or {})
+        self._clock = clock or SystemClock()
+
+    def put(self, name: str, value: float) -> None:
+        line = json.dumps({"t": self._clock.time_ns(), "name": name, "value": value, **self._labels})
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError:
+            pass
+
+
+class PrometheusMetrics:
+    """The newest value of each figure, as the node exporter's textfile collector reads it.
+
+    ``workers.default.remaining_restarts`` becomes ``hpc_elastic_workers_remaining_restarts{role="default"}``; of the
+    states, the one that holds is 1. The file is replaced as a whole: a reader never sees half of it.
+    """
+
+    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None) -> None:
+        self._path = path
+        self._labels = dict(labels or {})
+        self._values: dict[tuple[str, str], float] = {}
+        self._states: dict[tuple[str, str], float] = {}
+
+    def put(self, name: str, value: float) -> None:
+        match = _NAME.match(name)
+        if match is None:
+            return
+        role, what = match["role"], match["what"]
+        if what in _STATES:
+            for state in _STATES:
+                self._states[role, state] = float(state == what)
+        else:
+            self._values[role, what] = value
+        try:
+            _replace(self._path, self._text())
+        except OSError:
+            pass
+
+    def _text(self) -> str:
+        lines = []
+        for what in sorted({what for _, what in self._values}):
+            metric = f"hpc_elastic_workers_{what}"
+            lines.append(f"# TYPE {metric} gauge")
+            lines += [
+                f"{metric}{self._label_text(role=role)} {value:g}"
+                for (role, named), value in sorted(self._values.items())
+                if named == what
+            ]
+        if self._states:
+            lines.append("# TYPE hpc_elastic_workers_state gauge")
+            lines += [
+                f"hpc_elastic_workers_state{self._label_text(role=role, state=state)} {value:g}"
+                for (role, state), value in sorted(self._states.items())
+            ]
+        return "\n".join(lines) + "\n"
+
+    def _label_text(self, **more: str) -> str:
+        labels = {**self._labels, **more}
+        return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in sorted(labels.items())) + "}"
+
+
+def metrics_from_option(text: str, *, labels: Mapping[str, str]) -> MetricSink:
+    """Read ``jsonl:FILE`` or ``prometheus:FILE.prom``; in FILE, ``{host}`` stands for this node's name.
+
+    Args:
+        text: As the user gave it; empty: nowhere.
+        labels: Kept with every figure; ``host`` among them.
+
+    Raises:
+        UsageError: anything else; one line that names the value.
+    """
+    if not text:
+        return NoMetrics()
+    kind, _, path = text.partition(":")
+    if kind not in ("jsonl", "prometheus") or not path:
+        raise UsageError(f"--metrics {text!r}: give {_FORMS}")
+    if not os.path.isabs(path):
+        raise UsageError(f"--metrics {text!r}: give an absolute path, which means the same on every node")
+    if kind == "prometheus" and not path.endswith(".prom"):
+        raise UsageError(f"--metrics {text!r}: the node exporter reads files that end in .prom alone")
+    target = Path(path.replace("{host}", labels.get("host", "")))
+    if kind == "jsonl":
+        return JsonlMetrics(target, labels=labels)
+    return PrometheusMetrics(target, labels=labels)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Whoever reads it is another user: the one place where a file of ours is for everybody."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")  # the collector reads *.prom alone
+    try:
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        with open(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, 0o644)
+            file.write(text)
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+_STATES = ("unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed")

@@ -1,0 +1,195 @@
+"""`LocalElasticAgent`: real processes, Python functions, over the rendezvous on files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent import LocalElasticAgent, WorkerGroupFailureError, WorkerSpec, WorkerState
+from hpc_elastic.errors import UsageError
+from hpc_elastic.rendezvous.handler import FileRendezvousHandler
+from hpc_elastic.rendezvous.handler_config import config_from_url
+from hpc_elastic.run_spec import EntryKind, Entrypoint
+
+
+def handler_at(folder: Path, run_id: str = "run", nodes: str = "min_workers=1") -> FileRendezvousHandler:
+    folder.mkdir(exist_ok=True)
+    return FileRendezvousHandler(config_from_url(f"fs://{folder}/{run_id}?{nodes}&timeout=60"))
+
+
+def an_agent(tmp_path: Path, entrypoint: Any, *args: Any, workers: int = 2, **kwargs: Any) -> LocalElasticAgent:
+    spec_keys = {"max_restarts", "role", "master_port", "monitor_interval"}
+    values = {"max_restarts": 0, **{key: value for key, value in kwargs.items() if key in spec_keys}}
+    spec = WorkerSpec("default", workers, entrypoint, args, handler_at(tmp_path / "rdzv"), **values)
+    rest = {key: value for key, value in kwargs.items() if key not in spec_keys}
+    return LocalElasticAgent(spec, log_dir=tmp_path / "logs", **rest)
+
+
+def add_rank(base: int) -> int:
+    return base + int(os.environ["RANK"])
+
+
+def test_what_functions_return_comes_back_by_global_rank(tmp_path: Path) -> None:
+    result = an_agent(tmp_path, add_rank, 100).run()
+    assert result.return_values == {0: 100, 1: 101}
+    assert result.state is WorkerState.SUCCEEDED
+
+
+def test_a_lambda_and_a_closure_are_handed_over_too(tmp_path: Path) -> None:
+    offset = 7
+    assert an_agent(tmp_path, lambda: offset * 2, workers=1).run()[0] == 14
+
+
+def test_what_cannot_be_handed_over_is_refused_by_name(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def uses_a_lock() -> None:
+        with lock:
+            pass
+
+    with pytest.raises(UsageError, match="uses_a_lock"):
+        an_agent(tmp_path, uses_a_lock)
+
+
+def test_a_return_value_that_cannot_be_handed_back_fails_its_rank(tmp_path: Path) -> None:
+    def returns_a_generator() -> Any:
+        return (number for number in range(3))
+
+    with pytest.raises(WorkerGroupFailureError) as caught:
+        an_agent(tmp_path, returns_a_generator, workers=1).run()
+    (failure,) = caught.value.get_worker_exceptions().values()
+    assert "can't be handed back" in failure.headline
+
+
+def test_a_failing_function_is_told_with_its_rank_and_traceback(tmp_path: Path) -> None:
+    def one_fails() -> None:
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom on rank 1")
+        time.sleep(60)
+
+    agent = an_agent(tmp_path, one_fails, shutdown_timeout=5.0)
+    began = time.monotonic()
+    with pytest.raises(WorkerGroupFailureError, match="rank 1") as caught:
+        agent.run()
+    assert time.monotonic() - began < 30, "the other worker was ended, and not waited for"
+    assert list(caught.value.get_worker_exceptions()) == [1]
+    assert "boom on rank 1" in caught.value.get_worker_exceptions()[1].headline
+    assert agent.get_worker_group().state is WorkerState.FAILED
+
+
+def test_a_restart_is_a_new_round_for_all_its_workers(tmp_path: Path) -> None:
+    def fails_once() -> str:
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
+            os._exit(3)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            time.sleep(60)
+        return os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    agent = an_agent(tmp_path, fails_once, max_restarts=1, shutdown_timeout=5.0)
+    assert agent.run().return_values == {0: "1", 1: "1"}
+    assert agent.get_worker_group().restarts_used == 1
+
+
+def test_a_script_gets_its_arguments_and_returns_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys; print(os.environ['RANK'], sys.argv[1])\n")
+    agent = an_agent(tmp_path, str(script), "hello")
+    assert agent.run().return_values == {}
+    logs = sorted((tmp_path / "logs").rglob("stdout.log"))
+    assert [path.read_text() for path in logs] == ["0 hello\n", "1 hello\n"]
+
+
+@pytest.mark.parametrize(
+    "entrypoint",
+    ["true", Entrypoint(kind=EntryKind.MODULE, target="this", python=sys.executable)],
+    ids=["command", "module"],
+)
+def test_a_command_and_a_module(tmp_path: Path, entrypoint: Any) -> None:
+    assert an_agent(tmp_path, entrypoint).run().return_values == {}
+
+
+def test_two_nodes_meet_and_share_ranks(tmp_path: Path) -> None:
+    """Two processes with an agent each: the library's agent wants the main thread."""
+    program = tmp_path / "node.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import os, sys
+            from hpc_elastic.agent import LocalElasticAgent, WorkerSpec
+            from hpc_elastic.rendezvous.handler import FileRendezvousHandler
+            from hpc_elastic.rendezvous.handler_config import config_from_url
+
+            def work():
+                return [os.environ[k] for k in ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")]
+
+            handler = FileRendezvousHandler(config_from_url(sys.argv[1]))
+            result = LocalElasticAgent(WorkerSpec("default", int(sys.argv[2]), work, (), handler)).run()
+            print(sorted(result.return_values.items()))
+            """
+        )
+    )
+    (tmp_path / "rdzv").mkdir()
+    url = f"fs://{tmp_path}/rdzv/two?min_workers=2&max_workers=2&timeout=60"
+    nodes = [
+        subprocess.Popen([sys.executable, str(program), url, str(size)], stdout=subprocess.PIPE, text=True)
+        for size in (1, 2)
+    ]
+    out = [eval(node.communicate(timeout=60)[0].splitlines()[-1]) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    ranks = sorted(rank for values in out for rank, _ in values)
+    assert ranks == [0, 1, 2]
+    facts = [fact for values in out for _, fact in values]
+    assert {fact[1] for fact in facts} == {"3"}
+    assert len({fact[3] for fact in facts}) == 1
+
+
+def test_children_of_the_program_itself_are_left_alone(tmp_path: Path) -> None:
+    own = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+
+        def leaves_a_daemon() -> None:
+            subprocess.Popen(["sleep", "60"], start_new_session=True)
+            os._exit(4)
+
+        with pytest.raises(WorkerGroupFailureError):
+            an_agent(tmp_path, leaves_a_daemon, workers=1, shutdown_timeout=2.0).run()
+        assert own.poll() is None, "the program's own child was ended"
+        left = subprocess.run(["pgrep", "-P", str(os.getpid()), "-x", "sleep"], capture_output=True, text=True)
+        assert left.stdout.split() == [str(own.pid)], "the worker's daemon outlived it"
+    finally:
+        own.kill()
+        own.wait()
+
+
+def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+
+    def waits() -> None:
+        (pids / str(os.getpid())).touch()
+        time.sleep(60)
+
+    agent = an_agent(tmp_path, waits, shutdown_timeout=5.0)
+    main = os.getpid()
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 30
+        while len(list(pids.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        agent.run()
+    for pid in pids.iterdir():
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid.name), 0)

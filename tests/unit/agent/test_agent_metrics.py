@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent.metrics import JsonlMetrics, NoMetrics, PrometheusMetrics, metrics_from_option
+from hpc_elastic.errors import UsageError
+from tests.rigs.fake_clock import FakeClock
+
+
+def test_json_lines_have_a_time_and_the_labels(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    sink = JsonlMetrics(path, labels={"host": "n1"}, clock=FakeClock())
+    sink.put("workers.default.remaining_restarts", 3)
+    sink.put("workers.default.healthy", 1)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["name"], line["value"], line["host"]) for line in lines] == [
+        ("workers.default.remaining_restarts", 3, "n1"),
+        ("workers.default.healthy", 1, "n1"),
+    ]
+    assert all(isinstance(line["t"], int) for line in lines)
+
+
+def test_prometheus_reads_the_newest_values_and_one_state(tmp_path: Path) -> None:
+    path = tmp_path / "hpc.prom"
+    sink = PrometheusMetrics(path, labels={"host": 'a"b'})
+    for state in ("init", "healthy"):
+        sink.put(f"workers.my.role.{state}", 1)
+    sink.put("workers.my.role.remaining_restarts", 3)
+    sink.put("workers.my.role.remaining_restarts", 2)
+    lines = path.read_text().splitlines()
+    assert 'hpc_elastic_workers_remaining_restarts{host="a\\"b",role="my.role"} 2' in lines
+    assert 'hpc_elastic_workers_state{host="a\\"b",role="my.role",state="healthy"} 1' in lines
+    assert 'hpc_elastic_workers_state{host="a\\"b",role="my.role",state="init"} 0' in lines
+    assert lines.count("# TYPE hpc_elastic_workers_state gauge") == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644, "the collector is another user"
+    assert [other.name for other in tmp_path.iterdir()] == ["hpc.prom"]
+
+
+def test_a_disk_that_refuses_raises_nothing(tmp_path: Path) -> None:
+    for sink in (JsonlMetrics(tmp_path / "no" / "x"), PrometheusMetrics(tmp_path / "no" / "x.prom")):
+        sink.put("workers.default.healthy", 1)
+
+
+def test_the_option(tmp_path: Path) -> None:
+    assert isinstance(metrics_from_option("", labels={}), NoMetrics)
+    metrics_from_option(f"jsonl:{tmp_path}/{{host}}.jsonl", labels={"host": "n7"}).put("workers.default.healthy", 1)
+    assert (tmp_path / "n7.jsonl").exists()
+    assert isinstance(metrics_from_option(f"prometheus:{tmp_path}/a.prom", labels={}), PrometheusMetrics)
+
+
+@pytest.mark.parametrize("text", ["csv:/tmp/x", "jsonl", "jsonl:", "jsonl:relative/path", "prometheus:/tmp/x.txt"])
+def test_anything_else_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UsageError, match="--metrics"):
+        metrics_from_option(text, labels={})
