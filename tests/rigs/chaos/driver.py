@@ -80,7 +80,12 @@ class Chaos:
     def report(self) -> str:
         """For a person: what was done, and what the run's records say."""
         lines = [told(self._schedule), "deeds:", *(f"  {deed}" for deed in self.evidence.deeds)]
-        lines += ["records:", told_records(self.evidence.records[-80:]), "log:", self._cluster.log()[-6000:]]
+        lines += [
+            "records:",
+            told_records(self.evidence.records[-80:]),
+            "log:",
+            _without_units(self._cluster.log())[-6000:],
+        ]
         return "\n".join(lines)
 
     # -- time ----------------------------------------------------------------------------------------------------
@@ -243,6 +248,7 @@ class Chaos:
             if time.monotonic() - began > END_SECONDS:
                 raise Stuck(f"the run does not end within {END_SECONDS:g} s")
             self._wait(_LOOK)
+        self.evidence.ended = True
         self._say(f"ended in {time.monotonic() - began:.1f} s")
         self._complaints += self._cluster.end_complaints(too_few=self._schedule.too_few)
         deadline = time.monotonic() + LEFT_SECONDS
@@ -275,6 +281,10 @@ class Chaos:
 
 class Stuck(Exception):
     """What was waited for has not come."""
+
+
+def _without_units(log: str) -> str:
+    return "\n".join(line for line in log.splitlines() if "] unit " not in line)
 
 
 def _signal(procs: Sequence[Proc], number: int) -> None:

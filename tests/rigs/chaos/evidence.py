@@ -69,6 +69,8 @@ class Evidence:
     recoveries: list[float] = field(default_factory=list)
     """Seconds from the end of each burst until all nodes worked in one round again."""
     finish_said: float = float("inf")
+    ended: bool = False
+    """Whether the run came to its end by itself: only then has everybody written all down."""
     events: dict[str, list[dict[str, object]]] = field(default_factory=dict)
     """By file, of agents and the supervisor."""
     outputs: dict[tuple[int, int], bytes] = field(default_factory=dict)

@@ -187,6 +187,8 @@ def _may_be_lost(evidence: Evidence, node: int, at: float) -> bool:
 
 def _events(evidence: Evidence) -> Iterator[str]:
     """Every event log is whole: no gap, and nothing torn but the last line of an agent that was killed."""
+    if not evidence.ended:
+        return
     for name, lines in evidence.events.items():
         for position, line in enumerate(lines):
             is_last = position == len(lines) - 1
@@ -200,7 +202,7 @@ def _events(evidence: Evidence) -> Iterator[str]:
 
 def _outputs(evidence: Evidence) -> Iterator[str]:
     """What a worker had finished is in its log, unless its agent died or the disk took nothing."""
-    if not evidence.events:
+    if not evidence.events or not evidence.ended:
         return
     for work in evidence.works:
         if _output_may_be_lost(evidence, work):

@@ -30,7 +30,7 @@ class Kind(str, Enum):
     FREEZE_ONE = "freeze_one"
     """The node's own mount hangs for `seconds`."""
     FAULTS = "faults"
-    """Within `seconds`, `count` operations of the node's mount fail with `error`; where `done`, after they were done."""
+    """Within `seconds`, `count` operations of the node's mount fail with `error`; where `done`, after the work."""
     FULL = "full"
     """No space for anybody for `seconds`."""
     CLOCK = "clock"
