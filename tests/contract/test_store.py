@@ -259,6 +259,45 @@ def test_a_filesystem_that_has_no_links_is_found_out_once(
     assert sorted(os.listdir(tmp_path / "store/log")) == ["1", "2"]
 
 
+def test_one_refusal_without_a_reason_does_not_tell_what_a_filesystem_has(plain_fs: Filesystem, tmp_path: Path) -> None:
+    """sshfs says EPERM to everything, to a full disk too."""
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.put_if_absent("log/1", "v")
+    for name in ("symlink", "link"):
+        plain_fs.hooks[name] = Filesystem.refuse(errno.EPERM, times=20)
+    plain_fs.hooks["open"] = Filesystem.refuse(errno.EPERM, times=20)
+    with pytest.raises(PermissionError):
+        files.put_if_absent("log/2", "v")
+    assert files.put_if_absent("log/3", "v")
+    assert stat.S_ISLNK(os.lstat(tmp_path / "store/log/3").st_mode)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EIO], ids=errno.errorcode.get)
+def test_a_full_disk_that_gives_no_reason_is_found_out(plain_fs: Filesystem, tmp_path: Path, number: int) -> None:
+    """As on sshfs."""
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.put_if_absent("log/1", "v")
+    for name in ("symlink", "link", "write"):
+        plain_fs.hooks[name] = Filesystem.refuse(number)
+    with pytest.raises(OSError):
+        files.put_if_absent("log/2", "v")
+    room = os.statvfs(tmp_path)
+    full = os.statvfs_result([*room[:4], 0, *room[5:]])
+    plain_fs.hooks["statvfs"] = lambda real, *args: full
+    with pytest.raises(StoreFullError, match=r"can't create log/2: No space left"):
+        files.put_if_absent("log/2", "v")
+    assert os.listdir(tmp_path / "store/log") == ["1"]
+
+
+@pytest.mark.parametrize("value", ["../x", "a/../b", "see ../train.py", "a..b", "nothing\0at all"])
+def test_what_no_symlink_can_hold_everywhere_is_a_file(tmp_path: Path, value: str) -> None:
+    """sshfs refuses to read a symlink with ".." in it."""
+    files = FileStore(tmp_path / "store", clock=FakeClock())
+    assert files.put_if_absent("log/1", value)
+    assert files.get("log/1") == value
+    assert stat.S_ISREG(os.lstat(tmp_path / "store/log/1").st_mode)
+
+
 def test_a_loser_reads_the_winners_value_however_late_it_shows(plain_fs: Filesystem, tmp_path: Path) -> None:
     """A negative entry in the cache: listed, and yet ENOENT (GlusterFS and MooseFS, up to a second)."""
     files = FileStore(tmp_path / "store", clock=FakeClock())
