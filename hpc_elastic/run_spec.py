@@ -80,8 +80,12 @@ class RunSpec:
     """Attempts after the first one."""
     max_same_failures: int = 2
     """The same fingerprint so many times with no progress between is a bug in the script; 0: never."""
-    restart_window: float = 600.0
-    """A round that lasted this long made progress, where no heartbeat says more."""
+    restart_window: float | None = None
+    """Workers that ran this long have the whole of `max_restarts` again; None: time does not refill it."""
+    restart_steps: int | None = None
+    """So many steps beyond the last failure's do the same; None: steps do not."""
+    section_timeouts: str = ""
+    """``setup:900,step:60``: seconds without a heartbeat that make a hang, by section; empty: nobody is judged."""
     monitor_interval: float = 5.0
     """The fallback's poll interval; watching is by events."""
     shutdown_timeout: float = 30.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.local_workers import Place, Pump
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.store_server import StoreServer
@@ -47,3 +48,5 @@ class AgentContext:
     """Pids of the agent's own helpers, which are no workers."""
     files: FileThread = field(default_factory=FileThread)
     """For whatever the loop has to do with files: it never touches them itself."""
+    watch: HangWatch = field(default_factory=silent_watch)
+    """Reads the workers' heartbeats."""

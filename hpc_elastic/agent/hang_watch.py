@@ -19,9 +19,10 @@ from hpc_elastic.agent.hang import (
 )
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
 from hpc_elastic.atomic_file import make_private_dir, write_json
-from hpc_elastic.clock import Clock
+from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.file_thread import FileThread
 from hpc_elastic.heartbeat_record import VARIABLE
+from hpc_elastic.rendezvous.state import HangMark
 
 logger = logging.getLogger(__name__)
 
@@ -126,22 +127,23 @@ class HangWatch:
         self._plan(now, running)
         return verdict
 
-    def heed(self, step: int, age: float, running: Collection[int]) -> None:
+    def heed(self, mark: HangMark, running: Collection[int]) -> None:
         """Another node gave a verdict: are there workers here that its worker waits for?
 
         Args:
-            step: The hung worker's last one, -1 for none.
-            age: For how long it had been silent.
+            mark: Where the hung worker stood.
             running: Local ranks whose worker has not ended.
         """
         if self._beats is None or self.verdict is not None:
             return
         now = self._clock.monotonic()
         beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
-        behind = lagging(beats, step=step, age=age, now=now)
+        behind = lagging(beats, step=mark.step, age=mark.age, now=now)
         for beat in behind:
             if beat.step == behind[0].step:
-                self.hung[beat.local_rank] = f"{describe_silence(beat, now)}, while others are at step {step} and wait"
+                self.hung[beat.local_rank] = (
+                    f"{describe_silence(beat, now)}, while others are at step {mark.step} and wait"
+                )
 
     def refresh(self) -> list[RankBeat]:
         """Every worker's last word now, by local rank; also to the run directory where it is news."""
@@ -166,6 +168,16 @@ class HangWatch:
         """Of all workers here in this round, -1 for none."""
         steps = [beat.step for beat in self._beats.beats if beat.step is not None] if self._beats is not None else []
         return max(steps, default=-1)
+
+    @property
+    def mark(self) -> HangMark | None:
+        """Of the hung worker here that is furthest behind; None: none hangs."""
+        if self._beats is None or not self.hung:
+            return None
+        now = self._clock.monotonic()
+        beats = [self._beats.beats[local_rank] for local_rank in self.hung]
+        marks = [HangMark(-1 if beat.step is None else beat.step, beat.age(now)) for beat in beats]
+        return min(marks, key=lambda mark: mark.lag)
 
     def told_ns(self, local_rank: int) -> int:
         """When a worker gave its last sign of life, by this host's wall clock."""
@@ -237,6 +249,8 @@ def describe_beat(beat: RankBeat, now: float) -> dict[str, Any]:
     }
 
 
-def silent_watch(clock: Clock, files: FileThread) -> HangWatch:
+def silent_watch() -> HangWatch:
     """Watches nobody: for an agent that was given no folder."""
-    return HangWatch(folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=clock, files=files)
+    return HangWatch(
+        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=FileThread(name="beats")
+    )

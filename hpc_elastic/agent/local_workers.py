@@ -10,17 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from hpc_elastic.agent.hang_evidence import HungWorker, describe_hang, read_stacks, stack_of
+from hpc_elastic.agent.hang_stop import StacksThenStop, Target, main_process
+from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.ranks import RankLayout
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.failures.cgroup import oom_kill_count
-from hpc_elastic.failures.classify import Category
+from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_exit, describe_failure, write_evidence
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
-from hpc_elastic.rendezvous.state import NodeFailure
+from hpc_elastic.rendezvous.state import HangMark, NodeFailure
 from hpc_elastic.run_paths import AttemptPaths, RankPaths
 
 logger = logging.getLogger(__name__)
@@ -34,6 +37,7 @@ HURRIED_SECONDS = 2.0
 DRAIN_SECONDS = 0.5
 """How long the last words of an ended worker are waited for; a descendant may hold its pipes open."""
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
+_ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
 
 
@@ -87,6 +91,7 @@ class LocalWorkers:
         excluding: Callable[[], AbstractSet[int]],
         files: FileThread,
         is_ending: Callable[[], bool],
+        watch: HangWatch | None = None,
     ) -> None:
         """Args:
         place: Where this is.
@@ -99,6 +104,7 @@ class LocalWorkers:
         excluding: Pids that are no workers, asked for when the group is ended.
         files: Touches the files.
         is_ending: Whether this node is to end: nothing is waited for any more.
+        watch: Reads the workers' heartbeats; None: they have none.
         """
         self.round = round_index
         self.layout = layout
@@ -110,8 +116,13 @@ class LocalWorkers:
         self._excluding = excluding
         self._files = files
         self._is_ending = is_ending
+        self._watch = watch or silent_watch()
         self._slots: list[_Slot] = []
-        self._stopper: GroupStopper | None = None
+        self._stopper: GroupStopper | StacksThenStop | None = None
+        self._asked: StacksThenStop | None = None
+        self._wants_stacks = False
+        self.stacks: dict[int, tuple[str, ...]] = {}
+        """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left."""
         self._started_at = clock.monotonic()
         self._oom_kills = oom_kill_count() or 0
 
@@ -134,12 +145,13 @@ class LocalWorkers:
             OSError: their folders could not be made.
         """
         self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._is_ending)
+        self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
         for local_rank, global_rank in enumerate(self.layout.global_ranks):
             paths = self.paths_of(local_rank)
             process = start_worker(
                 argv=argv,
-                env=environment(local_rank, str(paths.error_file)),
+                env={**environment(local_rank, str(paths.error_file)), **self._watch.environment(local_rank)},
                 cwd=cwd,
                 inherited=self._inherited,
                 clock=self._clock,
@@ -191,6 +203,16 @@ class LocalWorkers:
         return all(slot.exit is not None and slot.exit.exitcode == 0 for slot in self._slots)
 
     @property
+    def took_stacks(self) -> bool:
+        """Whether the workers were asked for their stacks before they were ended."""
+        return self._asked is not None
+
+    @property
+    def running(self) -> list[int]:
+        """Local ranks whose worker has not ended."""
+        return [slot.local_rank for slot in self._slots if slot.exit is None]
+
+    @property
     def stopping(self) -> bool:
         return self._stopper is not None
 
@@ -198,6 +220,10 @@ class LocalWorkers:
     def seconds(self) -> float:
         """Since the start, monotonic."""
         return self._clock.monotonic() - self._started_at
+
+    def take_stacks_first(self) -> None:
+        """The round hangs: when the workers are ended, they get SIGABRT in place of SIGTERM, and leave their stacks."""
+        self._wants_stacks = True
 
     def begin_stop(self, *, grace: float) -> None:
         """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten the grace to nothing."""
@@ -211,7 +237,17 @@ class LocalWorkers:
         self._stopper = GroupStopper(
             [slot.process for slot in self._slots], grace=grace, clock=self._clock, excluding=self._excluding()
         )
+        if self._wants_stacks:
+            running = [slot for slot in self._slots if slot.exit is None]
+            targets = [
+                Target(worker=slot.process, pid=main_process(slot.process, self._speaker(slot))) for slot in running
+            ]
+            self._asked = self._stopper = StacksThenStop(targets, self._stopper, clock=self._clock)
         self._stopper.begin()
+
+    def _speaker(self, slot: _Slot) -> int:
+        beat = self._watch.beat(slot.local_rank)
+        return beat.pid if beat is not None else 0
 
     def step_stop(self) -> Stopped | float:
         """Go on ending them: what became of them, or seconds until the next call."""
@@ -233,13 +269,47 @@ class LocalWorkers:
             for slot in self._slots
             if slot.exit is not None and (self._is_failure(slot) or self._fell_while_stopping(slot))
         ]
-        if not told:
+        asked = self._asked_workers(kills)
+        told = [(slot, facts) for slot, facts in told if slot.local_rank not in self._watch.hung or not asked]
+        if not told and not asked:
             return []
         try:
-            return self._on_disk(lambda: [self._gather(slot, facts) for slot, facts in told])
+            return self._on_disk(
+                lambda: [*self._gather_stacks(asked), *(self._gather(slot, facts) for slot, facts in told)]
+            )
         except FilesystemHangsError as error:
             logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
             return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in told]
+
+    def _asked_workers(self, kills: int) -> list[tuple[_Slot, HungWorker]]:
+        """The workers that were to leave their stacks."""
+        found = []
+        for slot in self._slots:
+            if self._asked is None or not slot.stopped_by_agent:
+                continue
+            status = slot.exit or ExitStatus(
+                exitcode=-int(signal.SIGKILL), core_dumped=False, noticed_ns=self._clock.time_ns()
+            )
+            worker = HungWorker(
+                facts=self._facts(slot, status, kills),
+                paths=slot.paths,
+                state=self._asked.state_of(slot.process.pid),
+                py_spy=self._asked.py_spy_of(slot.process.pid),
+                why=self._watch.hung.get(slot.local_rank, ""),
+            )
+            found.append((slot, worker))
+        return found
+
+    def _gather_stacks(self, asked: Sequence[tuple[_Slot, HungWorker]]) -> list[WorkerFailure]:
+        failures = []
+        for slot, worker in asked:
+            self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+            dump = read_stacks(worker)
+            if (stack := stack_of(dump)) is not None:
+                self.stacks[slot.global_rank] = stack
+            if worker.why:
+                failures.append(describe_hang(worker, dump, told_ns=self._watch.told_ns(slot.local_rank)))
+        return failures
 
     def _gather(self, slot: _Slot, facts: ExitFacts) -> WorkerFailure:
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
@@ -301,6 +371,7 @@ class LocalWorkers:
             oom_kills=max(0, oom_kills),
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,
+            last_step=self._watch.last_step(slot.local_rank),
         )
 
     def _is_failure(self, slot: _Slot) -> bool:
@@ -308,20 +379,34 @@ class LocalWorkers:
 
     def _fell_while_stopping(self, slot: _Slot) -> bool:
         # It was failing already when our signal came: its own words are worth keeping.
-        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in _OURS
+        ours = _OURS | _ABORTED if self._asked is not None else _OURS
+        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in ours
 
 
-def sum_up(failures: Sequence[WorkerFailure], *, node: int, seconds: float) -> NodeFailure:
-    """One node's failures in a round, as the coordinator needs them."""
-    order = {"root": 0, "infrastructure": 1, "symptom": 2}
-    first = min(failures, key=lambda f: (order.get(f.failure_class.value, 3), f.ended_ns))
+def sum_up(
+    failures: Sequence[WorkerFailure], *, node: int, seconds: float, step: int = -1, hang: HangMark | None = None
+) -> NodeFailure:
+    """One node's failures in a round, as the coordinator needs them.
+
+    Args:
+        failures: At least one.
+        node: Index of this node.
+        seconds: How long the workers ran.
+        step: The furthest that a worker here has reported.
+        hang: Of the hung worker that is furthest behind.
+    """
+    order = {"root": 0, "hang": 1, "infrastructure": 2, "symptom": 3}
+    first = min(failures, key=lambda f: (order.get(f.failure_class.value, 4), f.ended_ns))
+    is_hang = first.failure_class is FailureClass.HANG
+    counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
     return NodeFailure(
         node=node,
         # Who kills from outside is no bug in the script: it never counts as "the same failure again".
-        fingerprint="" if first.failure_class.value != "root" or first.signal in _FROM_OUTSIDE else first.fingerprint,
+        fingerprint=first.fingerprint if counts else "",
         failure_class=first.failure_class.value,
         retryable=all(f.retryable for f in failures),
         message=f"rank {first.global_rank}: {first.headline}",
-        step=max((f.last_step for f in failures if f.last_step is not None), default=-1),
+        step=max([step, *(f.last_step for f in failures if f.last_step is not None)]),
         seconds=seconds,
+        hang=hang if is_hang else None,
     )

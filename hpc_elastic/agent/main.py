@@ -14,6 +14,9 @@ from pathlib import Path
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
+from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.node_agent import NodeAgent
@@ -71,7 +74,8 @@ def agent_main(argv: Sequence[str]) -> int:
     tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
     settings = rendezvous_settings(spec, attempt)
     secret = read_secret(paths.secret) if settings.doorbell else b""
-    guardian = start_guardian(tag)
+    folder = open_folder(f"{spec.uid}.{node_key(attempt.cluster, node)}.{uid[-21:]}", env)
+    guardian = start_guardian(tag, remove=str(folder.path) if folder.path is not None else None)
     left = end_strangers(tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
@@ -100,7 +104,10 @@ def agent_main(argv: Sequence[str]) -> int:
         port=doorbell.port if doorbell else 0,
     )
     policy = RestartPolicy(
-        max_restarts=spec.max_restarts, max_same_failures=spec.max_same_failures, restart_window=spec.restart_window
+        max_restarts=spec.max_restarts,
+        max_same_failures=spec.max_same_failures,
+        restart_window=spec.restart_window,
+        restart_steps=spec.restart_steps,
     )
 
     def make_participant(coordination: Coordination) -> Participant:
@@ -154,6 +161,15 @@ def agent_main(argv: Sequence[str]) -> int:
             ),
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()),
             files=files,
+            watch=HangWatch(
+                folder=folder,
+                timeouts=parse_section_timeouts(spec.section_timeouts) if spec.section_timeouts else SectionTimeouts(),
+                clock=clock,
+                files=files,
+                summary=attempt_paths.heartbeats(node),
+                node=node,
+                host=host,
+            ),
         )
     )
     code = agent.run()

@@ -11,20 +11,19 @@ import errno
 import logging
 import selectors
 import signal
-from collections.abc import Mapping
-from typing import Any
 
 from hpc_elastic.agent.addresses import choose_master_address
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import falls_to_us, finish_attempt
 from hpc_elastic.agent.local_workers import LocalWorkers, sum_up
 from hpc_elastic.agent.ranks import assign_ranks
+from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_round, tell_stacks
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.file_thread import FilesystemHangsError
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
@@ -38,6 +37,8 @@ logger = logging.getLogger(__name__)
 KILL_RESERVE = 2.0
 """Seconds kept of Slurm's KillWait for writing evidence after the workers have ended."""
 LAST_WORDS_SECONDS = 5.0
+HUNG_SECONDS = 1.0
+"""How long last words are waited for where other files have not answered for as long either."""
 FIND_TORCH_SECONDS = 60.0
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -66,6 +67,8 @@ class NodeAgent:
         """Whether the filesystem did not take the last words in time: a thread that waits for it may do so for ever."""
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
+        self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
+        """The workers' last signs of life before they were ended, and when they were read."""
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -93,6 +96,7 @@ class NodeAgent:
             self._selector.select(self._timeout())
             self._handle_signals()
             self._handle_workers()
+            self._handle_heartbeats()
             self._handle_notices()
             self._handle_stop()
             self._handle_store()
@@ -101,9 +105,9 @@ class NodeAgent:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float:
-        if self._stop_due is not None:
-            return max(0.0, self._stop_due - self._.clock.monotonic())
-        return self._.spec.monitor_interval
+        due = self._stop_due if self._stop_due is not None else self._.watch.due
+        left = self._.spec.monitor_interval if due is None else max(0.0, due - self._.clock.monotonic())
+        return left if self._stop_due is not None else min(left, self._.spec.monitor_interval)
 
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
@@ -139,21 +143,10 @@ class NodeAgent:
             if isinstance(notice, RoundRecord):
                 self._handle_record(notice)
             elif isinstance(notice, tuple):
-                self._tell_event(*notice)
+                tell_coordination(self._.events, *notice, nodes=self._.attempt.nodes)
             else:
                 self._failure = notice
                 self._happens(Event.LEAVE, f"the store can't be used any more: {notice}")
-
-    def _tell_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._.events.write(event, **fields)
-        if event == "node_lost":
-            node = int(fields["node"])
-            names = self._.attempt.nodes
-            name = names[node] if 0 <= node < len(names) else str(node)
-            silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
-            logger.warning("node %s is lost%s", name, silent)
-        elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
-            logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
 
     def _handle_record(self, record: RoundRecord) -> None:
         if self._phase is Phase.ENDED:
@@ -182,6 +175,16 @@ class NodeAgent:
             self._happens(Event.FAILED, workers.quick_word())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
+
+    def _handle_heartbeats(self) -> None:
+        if self._workers is None or self._phase is not Phase.RUNNING:
+            return
+        verdict = self._.watch.look(self._workers.running)
+        if verdict is not None:
+            logger.error("%s", verdict.reason)
+            self._.events.write("hang", round=self._workers.round, limit=verdict.limit, reason=verdict.reason)
+            self._workers.take_stacks_first()
+            self._happens(Event.FAILED, verdict.reason)
 
     def _handle_stop(self) -> None:
         if self._stop_due is None or self._workers is None:
@@ -307,37 +310,13 @@ class NodeAgent:
             excluding=lambda: c.helpers() | self._unendable,
             files=c.files,
             is_ending=self._is_ending,
+            watch=c.watch,
         )
         self._workers = workers
         self._swept = False
         self._has_run = True
         self._platform_failure = ""
-        ranks = list(layout.global_ranks)
-        c.events.write(
-            "round_final",
-            round=record.round,
-            group_rank=layout.group_rank,
-            group_world_size=layout.group_world_size,
-            world_size=layout.world_size,
-            local_world_size=layout.local_world_size,
-            ranks=ranks,
-            master=f"{address}:{port}",
-            restarts_used=record.restarts_used,
-            max_restarts=c.spec.max_restarts,
-        )
-        logger.info(
-            "round %d: role %s, ranks %s of %d, node %d of %d, master %s:%s, %d of %d restarts used",
-            record.round,
-            c.spec.role,
-            f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0],
-            layout.world_size,
-            layout.group_rank,
-            layout.group_world_size,
-            address,
-            port,
-            record.restarts_used,
-            c.spec.max_restarts,
-        )
+        tell_round(c.events, facts, restarts_used=record.restarts_used)
         try:
             workers.start(
                 c.spec.entrypoint.argv(),
@@ -358,7 +337,7 @@ class NodeAgent:
         logger.error("the workers could not be started: %s", error)
         retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
         failure = self._workers.describe_start_failure(error, retryable=retryable)
-        self._write_failure(failure)
+        tell_failure(self._.events, failure)
         summary = sum_up([failure], node=self._.info.node, seconds=0.0)
         index = self._workers.round
         self._.coordination.ask(lambda participant: participant.report_failure(index, summary))
@@ -366,30 +345,19 @@ class NodeAgent:
         self._phase = next_phase(self._phase, Event.FAILED)
         self._stop_workers(str(error))
 
-    def _write_failure(self, failure: WorkerFailure) -> None:
-        self._.events.write(
-            "worker_failed",
-            round=failure.round,
-            rank=failure.global_rank,
-            local_rank=failure.local_rank,
-            pid=failure.pid,
-            exitcode=failure.exitcode,
-            failure_class=failure.failure_class.value,
-            fingerprint=failure.fingerprint,
-            error_file=failure.error_file,
-            message=failure.headline,
-        )
-
     def _report_failure(self, reason: str) -> None:
         """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
         assert self._workers is not None
+        hang = self._.watch.mark
         failure = NodeFailure(
             node=self._.info.node,
             fingerprint="",
-            failure_class="unknown",
+            failure_class="unknown" if hang is None else "hang",
             retryable=True,
             message=reason,
+            step=self._.watch.furthest_step,
             seconds=self._workers.seconds,
+            hang=hang,
         )
         index = self._workers.round
         self._.coordination.ask(lambda participant: participant.report_failure(index, failure))
@@ -411,8 +379,19 @@ class NodeAgent:
             return
         if not workers.stopping and self._stop_due is None:
             self._.events.write("workers_stopping", round=workers.round, reason=reason)
+            self._read_last_heartbeats(workers)
         workers.begin_stop(grace=self._grace())
         self._stop_due = self._.clock.monotonic()
+
+    def _read_last_heartbeats(self, workers: LocalWorkers) -> None:
+        """Where the workers stood; and where the round ends because a worker elsewhere hangs, what they wait for."""
+        c, record = self._, self._record
+        self._last_beats = c.watch.refresh(), c.clock.monotonic()
+        hang = record.hang if record is not None and record.round == workers.round + 1 else None
+        if hang is not None:
+            c.watch.heed(hang, workers.running)
+            workers.take_stacks_first()
+        c.watch.rest()
 
     def _grace(self) -> float:
         """Seconds from SIGTERM to SIGKILL; never more than Slurm leaves when it is Slurm that ends the job."""
@@ -429,9 +408,17 @@ class NodeAgent:
             seconds = workers.seconds
             failures = workers.describe_failures()
             for failure in failures:
-                self._write_failure(failure)
+                tell_failure(c.events, failure)
             told = [failure for failure in failures if not failure.stopped_by_agent]
-            summary = sum_up(told, node=c.info.node, seconds=seconds) if told else self._own_failure(seconds)
+            summary = (
+                sum_up(told, node=c.info.node, seconds=seconds, step=c.watch.furthest_step, hang=c.watch.mark)
+                if told
+                else self._own_failure(seconds)
+            )
+            if workers.took_stacks:
+                beats, now = self._last_beats
+                tell_stacks(c.events, workers.round, stacks=workers.stacks, beats=beats, now=now)
+            c.watch.end()
             if summary is not None:
                 index = workers.round
                 c.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
@@ -457,11 +444,14 @@ class NodeAgent:
         self._selector.close()
         code = self._exit_code()
         c.store_server.close()
+        c.watch.close()
         if self._ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
             self._see_to_the_end()
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())
-        if not c.coordination.stop(within=LAST_WORDS_SECONDS):
+        if not c.coordination.stop(within=HUNG_SECONDS) and (
+            c.files.stuck_for() >= HUNG_SECONDS or not c.coordination.stop(within=LAST_WORDS_SECONDS - HUNG_SECONDS)
+        ):
             self.hangs = True
             logger.warning("%s does not answer; leaving without it", c.run_dir)
         return code

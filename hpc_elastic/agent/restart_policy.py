@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpc_elastic.rendezvous.coordinator import Settlement
+from hpc_elastic.rendezvous.coordinator import Settlement, failure_order
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
-_STRENGTH = {"root": 0, "infrastructure": 1}
-"""Which failure is told as the cause; all others are equal."""
+PROGRESS_SECONDS = 600.0
+"""Workers that ran this long made progress, where neither a step nor `--restart-window` says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,10 @@ class RestartPolicy:
     max_restarts: int
     max_same_failures: int
     """So many times the same fingerprint with no progress between: a bug in the script. 0: never."""
-    restart_window: float
-    """Seconds after which a round counts as progress, where no step was reported."""
+    restart_window: float | None = None
+    """Seconds that workers must have run for the whole budget to be there again; None: time does not refill it."""
+    restart_steps: int | None = None
+    """Steps beyond the furthest one at the last failure that do the same; None: steps do not refill it."""
 
     def settle(self, record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> Settlement:
         """Decide about the failures of the round before `record`'s.
@@ -33,7 +35,8 @@ class RestartPolicy:
             return Settlement(go_on=True, counts=False, reason="", memory=memory)
         if node_lost and all(f.failure_class == "symptom" for f in failures):
             return Settlement(go_on=True, counts=False, reason="", memory=memory)
-        cause = min(failures, key=lambda failure: _STRENGTH.get(failure.failure_class, len(_STRENGTH)))
+        cause = min(failures, key=failure_order)
+        refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
         memory = self._remember(memory, failures, cause)
         final = next((f for f in failures if not f.retryable), None)
         if final is not None:
@@ -44,25 +47,39 @@ class RestartPolicy:
                 f"with no progress between ({cause.message})",
                 memory,
             )
-        if record.restarts_used >= self.max_restarts:
-            used = f"{record.restarts_used} of {self.max_restarts} restarts used"
+        used = 0 if refilled else record.restarts_used
+        if used >= self.max_restarts:
+            told = f"{used} of {self.max_restarts} restarts used"
             return Settlement(
-                go_on=False, counts=False, reason=f"restarts exhausted ({used}): {cause.message}", memory=memory
+                go_on=False, counts=False, reason=f"restarts exhausted ({told}): {cause.message}", memory=memory
             )
-        left = self.max_restarts - record.restarts_used - 1
+        left = f"{self.max_restarts - used - 1} left" + (f", refilled by {refilled}" if refilled else "")
         return Settlement(
             go_on=True,
             counts=True,
-            reason=f"restart {record.restarts_used + 1} of {self.max_restarts} ({left} left) after: {cause.message}",
+            reason=f"restart {used + 1} of {self.max_restarts} ({left}) after: {cause.message}",
             memory=memory,
+            refills=bool(refilled),
         )
+
+    def _why_refilled(self, before: FailureMemory, failures: Sequence[NodeFailure]) -> str:
+        """What progress since the last failure makes the budget whole again; empty for none."""
+        steps = max(f.step for f in failures) - before.step
+        seconds = max(f.seconds for f in failures)
+        if self.restart_steps is not None and steps >= self.restart_steps and before.step + steps >= 0:
+            return f"{steps} good steps"
+        if self.restart_window is not None and seconds >= self.restart_window:
+            return f"{seconds:.0f} good seconds"
+        return ""
 
     def _remember(self, before: FailureMemory, failures: Sequence[NodeFailure], cause: NodeFailure) -> FailureMemory:
         step = max((f.step for f in failures), default=-1)
-        if step >= 0 and before.step >= 0:
-            progress = step > before.step
-        else:
-            progress = max(f.seconds for f in failures) >= self.restart_window
+        progress = made_progress(
+            step=step,
+            before=before.step,
+            seconds=max(f.seconds for f in failures),
+            window=self.restart_window,
+        )
         same = bool(cause.fingerprint) and cause.fingerprint == before.fingerprint and not progress
         return FailureMemory(
             fingerprint=cause.fingerprint,
@@ -73,3 +90,17 @@ class RestartPolicy:
 
 def _give_up(reason: str, memory: FailureMemory) -> Settlement:
     return Settlement(go_on=False, counts=False, reason=reason, memory=memory, retryable=False)
+
+
+def made_progress(*, step: int, before: int, seconds: float, window: float | None) -> bool:
+    """Whether a failure came after progress since the last one: then it is not "the same again".
+
+    Args:
+        step: The furthest that was reported by now, -1 for none.
+        before: The same at the last failure.
+        seconds: How long the workers ran.
+        window: `--restart-window`, where it was given.
+    """
+    if step >= 0 and before >= 0:
+        return step > before
+    return seconds >= (PROGRESS_SECONDS if window is None else window)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.agent.hang import parse_section_timeouts
 from hpc_elastic.cli.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.processes.std_streams import parse_local_ranks, parse_std_streams
@@ -34,7 +35,16 @@ OPTIONS = (
     ),
     Option(
         group=GROUP, names=("--restart-window",), dest="restart_window", metavar="SECONDS",
-        help="workers that ran this long made progress, where no heartbeat says more (default 600)",
+        help="workers that ran this long have all of --max-restarts again (default: time does not refill it)",
+    ),
+    Option(
+        group=GROUP, names=("--restart-steps",), dest="restart_steps", metavar="N",
+        help="N steps (hpc_elastic.heartbeat) beyond the last failure refill --max-restarts (default: they do not)",
+    ),
+    Option(
+        group=GROUP, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
+        help="seconds without hpc_elastic.heartbeat that make a hang, by section, as in "
+        "setup:900,step:60,checkpoint:300; step:auto learns from the steps (default: nobody is judged)",
     ),
     Option(
         group=GROUP, names=("-m", "--module"), dest="module", env="PET_MODULE",
@@ -151,6 +161,11 @@ def worker_fields(parsed: Parsed) -> dict[str, Any]:
         fields["nproc_per_node"] = _nproc(nproc, parsed.source("nproc_per_node", ""))
     for dest in ("max_restarts", "max_requeues", "max_same_failures"):
         _put(fields, dest, _whole(parsed, dest, least=0, most=1_000_000))
+    _put(fields, "restart_steps", _whole(parsed, "restart_steps", least=1, most=1_000_000_000))
+    timeouts = parsed.get("section_timeouts")
+    if timeouts is not None:
+        parse_section_timeouts(timeouts, option=parsed.source("section_timeouts", ""))
+        fields["section_timeouts"] = timeouts
     _put(fields, "master_port", _whole(parsed, "master_port", least=0, most=65535) or None)
     for dest in ("restart_window", "shutdown_timeout"):
         _put(fields, dest, _seconds(parsed, dest, zero=True))

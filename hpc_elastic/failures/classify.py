@@ -23,6 +23,8 @@ class FailureClass(str, Enum):
     ROOT = "root"
     SYMPTOM = "symptom"
     STOPPED_BY_US = "stopped_by_us"
+    HANG = "hang"
+    """It gave no sign of life any more, and was ended for that. Never by `classify`: its end alone does not say so."""
     INFRASTRUCTURE = "infrastructure"
 
 

@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.agent.main import rendezvous_settings
-from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.restart_policy import RestartPolicy, made_progress
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
@@ -232,7 +232,7 @@ def _observe(
         addresses=addresses,
         port=doorbell.port if doorbell else 0,
     )
-    policy = RestartPolicy(max_restarts=0, max_same_failures=0, restart_window=0.0)  # never asked: it never coordinates
+    policy = RestartPolicy(max_restarts=0, max_same_failures=0)  # never asked: it never coordinates
     store = FileStore(attempt_paths.store, clock=clock)
 
     def make(coordination: Coordination) -> Participant:
@@ -253,10 +253,12 @@ def _observe(
 
 def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
     same = before is not None and bool(result.fingerprint) and before.fingerprint == result.fingerprint
-    if before is not None and result.step >= 0 and before.step >= 0:
-        progress = result.step > before.step
-    else:
-        progress = result.seconds >= spec.restart_window  # as for a round: where no steps are told, time has to do
+    progress = made_progress(
+        step=result.step,
+        before=before.step if before is not None else -1,
+        seconds=result.seconds,
+        window=spec.restart_window,
+    )
     return decide_requeue(
         RequeueFacts(
             outcome=result.outcome,

@@ -9,6 +9,7 @@ from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.slots import assign_slots
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
+    HangMark,
     Member,
     NodeFailure,
     NodeInfo,
@@ -62,6 +63,18 @@ class Settlement:
     memory: FailureMemory
     retryable: bool = True
     """Where it does not go on: whether another attempt could end otherwise."""
+    refills: bool = False
+    """Whether there was progress enough for the whole budget to be there again, before the new round is charged."""
+
+
+_STRENGTH = {"root": 0, "hang": 1, "infrastructure": 2}
+
+
+def failure_order(failure: NodeFailure) -> tuple[int, int, float]:
+    """Sorts nodes' failures, the one to be told as the cause first: of several hung workers the furthest behind."""
+    strength = _STRENGTH.get(failure.failure_class, len(_STRENGTH))
+    step, age = failure.hang.lag if failure.hang is not None else (0, 0.0)
+    return strength, step, age
 
 
 SettleFailures = Callable[[RoundRecord, Sequence[NodeFailure], bool], Settlement]
@@ -185,7 +198,7 @@ def _freeze(
         record=record.successor(
             status=next_status(record.status, RoundEvent.FREEZE),
             members=members,
-            restarts_used=record.restarts_used + (1 if settlement.counts else 0),
+            restarts_used=(0 if settlement.refills else record.restarts_used) + (1 if settlement.counts else 0),
             waiting=0,
             lost=tuple(sorted(away | awaited)),
             memory=settlement.memory,
@@ -215,9 +228,11 @@ def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
 def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
     record = view.record
     if view.failures:
-        strength = {"root": 0, "infrastructure": 1}
-        first = min(view.failures.values(), key=lambda failure: strength.get(failure.failure_class, 2))
-        return _reopen(record, f"{first.message} on {_name(first.node, view)}", lost=_lost_members(view))
+        first = min(view.failures.values(), key=failure_order)
+        reason = f"{first.message} on {_name(first.node, view)}"
+        marks = [failure.hang for failure in view.failures.values() if failure.hang is not None]
+        hang = min(marks, key=lambda mark: mark.lag, default=None)
+        return _reopen(record, reason, lost=_lost_members(view), hang=hang)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
         return _reopen(record, _told(lost, view), lost=lost)
@@ -275,7 +290,7 @@ def _node_done(view: View, node: int) -> bool:
     return any(m.node == node and m.uid in view.done for m in view.record.members)
 
 
-def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str]) -> Proposal:
+def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], hang: HangMark | None = None) -> Proposal:
     returned = {node for node, why in lost.items() if why == "has a new agent"}
     return Proposal(
         event=RoundEvent.REOPEN,
@@ -286,6 +301,7 @@ def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str]) -> Pro
             waiting=0,
             reason=reason,
             master="",
+            hang=hang,
         ),
         reason=reason,
     )

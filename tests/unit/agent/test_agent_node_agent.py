@@ -86,6 +86,12 @@ class Workers:
     news: bool = False
     pids: list[int] = field(default_factory=lambda: [4711])
     seconds: float = 12.0
+    running: list[int] = field(default_factory=lambda: [0, 1])
+    took_stacks: bool = False
+    stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
+
+    def take_stacks_first(self) -> None:
+        self.took_stacks = True
 
     def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
         self.argv = argv

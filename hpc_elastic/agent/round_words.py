@@ -1,0 +1,99 @@
+"""What an agent tells of a round: to its event log, and in the job log where a person should read it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.hang_watch import describe_beat
+from hpc_elastic.agent.worker_environment import RoundFacts
+from hpc_elastic.events import EventLog
+from hpc_elastic.failures.stacks import fold_stacks
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+logger = logging.getLogger(__name__)
+
+_STACK_GROUPS = 50
+
+
+def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
+    """What this node decided as coordinator."""
+    events.write(event, **fields)
+    if event == "node_lost":
+        node = int(fields["node"])
+        name = nodes[node] if 0 <= node < len(nodes) else str(node)
+        silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
+        logger.warning("node %s is lost%s", name, silent)
+    elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
+        logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
+
+
+def tell_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> None:
+    """The round is final: ranks hold, workers are about to be started."""
+    layout = facts.layout
+    ranks = list(layout.global_ranks)
+    events.write(
+        "round_final",
+        round=facts.round,
+        group_rank=layout.group_rank,
+        group_world_size=layout.group_world_size,
+        world_size=layout.world_size,
+        local_world_size=layout.local_world_size,
+        ranks=ranks,
+        master=f"{facts.master_addr}:{facts.master_port}",
+        restarts_used=restarts_used,
+        max_restarts=facts.max_restarts,
+    )
+    logger.info(
+        "round %d: role %s, ranks %s of %d, node %d of %d, master %s:%s, %d of %d restarts used",
+        facts.round,
+        facts.role,
+        f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ranks[0],
+        layout.world_size,
+        layout.group_rank,
+        layout.group_world_size,
+        facts.master_addr,
+        facts.master_port,
+        restarts_used,
+        facts.max_restarts,
+    )
+
+
+def tell_failure(events: EventLog, failure: WorkerFailure) -> None:
+    """A worker ended badly, and its evidence is written."""
+    events.write(
+        "worker_failed",
+        round=failure.round,
+        rank=failure.global_rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exitcode=failure.exitcode,
+        failure_class=failure.failure_class.value,
+        fingerprint=failure.fingerprint,
+        error_file=failure.error_file,
+        message=failure.headline,
+        last_step=failure.last_step,
+    )
+
+
+def tell_stacks(
+    events: EventLog, round_index: int, *, stacks: Mapping[int, tuple[str, ...]], beats: Sequence[RankBeat], now: float
+) -> None:
+    """The stacks of this node's workers in a round that was ended because of a hang.
+
+    Args:
+        events: The agent's.
+        round_index: The round.
+        stacks: Global rank → the main thread's, the most recent call last.
+        beats: Their last signs of life.
+        now: On the beats' clock, when the workers were about to be ended.
+    """
+    events.write(
+        "stacks_taken",
+        round=round_index,
+        groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(stacks)[:_STACK_GROUPS]],
+        silent=sorted({beat.rank for beat in beats} - set(stacks)),
+        beats=[describe_beat(beat, now) for beat in beats],
+    )
