@@ -196,6 +196,7 @@ def test_a_lost_reply_is_no_loss(
     fs = filesystem(kind)
     monkeypatch.setattr(file_store, "os", fs)
     files = FileStore(tmp_path / "store", clock=FakeClock())
+    files.make_folder("log")
     fs.hooks[create] = Filesystem.lose_reply(number)
     assert files.put_if_absent("log/1", "mine") is True
     assert files.get("log/1") == "mine"
