@@ -8,12 +8,13 @@ processes and mounts, without a lock. Reading is one listing of the folder, fres
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
 import random
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,6 +29,8 @@ _LONGEST_DELAY = 0.1
 _FRESH_SECONDS = 2.0
 _FIRST_STIR = 1.0
 _LONGEST_STIR = 30.0
+_QUEUES_SECONDS = 1.0
+"""Who waits for keys looks so often whether one of them is a queue."""
 FAULT_SECONDS = 30.0
 """How long a filesystem that refuses is asked again before the caller hears of it."""
 
@@ -35,9 +38,9 @@ T = TypeVar("T")
 
 
 class KeyValueTimeoutError(StoreError):
-    """What was waited for did not come."""
+    """What was waited for did not come: `missing` names the keys."""
 
-    template = "store {root}: nothing under {why} after {seconds:g} s"
+    template = "store {root}: nothing under {missing} after {seconds:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +102,13 @@ class KeyValueStore:
         """
         found: list[bytes] = []
 
-        def there() -> bool:
-            value = self._newest(_digest(key)).value
+        def there(until: float) -> bool:
+            value = self._newest(_digest(key), until=until).value
             if value is not None:
                 found.append(value)
             return bool(found)
 
-        self._wait_until(there, timeout, key)
+        self._wait_until(there, timeout, [key])
         return found[0]
 
     def add(self, key: str, amount: int) -> int:
@@ -114,7 +117,14 @@ class KeyValueStore:
         Raises:
             ValueError: the value is no number.
         """
-        changed = self._change(key, lambda old: b"%d" % (int(old or b"0") + amount))
+
+        def decide(old: bytes | None) -> bytes:
+            try:
+                return b"%d" % (int(old or b"0") + amount)
+            except ValueError:
+                raise ValueError(f"the value of {key!r} is no number that could be added to: {old!r:.50}") from None
+
+        changed = self._change(key, decide)
         assert changed is not None
         return int(changed)
 
@@ -146,22 +156,30 @@ class KeyValueStore:
         return existed[0]
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Whether all of them have a value."""
+        """Whether all of them have a value, or are queues with something in them."""
         self._freshen(self._folder)
+        self._freshen(self._queue_folder)
         names = self._list(self._folder)
-        return all(self._newest(_digest(key), names).value is not None for key in keys)
+        missing = [key for key in keys if self._newest(_digest(key), names).value is None]
+        return not missing or not self._without_items(missing)
 
     def wait(self, keys: Iterable[str], timeout: float) -> None:
-        """Wait until all of them have a value.
+        """Wait until all of them have a value, or are queues with something in them.
 
         Raises:
             KeyValueTimeoutError: after `timeout` seconds; it names those without.
         """
         left = list(dict.fromkeys(keys))
+        queues_at = self._clock.monotonic()
 
-        def there() -> bool:
-            names = self._list(self._folder)
-            left[:] = [key for key in left if self._newest(_digest(key), names).value is None]
+        def there(until: float) -> bool:
+            nonlocal queues_at
+            names = self._list(self._folder, until)
+            left[:] = [key for key in left if self._newest(_digest(key), names, until).value is None]
+            now = self._clock.monotonic()
+            if left and (now >= queues_at or now >= until):  # a listing more, and mostly for nothing: not at each look
+                queues_at = now + _QUEUES_SECONDS
+                left[:] = self._without_items(left, until)
             return not left
 
         self._wait_until(there, timeout, left)
@@ -181,27 +199,34 @@ class KeyValueStore:
         number = 0
         while True:
             number = max([number, *_numbers(digest, self._list(self._queue_folder))]) + 1
-            if self._put(f"{self._queue_folder}/{digest}+{number:012d}", payload):
-                return
+            if not self._put(f"{self._queue_folder}/{digest}+{number:012d}", payload):
+                continue
+            if self._is_past(digest, number):
+                continue  # stopped while so many came and went that the place was free again: nobody looks there
+            if number % _PRUNE_EVERY == 0:
+                self._prune_queue(digest)
+            return
 
     def pop(self, key: str) -> bytes | None:
         """Take the first value of the queue, which nobody else gets; None where it is empty."""
         self._freshen(self._queue_folder)
         return self._pop(key)
 
-    def _pop(self, key: str) -> bytes | None:
+    def _pop(self, key: str, until: float | None = None) -> bytes | None:
         digest = _digest(key)
         while True:
-            taken = set(_numbers(digest, self._list(self._taken_folder)))
-            left = sorted(set(_numbers(digest, self._list(self._queue_folder))) - taken)
+            left = self._waiting(digest, until)
             if not left:
                 return None
             for number in left:
                 name = f"{digest}+{number:012d}"
-                raw = self._read(f"{self._queue_folder}/{name}")
+                raw = self._read(f"{self._queue_folder}/{name}", until)
                 # Listed and not readable yet: left for a later look.
-                if raw is not None and self._put(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
+                if raw is None or not self._put(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
+                    continue
+                if not self._is_past(digest, number):
                     return _decode(number, raw).value
+                # Else somebody took it long ago, and while this process was stopped the mark was cleared away.
             # All were taken by others meanwhile, who may have put new ones there: look again.
             self._store.stir(self._taken_folder)
             self._clock.wait(self._never, self._rng.uniform(0, _FIRST_DELAY))
@@ -214,19 +239,42 @@ class KeyValueStore:
         """
         found: list[bytes] = []
 
-        def there() -> bool:
-            value = self._pop(key)
+        def there(until: float) -> bool:
+            value = self._pop(key, until)
             if value is not None:
                 found.append(value)
             return bool(found)
 
-        self._wait_until(there, timeout, key)
+        self._wait_until(there, timeout, [key])
         return found[0]
 
     def queue_length(self, key: str) -> int:
-        digest = _digest(key)
-        waiting = set(_numbers(digest, self._list(self._queue_folder)))
-        return len(waiting - set(_numbers(digest, self._list(self._taken_folder))))
+        self._freshen(self._queue_folder)
+        return len(self._waiting(_digest(key)))
+
+    def _waiting(self, digest: str, until: float | None = None) -> list[int]:
+        """The places of the items that nobody has taken, in order."""
+        taken = set(_numbers(digest, self._list(self._taken_folder, until)))  # before the items: see `_prune_queue`
+        return sorted(set(_numbers(digest, self._list(self._queue_folder, until))) - taken)
+
+    def _is_past(self, digest: str, number: int) -> bool:
+        """Whether so many later items were taken that nothing at this place can be new."""
+        return max(_numbers(digest, self._list(self._taken_folder)), default=0) - number >= KEPT_VERSIONS // 2
+
+    def _prune_queue(self, digest: str) -> None:
+        taken = _numbers(digest, self._list(self._taken_folder))
+        for number in sorted(taken):
+            if number <= max(taken) - KEPT_VERSIONS:
+                # In this order: what is not marked as taken any more must not be there to be taken.
+                self._store.delete(f"{self._queue_folder}/{digest}+{number:012d}")
+                self._store.delete(f"{self._taken_folder}/{digest}+{number:012d}")
+
+    def _without_items(self, keys: Iterable[str], until: float | None = None) -> list[str]:
+        names = self._list(self._queue_folder, until)
+        if not any("+" in name for name in names):
+            return list(keys)
+        taken = self._list(self._taken_folder, until)
+        return [key for key in keys if not set(_numbers(_digest(key), names)) - set(_numbers(_digest(key), taken))]
 
     def _change(
         self, key: str, decide: Callable[[bytes | None], bytes | None], *, keep_same: bool = False
@@ -271,38 +319,42 @@ class KeyValueStore:
                 if old <= number - KEPT_VERSIONS:
                     self._store.delete(f"{self._folder}/{digest}+{old:012d}")
 
-    def _newest(self, digest: str, names: Iterable[str] | None = None) -> _Version:
+    def _newest(self, digest: str, names: Iterable[str] | None = None, until: float | None = None) -> _Version:
         """The newest version. Listed and not readable yet is waited for: an older one must not pass for it."""
         while True:
-            numbers = _numbers(digest, self._list(self._folder) if names is None else names)
+            numbers = _numbers(digest, self._list(self._folder, until) if names is None else names)
             if not numbers:
                 return _Version(0, None)
             newest = max(numbers)
-            raw = self._read(f"{self._folder}/{digest}+{newest:012d}")
+            raw = self._read(f"{self._folder}/{digest}+{newest:012d}", until)
             if raw is not None:
                 return _decode(newest, raw)
+            if until is not None and self._clock.monotonic() > until:
+                raise OSError(errno.EIO, f"{self._folder}/{digest}+{newest:012d} is listed and can't be read")
             names = None
             self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _FIRST_DELAY)
 
     def _put(self, key: str, value: str) -> bool:
         return self._steadily(lambda: self._store.put_if_absent(key, value))  # the same once more is the same
 
-    def _read(self, key: str) -> str | None:
-        return self._steadily(lambda: self._store.get(key))
+    def _read(self, key: str, until: float | None = None) -> str | None:
+        return self._steadily(lambda: self._store.get(key), until)
 
-    def _list(self, folder: str) -> list[str]:
-        return self._steadily(lambda: self._store.list(folder))
+    def _list(self, folder: str, until: float | None = None) -> list[str]:
+        return self._steadily(lambda: self._store.list(folder), until)
 
-    def _steadily(self, operation: Callable[[], T]) -> T:
-        """Try an operation that may be repeated until it works."""
+    def _steadily(self, operation: Callable[[], T], until: float | None = None) -> T:
+        """Try an operation that may be repeated until it works; not beyond `until`, where somebody waits no longer."""
         deadline = self._clock.monotonic() + FAULT_SECONDS
+        deadline = deadline if until is None else min(until, deadline)
         while True:
             try:
                 return operation()
             except OSError:
-                if self._clock.monotonic() >= deadline:
+                left = deadline - self._clock.monotonic()
+                if left <= 0:
                     raise
-            self._clock.wait(self._never, self._rng.uniform(0.5, 1) * _LONGEST_DELAY)
+            self._clock.wait(self._never, min(left, self._rng.uniform(0.5, 1) * _LONGEST_DELAY))
 
     def _freshen(self, folder: str) -> None:
         """Make sure that what is polled shows some day: a change within one tick of the server's clock does not show
@@ -312,11 +364,12 @@ class KeyValueStore:
             self._stirred[folder] = now
             self._store.stir(folder)
 
-    def _wait_until(self, there: Callable[[], bool], timeout: float, what: object) -> None:
+    def _wait_until(self, there: Callable[[float], bool], timeout: float, missing: Sequence[str]) -> None:
+        """`there` is given the moment until which it may try, on the clock; `missing` is read after it."""
         deadline = self._clock.monotonic() + timeout
         delay = _FIRST_DELAY
         stir_after, stirred_at = _FIRST_STIR, self._clock.monotonic()
-        while not there():
+        while not there(deadline):
             now = self._clock.monotonic()
             left = deadline - now
             if now - stirred_at >= stir_after:
@@ -324,7 +377,7 @@ class KeyValueStore:
                 self._store.stir(self._queue_folder)
                 stir_after, stirred_at = min(_LONGEST_STIR, 2 * stir_after), now
             if left <= 0:
-                raise KeyValueTimeoutError(root=self._folder, why=repr(what), seconds=timeout)
+                raise KeyValueTimeoutError(root=self._folder, missing=list(missing), seconds=timeout)
             self._clock.wait(self._never, min(left, self._rng.uniform(0.7, 1) * delay))
             delay = min(_LONGEST_DELAY, delay * 1.5)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_a_counter_starts_at_zero_and_is_readable_text() -> None:
     kv.set("n", b"7")
     assert kv.add("n", 1) == 8
     kv.set("n", b"x")
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="'n' is no number that could be added to: b'x'"):
         kv.add("n", 1)
 
 
@@ -142,6 +143,93 @@ def test_a_queue_is_first_in_first_out_and_no_value() -> None:
     kv.push("q", b"d")
     assert kv.pop("q") == b"d"
     assert kv.get("q") is None
+
+
+def test_a_queue_with_something_in_it_is_there() -> None:
+    kv = values()
+    kv.push("q", b"a")
+    kv.set("k", b"")
+    assert kv.check(["q", "k"])
+    kv.wait(["q", "k"], 0)
+    kv.pop("q")
+    assert not kv.check(["q"])
+    assert not kv.check(["q", "k"])
+    with pytest.raises(KeyValueTimeoutError) as caught:
+        kv.wait(["k", "q"], 3)
+    assert caught.value.missing == ["q"]
+
+
+def test_a_queue_that_many_items_went_through_stays_small_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_value, "KEPT_VERSIONS", 64)
+    monkeypatch.setattr(key_value, "_PRUNE_EVERY", 16)
+    store = MemoryStore()
+    kv = values(store)
+    for number in range(10):
+        kv.push("long", b"%d" % number)  # behind which nothing is cleared away while it waits
+    for number in range(3 * key_value.KEPT_VERSIONS):
+        kv.push("q", b"%d" % number)
+        assert kv.pop("q") == b"%d" % number
+    assert len(store.list("kv/queue")) < 1.5 * key_value.KEPT_VERSIONS
+    assert len(store.list("kv/taken")) < 1.5 * key_value.KEPT_VERSIONS
+    assert [kv.pop("long") for _ in range(11)] == [*(b"%d" % number for number in range(10)), None]
+    for number in range(2 * key_value.KEPT_VERSIONS):
+        kv.push("piled up", b"%d" % number)
+    assert [kv.pop("piled up") for _ in range(2)] == [b"0", b"1"]
+
+
+def test_whoever_was_stopped_takes_no_item_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_value, "KEPT_VERSIONS", 16)
+    monkeypatch.setattr(key_value, "_PRUNE_EVERY", 4)
+    store = MemoryStore()
+    others = values(store)
+
+    def much_happens() -> None:
+        for number in range(60):
+            others.push("q", b"%d" % number)
+            assert others.pop("q") is not None
+
+    class Stopped(MemoryStore):
+        """Stops between its look at the queue and the next write."""
+
+        before_put: ClassVar[list[bool]] = []
+
+        def list(self, folder: str) -> list[str]:
+            return store.list(folder)
+
+        def get(self, key: str) -> str | None:
+            return store.get(key)
+
+        def put_if_absent(self, key: str, value: str) -> bool:
+            if self.before_put:
+                self.before_put.clear()
+                much_happens()
+            return store.put_if_absent(key, value)
+
+    late = values(Stopped())
+    others.push("q", b"first")
+    Stopped.before_put.append(True)
+    assert late.pop("q") == b"59", "the first was another's"
+    Stopped.before_put.append(True)
+    late.push("q", b"late")
+    assert others.pop("q") == b"late", "at a place that is read"
+    assert others.pop("q") is None
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda kv: kv.get_waiting("k", 1), lambda kv: kv.wait(["k"], 1), lambda kv: kv.pop_waiting("k", 1)]
+)
+def test_a_wait_ends_in_time_where_the_filesystem_refuses(wait: Callable[[KeyValueStore], object]) -> None:
+    store = FaultyStore()
+    clock = JumpingClock()
+    kv = KeyValueStore(store, "kv", clock=clock)
+    store.always, begun = True, clock.now
+    with pytest.raises(OSError, match="a fault"):
+        wait(kv)
+    assert clock.now - begun < 1.2
+    begun = clock.now
+    with pytest.raises(OSError, match="a fault"):
+        kv.set("k", b"")
+    assert clock.now - begun >= key_value.FAULT_SECONDS
 
 
 def test_passing_faults_and_lost_replies_count_nothing_twice() -> None:
