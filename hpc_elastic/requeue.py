@@ -34,6 +34,8 @@ class RequeueFacts:
     """The attempt before ended by the same failure, with no progress since."""
     signal_number: int | None = None
     """The signal that ended the attempt, where one did."""
+    hang: bool = False
+    """What it ended by was a hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,4 +83,6 @@ def _exit_code(facts: RequeueFacts) -> int:
         return 128 + facts.signal_number
     if facts.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.PREEMPTED):
         return ExitCode.TERMINATED
+    if facts.hang:
+        return ExitCode.HANG
     return ExitCode.WORKERS_FAILED if facts.retryable else ExitCode.NOT_RETRYABLE

@@ -109,9 +109,9 @@ def hang_fingerprint(dump: StackDump | None) -> str:
     return HANG_FINGERPRINT + fingerprint(exception_type="Hang", frames=frames).partition(":")[2]
 
 
-def stack_of(dump: StackDump | None) -> tuple[str, ...] | None:
-    """The main thread's stack for an event; None: there is none."""
-    return tuple(short_stack(dump.main)) if dump is not None and dump.main else None
+def stack_of(dump: StackDump | None) -> tuple[str, ...]:
+    """The main thread's stack for an event; empty where there is none."""
+    return tuple(short_stack(dump.main)) if dump is not None else ()
 
 
 def _reason(worker: HungWorker, dump: StackDump | None) -> str:

@@ -122,7 +122,8 @@ class LocalWorkers:
         self._asked: StacksThenStop | None = None
         self._wants_stacks = False
         self.stacks: dict[int, tuple[str, ...]] = {}
-        """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left."""
+        """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left;
+        empty where there was none."""
         self._started_at = clock.monotonic()
         self._oom_kills = oom_kill_count() or 0
 
@@ -305,8 +306,7 @@ class LocalWorkers:
         for slot, worker in asked:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
             dump = read_stacks(worker)
-            if (stack := stack_of(dump)) is not None:
-                self.stacks[slot.global_rank] = stack
+            self.stacks[slot.global_rank] = stack_of(dump)
             if worker.why:
                 failures.append(describe_hang(worker, dump, told_ns=self._watch.told_ns(slot.local_rank)))
         return failures

@@ -86,14 +86,15 @@ def tell_stacks(
     Args:
         events: The agent's.
         round_index: The round.
-        stacks: Global rank → the main thread's, the most recent call last.
+        stacks: Of those that were asked, global rank → the main thread's, the most recent call last, or nothing.
         beats: Their last signs of life.
         now: On the beats' clock, when the workers were about to be ended.
     """
+    told = {rank: stack for rank, stack in stacks.items() if stack}
     events.write(
         "stacks_taken",
         round=round_index,
-        groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(stacks)[:_STACK_GROUPS]],
-        silent=sorted({beat.rank for beat in beats} - set(stacks)),
+        groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(told)[:_STACK_GROUPS]],
+        silent=sorted(set(stacks) - set(told)),
         beats=[describe_beat(beat, now) for beat in beats],
     )

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
+from hpc_elastic.agent.hang_evidence import HANG_FINGERPRINT
 from hpc_elastic.agent.main import rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy, made_progress
 from hpc_elastic.agent.signals import SignalQueue
@@ -270,6 +271,7 @@ def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, re
             armed_reason=attempt.requeue_reason,
             same_as_before=same and not progress,
             signal_number=result.signal_number,
+            hang=result.fingerprint.startswith(HANG_FINGERPRINT),
         )
     )
 

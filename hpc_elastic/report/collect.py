@@ -18,15 +18,18 @@ from hpc_elastic.report.history import (
     AgentEnd,
     AttemptHistory,
     NodeLoss,
+    RankWord,
     RestartDecision,
     RoundHistory,
     RoundNode,
     RunHistory,
+    StackGroup,
 )
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
 
 _JSON_LIMIT = 4 << 20
 _TEXT_LIMIT = 4000
+_FRAMES = 20
 
 
 def collect_run(run_dir: Path | str) -> RunHistory:
@@ -71,7 +74,50 @@ def collect_attempt(paths: AttemptPaths) -> AttemptHistory:
         except (TypeError, ValueError, OverflowError) as error:
             builder.problems.append(f"event {_text(event.get('event'))!r} could not be read: {error}")
     _read_failures(paths, builder)
+    _read_heartbeats(paths, builder)
     return builder.build()
+
+
+def _read_heartbeats(paths: AttemptPaths, builder: _AttemptBuilder) -> None:
+    """Each node's last summary: it is about the round that the node took part in last."""
+    folder = paths.heartbeats(0).parent
+    for name in sorted(_names_in(folder)):
+        value = read_json(folder / name, limit=_JSON_LIMIT)
+        if isinstance(value, str):
+            continue
+        index, node, when = (_integer(value.get(key)) for key in ("round", "node", "written_ns"))
+        if index is None or index not in builder.rounds or node is None or when is None:
+            continue
+        words = builder.rounds[index].words
+        for word in _words(value.get("ranks"), node=node, when=when):
+            words.setdefault(word.rank, word)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _words(value: object, *, node: int, when: int) -> list[RankWord]:
+    found = []
+    for item in value if isinstance(value, list) else []:
+        rank = _integer(item.get("rank")) if isinstance(item, dict) else None
+        if rank is None or not _integer(item.get("count")):
+            continue
+        age = item.get("age")
+        found.append(
+            RankWord(
+                rank=rank,
+                node=node,
+                step=_integer(item.get("step")),
+                section=_text(item.get("section"))[:64],
+                age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
+                told_ns=when,
+            )
+        )
+    return found
 
 
 def _read_failures(paths: AttemptPaths, builder: _AttemptBuilder) -> None:
@@ -130,6 +176,8 @@ class _RoundBuilder:
     restarts_used: int | None = None
     decision: RestartDecision | None = None
     decided_ns: int = -1
+    words: dict[int, RankWord] = field(default_factory=dict)
+    stacks: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
     def facts(self, attempt: int, rank: int) -> ExitFacts:
         """What is known of a rank from the events: for an error file that no agent completed."""
@@ -161,6 +209,11 @@ class _RoundBuilder:
             succeeded_nodes=frozenset(self.succeeded),
             stopping_reasons=tuple(dict.fromkeys(self.stopping)),
             decision=self.decision,
+            words=tuple(self.words[rank] for rank in sorted(self.words)),
+            stacks=tuple(
+                StackGroup(ranks=tuple(sorted(ranks)), stack=stack)
+                for stack, ranks in sorted(self.stacks.items(), key=lambda item: (len(item[1]), min(item[1])))
+            ),
         )
 
 
@@ -387,6 +440,7 @@ def _worker_failed(part: _RoundBuilder, event: dict[str, Any], when: int, node: 
         fingerprint=_text(event.get("fingerprint")),
         failure_class=failure_class,
         category=Category.INFRASTRUCTURE if infrastructure else Category.WORKER,
+        last_step=_integer(event.get("last_step")),
         source=EvidenceSource.EVENT,
         error_file=_text(event.get("error_file")),
         problem="error.json is missing: this is what its agent's event says",
@@ -437,7 +491,19 @@ def _restart_decision(part: _RoundBuilder, event: dict[str, Any], when: int, nod
         )
 
 
+def _stacks_taken(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    for word in _words(event.get("beats"), node=node, when=when):
+        part.words[word.rank] = word
+    groups = event.get("groups")
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and (ranks := _whole_numbers(group.get("ranks"))):
+            part.stacks.setdefault(_names(group.get("stack"))[-_FRAMES:], []).extend(ranks)
+    if silent := _whole_numbers(event.get("silent")):
+        part.stacks.setdefault((), []).extend(silent)
+
+
 _ROUND_HANDLERS = {
+    "stacks_taken": _stacks_taken,
     "round_opened": _round_opened,
     "round_frozen": _round_frozen,
     "round_final": _round_final,
@@ -452,6 +518,10 @@ _ROUND_HANDLERS = {
 
 def _integer(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _whole_numbers(value: object) -> list[int]:
+    return [n for n in value if _integer(n) is not None] if isinstance(value, list) else []
 
 
 def _or(value: int | None, default: int) -> int:

@@ -49,6 +49,29 @@ class RoundNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankWord:
+    """A worker's last sign of life, as its node told it."""
+
+    rank: int
+    node: int
+    step: int | None
+    section: str
+    age: float
+    """Seconds since, when it was told."""
+    told_ns: int
+    """When that was, by the node's clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackGroup:
+    """Ranks whose main thread stood at the same place when the round was ended because of a hang."""
+
+    ranks: tuple[int, ...]
+    stack: tuple[str, ...]
+    """``/path/train.py:44 step``, the most recent call last; empty: none could be had."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RestartDecision:
     """What the coordinator decided when a round had broken."""
 
@@ -77,6 +100,10 @@ class RoundHistory:
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
     decision: RestartDecision | None = None
+    words: tuple[RankWord, ...] = ()
+    """The workers' last heartbeats, by rank; empty where none was told."""
+    stacks: tuple[StackGroup, ...] = ()
+    """The rarest first."""
 
     @property
     def broken(self) -> bool:

@@ -110,6 +110,18 @@ def _round(part: RoundHistory) -> dict[str, Any]:
         "lost_nodes": [_loss(loss) for loss in part.lost_nodes],
         "verdict": _verdict_core(verdict_of(part)) if part.broken else None,
         "failures": [_fold(fold) for fold in fold_failures(part.failures)],
+        "heartbeats": [
+            {
+                "rank": word.rank,
+                "node": word.node,
+                "step": word.step,
+                "section": word.section,
+                "age": word.age,
+                "told_ns": word.told_ns,
+            }
+            for word in part.words
+        ],
+        "stacks": [{"ranks": rank_ranges(group.ranks), "stack": list(group.stack)} for group in part.stacks],
     }
 
 

@@ -29,6 +29,7 @@ _CLASS_WORDS = {
     FailureClass.SYMPTOM: "consequence",
     FailureClass.STOPPED_BY_US: "ended by this job",
     FailureClass.INFRASTRUCTURE: "infrastructure",
+    FailureClass.HANG: "hang",
 }
 
 
@@ -61,6 +62,7 @@ def render_text(
     others: list[str] = []
     if subject.round is not None:
         others = _others(subject.round, subject.verdict, width, cap=None if everything else _OTHERS)
+        others += _stacks(subject.round, width, cap=None if everything else _OTHERS)
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     root = _root(subject, shown, width, lines=None if max_lines is None else max_lines - fixed)
     rule, line = "=" * _RULE, "-" * _RULE
@@ -126,6 +128,7 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
             f"  {_clean(loss.summary)}",
             _field("time", f"{_time(loss.gone_ns)} (last sign of it, by its observer's clock)"),
             _field("host", f"{_clean(loss.host)} (node {loss.node}){where}"),
+            *_last_words(subject.round, loss.node, width),
             *_wrapped("verdict", verdict.evidence, width),
         ]
     failure = verdict.failure
@@ -156,6 +159,38 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
         fields += [_fit(_field("caused by", _clean(cause)), width) for cause in found_text.causes[:2]]
     left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(fields)))
     return fields + _traceback(failure, width, left)
+
+
+def _last_words(part: RoundHistory | None, node: int, width: int) -> list[str]:
+    """Where a lost node's workers were."""
+    words = [word for word in part.words if word.node == node and word.step is not None] if part is not None else []
+    if not words:
+        return []
+    steps = [word.step for word in words if word.step is not None]
+    at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    ranks = rank_ranges([word.rank for word in words])
+    return _wrapped("last step", f"{at} of its ranks {ranks}, told at {_clock(words[0].told_ns)}", width)
+
+
+def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
+    """Where all ranks stood, the odd one out first."""
+    if not part.stacks:
+        return []
+    lines = []
+    for group in part.stacks:
+        ranks = f"rank{'s' if len(group.ranks) > 1 else ''} {_shorten(rank_ranges(group.ranks), 40)}"
+        inner = " < ".join(_frame(frame) for frame in reversed(group.stack[-3:])) or "no Python stack"
+        lines.append(_fit(f"  {ranks}: {inner}", width))
+    if cap is not None and len(lines) > cap:
+        hidden = sum(len(group.ranks) for group in part.stacks[cap - 1 :])
+        lines = [*lines[: cap - 1], f"  ... {hidden} more ranks (--all shows them)"]
+    return ["Where each rank's main thread was (innermost call first):", *lines]
+
+
+def _frame(frame: str) -> str:
+    """``/a/b/train.py:44 step`` -> ``step (train.py:44)``."""
+    place, _, function = _clean(frame).partition(" ")
+    return f"{function} ({place.rsplit('/', 1)[-1]})"
 
 
 def describe_end(attempt: AttemptHistory | None) -> str:
@@ -222,9 +257,10 @@ def _silence(loss: NodeLoss) -> str:
 
 _ORDER = {
     FailureClass.ROOT: 0,
-    FailureClass.INFRASTRUCTURE: 1,
-    FailureClass.SYMPTOM: 2,
-    FailureClass.STOPPED_BY_US: 3,
+    FailureClass.HANG: 1,
+    FailureClass.INFRASTRUCTURE: 2,
+    FailureClass.SYMPTOM: 3,
+    FailureClass.STOPPED_BY_US: 4,
 }
 
 

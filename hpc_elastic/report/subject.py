@@ -39,7 +39,7 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
 
 def verdict_of(part: RoundHistory) -> Verdict:
     """The verdict on one round."""
-    return decide_verdict(part.failures, lost_nodes=part.lost_nodes)
+    return decide_verdict(part.failures, lost_nodes=part.lost_nodes, words=part.words)
 
 
 def consequences(part: RoundHistory) -> int:

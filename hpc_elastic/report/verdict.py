@@ -13,9 +13,9 @@ from enum import Enum
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import rank_ranges
-from hpc_elastic.report.history import NodeLoss
+from hpc_elastic.report.history import NodeLoss, RankWord
 
-_CAUSES = (FailureClass.ROOT, FailureClass.INFRASTRUCTURE)
+_CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
 
 
 class Cause(str, Enum):
@@ -80,13 +80,18 @@ class Verdict:
 
 
 def decide_verdict(
-    failures: Sequence[WorkerFailure], *, lost_nodes: Sequence[NodeLoss] = (), clocks: ClockBounds | None = None
+    failures: Sequence[WorkerFailure],
+    *,
+    lost_nodes: Sequence[NodeLoss] = (),
+    words: Sequence[RankWord] = (),
+    clocks: ClockBounds | None = None,
 ) -> Verdict:
     """Name the root cause among the failures of one round.
 
     Args:
         failures: In any order.
         lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
+        words: All ranks' last heartbeats.
         clocks: What two hosts' times are worth.
     """
     bounds = clocks or ClockBounds()
@@ -97,6 +102,8 @@ def decide_verdict(
     lost = sorted(lost_nodes, key=lambda loss: (loss.gone_ns, loss.node))
     if lost and (not causes or lost[0].gone_ns <= causes[0].ended_ns):
         return _node_verdict(lost, causes, symptoms, bounds, retryable=retryable)
+    if causes and causes[0].failure_class is FailureClass.HANG:
+        return _hang_verdict(causes, symptoms, words, retryable=retryable)
     if causes:
         return _worker_verdict(causes, len(symptoms), lost, bounds, retryable=retryable)
     # Ended by us, but it had printed an exception of its own before: it may have hung in its shutdown.
@@ -118,6 +125,48 @@ def decide_verdict(
         )
     evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
     return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+
+
+def _hang_verdict(
+    causes: list[WorkerFailure], symptoms: list[WorkerFailure], words: Sequence[RankWord], *, retryable: bool
+) -> Verdict:
+    """Where one hangs the others wait for it: it is the furthest behind, or else the first that fell silent."""
+    hung = sorted(
+        (failure for failure in causes if failure.failure_class is FailureClass.HANG),
+        key=lambda f: (-1 if f.last_step is None else f.last_step, f.ended_ns, f.global_rank),
+    )
+    root = hung[0]
+    step = -1 if root.last_step is None else root.last_step
+    others = [word for word in words if word.rank != root.global_rank]
+    further = [word.step for word in others if word.step is not None and word.step > step]
+    level = [failure for failure in hung[1:] if failure.last_step == root.last_step]
+    confidence = Confidence.HIGH
+    if further:
+        at = f"step {min(further)}" if min(further) == max(further) else f"steps {min(further)} to {max(further)}"
+        evidence = f"furthest behind: {_count(len(further), 'other rank')} had got to {at}"
+    elif level:
+        confidence = Confidence.LOW
+        ranks = rank_ranges([failure.global_rank for failure in level])
+        evidence = (
+            f"first to fall silent; rank{'s' if len(level) > 1 else ''} {ranks} hung at the same step: "
+            "which one the others waited for, the stacks show"
+        )
+    else:
+        evidence = "the only one that gave no sign of life"
+    if symptoms:
+        are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
+        evidence += f"; {_count(len(symptoms), 'failure')} elsewhere {are}"
+    return Verdict(
+        cause=Cause.WORKER,
+        confidence=confidence,
+        evidence=evidence,
+        failure=root,
+        category=root.category,
+        fingerprint=root.fingerprint,
+        retryable=retryable and root.retryable,
+        same_failure=(root.global_rank,),
+        candidates=tuple(failure for failure in causes if failure is not root),
+    )
 
 
 def _worker_verdict(
