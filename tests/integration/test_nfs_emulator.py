@@ -158,6 +158,32 @@ def test_a_change_attribute_closes_that_hole(clients: Clients) -> None:
         assert len(os.listdir(clients.b)) == number
 
 
+def test_what_a_user_makes_is_that_users_from_the_first_moment_on(clients: Clients) -> None:
+    clients.emulator.backing.chmod(0o755)
+    clients.server.chmod(0o777)
+    clients.emulator.drop_caches()
+    maker = os.fork()
+    if maker == 0:
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            os.umask(0o077)
+            for number in range(200):
+                os.mkdir(clients.a / f"d{number}")
+                os.symlink("x", clients.a / f"l{number}")
+                os.close(os.open(clients.a / f"f{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            os._exit(0)
+        finally:
+            os._exit(1)
+    owners: set[tuple[int, int]] = set()
+    while os.waitpid(maker, os.WNOHANG) == (0, 0):
+        infos = [entry.stat(follow_symlinks=False) for entry in os.scandir(clients.server)]
+        owners |= {(info.st_uid, info.st_gid) for info in infos}
+    assert len(os.listdir(clients.b)) == 600
+    assert owners == {(65534, 65534)}
+
+
 def test_ones_own_changes_show_at_once(clients: Clients) -> None:
     clients.emulator.change(granularity=3600.0)
     for number in range(1, 20):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,6 +16,8 @@ from tests.rigs.nfs_emulator.server import Attributes, Server
 from tests.rigs.nfs_emulator.settings import MountSettings
 
 T = TypeVar("T")
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 CHUNK = 1 << 20
 """Bytes of one READ or WRITE."""
@@ -399,9 +403,8 @@ class Client:
     def create(self, path: str, mode: int, flags: int, owner: tuple[int, int]) -> Node:
         def work(folder: Node, name: str) -> tuple[Node, int]:
             wanted = os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (flags & (os.O_EXCL | os.O_TRUNC))
-            fd = os.open(name, wanted, stat.S_IMODE(mode), dir_fd=folder.handle)
-            _give(fd, owner)
-            os.close(fd)
+            with _acting_for(owner):
+                os.close(os.open(name, wanted, stat.S_IMODE(mode), dir_fd=folder.handle))
             return folder, self._server.open_handle(folder.handle, name)
 
         folder, handle = self._in_folder(path, "create", work)
@@ -411,15 +414,15 @@ class Client:
 
     def mkdir(self, path: str, mode: int, owner: tuple[int, int]) -> None:
         def work(folder: Node, name: str) -> None:
-            os.mkdir(name, mode, dir_fd=folder.handle)
-            _give(name, owner, folder.handle)
+            with _acting_for(owner):
+                os.mkdir(name, mode, dir_fd=folder.handle)
 
         self._in_folder(path, "mkdir", work)
 
     def symlink(self, path: str, target: str, owner: tuple[int, int]) -> None:
         def work(folder: Node, name: str) -> None:
-            os.symlink(target.encode("utf-8", "surrogateescape"), os.fsencode(name), dir_fd=folder.handle)
-            _give(name, owner, folder.handle)
+            with _acting_for(owner):
+                os.symlink(target.encode("utf-8", "surrogateescape"), os.fsencode(name), dir_fd=folder.handle)
 
         self._in_folder(path, "symlink", work)
 
@@ -496,11 +499,17 @@ def _patch(data: bytearray, offset: int, written: bytes) -> None:
     data[offset : offset + len(written)] = written
 
 
-def _give(what: int | str, owner: tuple[int, int], folder: int | None = None) -> None:
-    """To the caller, where root serves others."""
+@contextmanager
+def _acting_for(owner: tuple[int, int]) -> Iterator[None]:
+    """What is made belongs to the caller from the first moment on: another client may look at once."""
     if os.geteuid() != 0 or owner[0] == 0:
+        yield
         return
-    if isinstance(what, int):
-        os.fchown(what, *owner)
-    else:
-        os.chown(what, *owner, dir_fd=folder, follow_symlinks=False)
+    # Of this thread alone; glibc hands setuid() on to all threads, but not this.
+    _libc.setfsgid(owner[1])
+    _libc.setfsuid(owner[0])
+    try:
+        yield
+    finally:
+        _libc.setfsuid(0)
+        _libc.setfsgid(0)

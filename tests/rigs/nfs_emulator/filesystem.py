@@ -10,9 +10,8 @@ import threading
 import time
 from typing import Any
 
-import mfusepy
-
 from tests.rigs.nfs_emulator.client import Client, Node
+from tests.rigs.nfs_emulator.fuse_library import mfusepy
 from tests.rigs.nfs_emulator.server import Attributes, Server
 
 FUSE_OPTIONS = {

@@ -14,10 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import mfusepy
-
 from tests.rigs.nfs_emulator.client import Client
 from tests.rigs.nfs_emulator.filesystem import FUSE_OPTIONS, EmulatedFilesystem
+from tests.rigs.nfs_emulator.fuse_library import mfusepy
 from tests.rigs.nfs_emulator.server import Server
 from tests.rigs.nfs_emulator.settings import Fault, MountSettings, changed_settings
 
