@@ -54,6 +54,10 @@ class RunFolder:
     def epoch_path(self, epoch: int) -> str:
         return os.path.join(self.path, f"{_EPOCH}{epoch:06d}")
 
+    def epoch_name(self, epoch: int) -> str:
+        """The same on every node, by whatever path each of them sees the directory."""
+        return "/".join(part for part in (self._prefix, safe_name(self._run_id), f"{_EPOCH}{epoch:06d}") if part)
+
     def current_epoch(self) -> int:
         """The epoch that a newcomer belongs to: the newest, or the one after it where that was closed.
 

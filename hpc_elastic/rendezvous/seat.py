@@ -115,7 +115,7 @@ class Seat:
                 raise OSError("the store's secret can't be read yet")
             doorbell = open_doorbell(
                 secret=secret.encode(),
-                run_uid=folder.epoch_path(epoch),
+                run_uid=folder.epoch_name(epoch),
                 uid=uid,
                 host="0.0.0.0",
                 addresses=config.addresses,

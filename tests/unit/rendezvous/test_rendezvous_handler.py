@@ -36,6 +36,20 @@ def test_three_nodes_meet_and_share_a_store(rig: HandlerRig) -> None:
     assert not any(handler.round_is_over() for handler in handlers)
 
 
+def test_nodes_hear_each_other_where_each_sees_the_folder_by_a_path_of_its_own(rig: HandlerRig) -> None:
+    link = rig.folder.with_name(rig.folder.name + "-link")
+    link.symlink_to(rig.folder)
+    elsewhere = HandlerRig(link)
+    try:
+        one, other = rig.make(2, node=0), elsewhere.make(2, node=1)
+        begun = [rig.start(one), elsewhere.start(other)]
+        assert sorted(future.result(30).rank for future in begun) == [0, 1]
+        until(lambda: bool(one.reached_addresses() and other.reached_addresses()))
+    finally:
+        elsewhere.end()
+        link.unlink()
+
+
 def test_ranks_follow_the_scheduler_s_order_where_there_is_one(rig: HandlerRig) -> None:
     rounds = rig.meet(*[rig.make(3, node=node) for node in (2, 0, 1)])
     assert [found.rank for found in rounds] == [2, 0, 1]
