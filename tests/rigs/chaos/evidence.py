@@ -112,6 +112,7 @@ class Recorder:
         self.records: list[SeenRecord] = []
         self.errors: list[str] = []
         self._path = store
+        self._members: dict[int, object] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self._thread.start()
@@ -149,7 +150,11 @@ class Recorder:
             raw = store.get(f"log/{number:016d}")
             if raw is None:
                 return  # not whole yet
-            self.records.append(SeenRecord(at=at, record=decode_record(number, json.loads(raw), run_id="chaos")))
+            value = json.loads(raw)
+            if isinstance(value["members"], int):  # those of an earlier record
+                value["members"] = self._members[value["members"]]
+            self._members[number] = value["members"]
+            self.records.append(SeenRecord(at=at, record=decode_record(number, value, run_id="chaos")))
 
 
 def told_records(records: Sequence[SeenRecord]) -> str:

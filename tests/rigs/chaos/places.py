@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from tests.rigs.chaos.schedule import Kind
+from tests.rigs.network_mounts import NetworkMounts
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 
 _PROCESS_KINDS = (
@@ -181,6 +183,50 @@ class EmulatedNfs(_PlaceBase):
 
     def drop_caches(self, node: int) -> None:
         self._emulator.drop_caches(self._mount_of(node))
+
+
+class NetworkFilesystem(_PlaceBase):
+    """A real network filesystem: `mounts` clients, and one more for the test; node k is on mount k modulo `mounts`."""
+
+    kinds = (*_PROCESS_KINDS, Kind.FREEZE_ALL)
+
+    def __init__(self, kind: str, *, mounts: int) -> None:
+        self._count = mounts
+        self._mounts = NetworkMounts(kind, mounts=mounts + 1)
+        self._frozen = False
+
+    def __enter__(self) -> NetworkFilesystem:
+        self._mounts.__enter__()
+        (self._mounts.paths[0] / "shared").mkdir(mode=0o700)
+        deadline = time.monotonic() + 30.0
+        for path in self._mounts.paths:
+            while "shared" not in os.listdir(path):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path} does not show what was made on another mount")
+                time.sleep(0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.thaw(None)
+        self._mounts.__exit__()
+
+    def mount(self, node: int) -> int:
+        return node % self._count
+
+    def path(self, node: int) -> Path:
+        return self._mounts.paths[self.mount(node)] / "shared"
+
+    def outside(self) -> Path:
+        return self._mounts.paths[-1] / "shared"
+
+    def freeze(self, node: int | None) -> None:
+        self._mounts.freeze()
+        self._frozen = True
+
+    def thaw(self, node: int | None) -> None:
+        if self._frozen:
+            self._mounts.thaw()
+            self._frozen = False
 
 
 def fill_disk(path: Path) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from tests.rigs.chaos.clusters import AgentCluster, Cluster, HandlerCluster
 from tests.rigs.chaos.driver import Chaos
 from tests.rigs.chaos.judge import known_gaps
-from tests.rigs.chaos.places import EmulatedNfs, Place, SmallDisk
+from tests.rigs.chaos.places import EmulatedNfs, NetworkFilesystem, Place, SmallDisk
 from tests.rigs.chaos.schedule import Plan, make_schedule
+from tests.rigs.network_mounts import KINDS
 from tests.rigs.nfs_emulator import MountSettings
 
 
@@ -67,6 +68,10 @@ def _nfs(run: ChaosRun, folder: Path, settings: MountSettings) -> Place:
     return EmulatedNfs(folder, mounts=min(run.nodes, 8), settings=settings)
 
 
+def _network(kind: str) -> Callable[[ChaosRun, Path], Place]:
+    return lambda run, folder: NetworkFilesystem(kind, mounts=min(run.nodes, 3))
+
+
 PLACES: dict[str, Callable[[ChaosRun, Path], Place]] = {
     "disk": lambda run, folder: SmallDisk(folder),
     "nfs": lambda run, folder: _nfs(run, folder, MountSettings()),
@@ -74,8 +79,10 @@ PLACES: dict[str, Callable[[ChaosRun, Path], Place]] = {
     "nfs-ahead": lambda run, folder: _nfs(
         run, folder, MountSettings(attributes=1.0, directories=1.0, clock_offset=3600.0)
     ),
+    **{kind: _network(kind) for kind in KINDS},
 }
-"""By name: ext4, or emulated NFS with 3 s caches; the same with times by the second from a server an hour behind."""
+"""By name: ext4; emulated NFS with 3 s caches; the same with times by the second from a server an hour behind; with 1 s
+caches, from one an hour ahead; and the real network filesystems."""
 
 
 def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, keep: bool = False) -> ChaosResult:
