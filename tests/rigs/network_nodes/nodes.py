@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -293,6 +294,23 @@ def wait_for_deaths(workers: Iterable[Worker], *, within: float) -> dict[int, fl
         for fd in watched:
             os.close(fd)
     return found
+
+
+def seconds_to_stop(run: NetworkRun, round_index: int, victim: int, *, within: float) -> float:
+    """Kill the worker of one node. Returns the seconds from its death to that of the last worker of the others."""
+    workers = run.workers(round_index)
+    others = [worker for node, worker in workers.items() if node != victim]
+    if len(workers) != run.nodes:
+        raise AssertionError(f"workers on nodes {sorted(workers)} alone\n{run.logs()}")
+    killed: list[float] = []
+    timer = threading.Timer(0.02, lambda: killed.append(run.kill_worker(workers[victim])))
+    timer.start()
+    deaths = wait_for_deaths(others, within=within)
+    timer.join()
+    if len(deaths) != len(others):
+        left = sorted({worker.node for worker in others} - set(deaths))
+        raise AssertionError(f"the workers of nodes {left} still ran after {within:g} s\n{run.logs()}")
+    return max(deaths.values()) - killed[0]
 
 
 def _environ(pid: str) -> dict[str, str]:

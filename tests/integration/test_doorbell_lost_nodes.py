@@ -1,0 +1,107 @@
+"""A node that dies is out soon; one that only lost its network, or one direction of it, stays in while its files move.
+
+With the settings that a run has by default, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.network_nodes import NetworkRun, require_network
+from tests.rigs.network_nodes.nodes import seconds_to_stop
+from tests.rigs.nfs_emulator import require_fuse
+
+NODES = 8
+GOAL = 10.0
+"""Seconds from a node's death until the others run again."""
+HOLD = 10.0
+"""Seconds: more than three times the silence (3 s) after which a node is asked, and than that and the answer take."""
+
+
+@pytest.fixture(autouse=True)
+def _rigs() -> None:
+    require_fuse()
+    require_network()
+
+
+def test_nodes_that_die_are_out_and_the_others_run_again(tmp_path: Path) -> None:
+    """A member, the coordinator, and one that is cut off from network and files at once; one after the other."""
+    with NetworkRun(tmp_path, nodes=NODES, caches=60.0) as run:
+        index, left = run.wait_round(count=NODES), set(range(NODES))
+        for what in ("a member", "the coordinator", "one cut off"):
+            leader = run.coordinator()
+            lost = leader if what == "the coordinator" else max(left - {leader})
+            began = time.monotonic()
+            if what == "one cut off":
+                run.network.set_link(lost, up=False)
+                run.emulator.freeze(lost)
+            else:
+                run.kill_node(lost)
+            left.remove(lost)
+            index = run.wait_round(count=len(left), after=index, within=30)
+            took = time.monotonic() - began
+            print(f"{what}: the others run again after {took:.2f} s")
+            assert set(run.started(index).values()) == left
+            assert took <= GOAL
+        assert len(run.events("node_lost")) == 3
+
+
+def test_without_the_bell_a_dead_coordinator_is_out_after_its_leases_time(tmp_path: Path) -> None:
+    """By default 20 s and then the polls' time; here 4 s."""
+    conf = {"doorbell": "off", "heartbeat_ttl": "4", "poll_interval": "0.5"}
+    with NetworkRun(tmp_path, nodes=NODES, caches=60.0, conf=conf) as run:
+        index = run.wait_round(count=NODES)
+        lost = run.coordinator()
+        began = time.monotonic()
+        run.kill_node(lost)
+        index = run.wait_round(count=NODES - 1, after=index, within=30)
+        took = time.monotonic() - began
+        print(f"no bell, lease of 4 s: the others run again after {took:.2f} s")
+        assert 4.0 - 0.8 < took <= 2 * 4.0 + 4.0, (
+            "the coordinator's lease, and, begun anew by its successor, a member's"
+        )
+        assert set(run.started(index).values()) == set(range(NODES)) - {lost}
+
+
+def _cut(run: NetworkRun) -> None:
+    run.network.set_link(3, up=False)
+
+
+def _from_members_and_to_them(run: NetworkRun) -> None:
+    run.network.lose_from(3)
+    run.network.lose_to(5)
+
+
+def _from_the_coordinator(run: NetworkRun) -> None:
+    run.network.lose_from(run.coordinator())
+
+
+def _to_the_coordinator(run: NetworkRun) -> None:
+    run.network.lose_to(run.coordinator())
+
+
+@pytest.mark.parametrize("disturb", [_cut, _from_members_and_to_them, _from_the_coordinator, _to_the_coordinator])
+def test_who_lost_packets_alone_stays_in(tmp_path: Path, disturb: Callable[[NetworkRun], None]) -> None:
+    """The silence is noticed, the nodes are asked through the files, and answer: no round ends."""
+    with NetworkRun(tmp_path, nodes=NODES, caches=3.0) as run:
+        index = run.wait_round(count=NODES)
+        disturb(run)
+        until = time.monotonic() + HOLD
+        while time.monotonic() < until:
+            assert run.newest_round() == index, run.logs()
+            time.sleep(0.1)
+        asked = [event["reason"] for event in run.events("nodes_asked")]
+        assert asked, "the silence was noticed"
+        assert not run.events("node_lost")
+        record = run.newest_record()
+        assert (record["status"], len(record["members"]), record["lost"]) == ("final", NODES, [])
+        # What happens next still reaches everybody: by polling where no packet does.
+        took = seconds_to_stop(run, index, 6, within=20)
+        print(f"{disturb.__name__}: all others ended {took:.2f} s after a worker's death")
+        assert took < 2 * 1.0 + 2.0
+        run.wait_round(count=NODES, after=index)
+        assert not run.events("node_lost")

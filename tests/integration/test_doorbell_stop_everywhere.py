@@ -1,0 +1,54 @@
+"""A worker's failure on one of 8 nodes has stopped the workers on all others, however long a mount trusts its caches.
+
+The figure itself, and its goal of 0.3 s, are in tests/bench/stop_everywhere.py: here a busy machine must not fail.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.network_nodes import NetworkRun, require_network
+from tests.rigs.network_nodes.nodes import seconds_to_stop
+from tests.rigs.nfs_emulator import MountSettings, require_fuse
+
+NODES = 8
+CACHES = {
+    "NFS, 3 s": MountSettings(attributes=3.0, directories=3.0),
+    # Opening a folder asks nobody: what is new is hidden for so long, unless one looks past the cache.
+    "listings of 60 s": MountSettings(attributes=60.0, directories=60.0, revalidation="time"),
+    "NFS, 60 s, times of 1 s": MountSettings(attributes=60.0, directories=60.0, granularity=1.0),
+}
+
+
+@pytest.mark.parametrize("caches", CACHES)
+def test_a_failure_stops_the_workers_everywhere(tmp_path: Path, caches: str) -> None:
+    """By the ring: the next poll would come 10 s later."""
+    require_fuse()
+    require_network()
+    conf = {"poll_interval": "10", "heartbeat_ttl": "100"}
+    with NetworkRun(tmp_path, nodes=NODES, mount_settings=CACHES[caches], conf=conf) as run:
+        index = run.wait_round(count=NODES)
+        for victim in (0, 1, NODES - 1):  # the coordinator's node, one beside it, the last
+            took = seconds_to_stop(run, index, victim, within=20)
+            print(f"{caches}: worker of n{victim} killed, all others ended after {took:.3f} s")
+            assert took < 2.0
+            index = run.wait_round(count=NODES, after=index, within=5)
+        assert not run.events("node_lost")
+        run.let_workers_end()
+        assert run.wait_for_ends(range(NODES)) == [0] * NODES
+
+
+def test_without_the_bell_it_takes_two_polls(tmp_path: Path) -> None:
+    """The coordinator's, which finds the failure, and the others', which find its record."""
+    require_fuse()
+    require_network()
+    with NetworkRun(tmp_path, nodes=NODES, caches=60.0, conf={"doorbell": "off", "poll_interval": "0.7"}) as run:
+        index = run.wait_round(count=NODES)
+        for victim in (0, NODES - 1):
+            took = seconds_to_stop(run, index, victim, within=20)
+            print(f"no bell: worker of n{victim} killed, all others ended after {took:.3f} s")
+            assert took < 2 * 0.7 + 1.5
+            index = run.wait_round(count=NODES, after=index)
+        assert not run.events("node_lost")
