@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,30 +13,20 @@ from hpc_elastic.clock import SystemClock
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject
-from tests.rigs.network_mounts import KINDS, NetworkMounts, require_mounts
+from tests.rigs.network_mounts import KINDS, NetworkMounts, started_together
 
 NUMBERS = itertools.count()
-Bring = Callable[[str], NetworkMounts]
 
 
 @pytest.fixture(scope="module")
-def bring_up() -> Iterator[Bring]:
-    """Each filesystem once."""
-    started: dict[str, NetworkMounts] = {}
-    with ExitStack() as stack:
-
-        def bring(kind: str) -> NetworkMounts:
-            require_mounts(kind)
-            if kind not in started:
-                started[kind] = stack.enter_context(NetworkMounts(kind))
-            return started[kind]
-
-        yield bring
+def wait_for() -> Iterator[Callable[[str], NetworkMounts]]:
+    with started_together() as wait:
+        yield wait
 
 
-@pytest.fixture(params=KINDS)
-def filesystem(request: pytest.FixtureRequest, bring_up: Bring) -> NetworkMounts:
-    return bring_up(request.param)
+@pytest.fixture(scope="module", params=KINDS)
+def filesystem(request: pytest.FixtureRequest, wait_for: Callable[[str], NetworkMounts]) -> NetworkMounts:
+    return wait_for(request.param)
 
 
 @pytest.fixture
@@ -85,7 +74,9 @@ def test_a_removed_store_is_noticed_on_the_other_client(filesystem: NetworkMount
     Subject(open=lambda: there, delay=max(1.0, filesystem.kind.delay)).shows(is_gone, True)
 
 
-@pytest.mark.parametrize("filesystem", [name for name, kind in KINDS.items() if kind.disk_megabytes], indirect=True)
+@pytest.mark.parametrize(
+    "filesystem", [name for name, kind in KINDS.items() if kind.disk_megabytes], indirect=True, scope="module"
+)
 def test_a_full_disk_is_told_and_passes(filesystem: NetworkMounts) -> None:
     name = f"store-{next(NUMBERS)}"
     store, other = (FileStore(path / name, clock=SystemClock()) for path in filesystem.paths)

@@ -11,6 +11,6 @@ killed itself, the next rig to start unmounts and removes what it left (`leftove
 
 from tests.rigs.network_mounts.kinds import KINDS, Kind
 from tests.rigs.network_mounts.prerequisites import missing_prerequisites, require_mounts
-from tests.rigs.network_mounts.rig import NetworkMounts
+from tests.rigs.network_mounts.rig import NetworkMounts, started_together
 
-__all__ = ["KINDS", "Kind", "NetworkMounts", "missing_prerequisites", "require_mounts"]
+__all__ = ["KINDS", "Kind", "NetworkMounts", "missing_prerequisites", "require_mounts", "started_together"]

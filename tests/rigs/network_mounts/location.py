@@ -106,17 +106,18 @@ class Site:
         self.wait(lambda: all(os.path.ismount(path) for path in self.mounts), "the mounts")
 
     def wait_usable(self) -> None:
-        """Until each client can write, and read what it wrote."""
+        """Until each client can write, and write again."""
         for number, path in enumerate(self.mounts):
             probe = path / f".probe-{number}"
 
             def writes(probe: Path = probe) -> bool:
-                fd = os.open(probe, os.O_RDWR | os.O_CREAT, 0o600)
-                try:
-                    os.write(fd, b"x")
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
+                for _ in range(2):
+                    fd = os.open(probe, os.O_RDWR | os.O_CREAT, 0o600)
+                    try:
+                        os.write(fd, b"x")
+                        os.fsync(fd)
+                    finally:
+                        os.close(fd)
                 os.unlink(probe)
                 return True
 

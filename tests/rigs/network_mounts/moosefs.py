@@ -1,5 +1,6 @@
 """MooseFS: a master, and one chunk server on a disk in memory.
 
+The master lets nobody rewrite a file's data in its first ten seconds: so long takes its start.
 Its times are whole seconds; a client remembers names that were not there for a second.
 """
 

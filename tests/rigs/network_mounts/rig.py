@@ -8,12 +8,15 @@ import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from tests.rigs.network_mounts.kinds import KINDS, Kind
 from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers, write_owner
 from tests.rigs.network_mounts.location import RigError, remove
+from tests.rigs.network_mounts.prerequisites import missing_prerequisites, require_mounts
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 60.0
@@ -34,24 +37,32 @@ class NetworkMounts:
         self._keeper: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> NetworkMounts:
-        remove_leftovers()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        os.chmod(self._folder, 0o755)
+        self.start()
         try:
-            with open(self._folder / "keeper.log", "wb") as log:
-                self._keeper = subprocess.Popen(
-                    keeper_command(self.kind.name, self._folder, mounts=self._count),
-                    cwd=ROOT,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                )
-            write_owner(self._folder, owner=os.getpid(), keeper=self._keeper.pid)
-            self.paths = [Path(path) for path in self._hear(START_SECONDS)["mounts"]]
+            self.wait_ready()
         except BaseException:
             self.__exit__()
             raise
         return self
+
+    def start(self) -> None:
+        """Begin to bring it up, without waiting for it. Whoever calls this calls `__exit__`."""
+        remove_leftovers()
+        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        os.chmod(self._folder, 0o755)
+        with open(self._folder / "keeper.log", "wb") as log:
+            self._keeper = subprocess.Popen(
+                keeper_command(self.kind.name, self._folder, mounts=self._count),
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        write_owner(self._folder, owner=os.getpid(), keeper=self._keeper.pid)
+
+    def wait_ready(self) -> None:
+        if not self.paths:
+            self.paths = [Path(path) for path in self._hear(START_SECONDS)["mounts"]]
 
     def __exit__(self, *_: object) -> None:
         if self._keeper is not None:
@@ -117,3 +128,25 @@ def keeper_command(kind: str, folder: Path, *, mounts: int, until_signal: bool =
     argv = ["unshare", "--pid", "--net", "--fork", "--kill-child", "--", sys.executable]
     argv += ["-m", "tests.rigs.network_mounts", "keep", kind, str(folder), "--mounts", str(mounts)]
     return [*argv, "--until-signal"] if until_signal else argv
+
+
+@contextmanager
+def started_together() -> Iterator[Callable[[str], NetworkMounts]]:
+    """All filesystems that can run here, brought up at the same time; gives what waits for one of them.
+
+    A test that asks for one that can't run is skipped, or failed in CI.
+    """
+    with ExitStack() as stack:
+        started = {}
+        for kind in KINDS:
+            if not missing_prerequisites(kind):
+                started[kind] = NetworkMounts(kind)
+                stack.push(started[kind].__exit__)
+                started[kind].start()
+
+        def wait_for(kind: str) -> NetworkMounts:
+            require_mounts(kind)
+            started[kind].wait_ready()
+            return started[kind]
+
+        yield wait_for
