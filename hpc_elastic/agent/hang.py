@@ -18,6 +18,8 @@ LEARNED_INTERVALS = 20
 LEARNED_FACTOR = 5.0
 LEARNED_LEAST = 60.0
 """Seconds: a learned timeout is never shorter."""
+SLACK_SECONDS = 1.0
+SLACK_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +70,14 @@ class HangVerdict:
     culprit: RankBeat
     """The one that is behind."""
     limit: float
-    """Its timeout, seconds."""
-    hung: tuple[RankBeat, ...]
-    """All whose time is over and that are no further than it, the culprit first."""
-    now: float
+    """The timeout that is over, seconds."""
+    hung: Mapping[int, str]
+    """Local rank → why, of the culprit and of those that can't be told from it."""
 
     @property
     def reason(self) -> str:
         """One line for people."""
-        return f"rank {self.culprit.rank} hangs: {describe_silence(self.culprit, self.now, limit=self.limit)}"
+        return f"rank {self.culprit.rank} hangs: {self.hung[self.culprit.local_rank]}"
 
 
 def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) -> str:
@@ -157,20 +158,35 @@ def judge(
         now: On the clock of the beats.
         learned: From `learned_timeout`.
     """
-    over: dict[int, float] = {}
-    silent: list[RankBeat] = []
-    for beat in beats:
+    here = tuple(beats)
+    silent: dict[int, tuple[RankBeat, float]] = {}
+    for beat in here:
         limit = limit_of(beat, timeouts, learned=learned)
         if limit is not None and beat.age(now) >= limit:
-            silent.append(beat)
-            over[beat.local_rank] = limit
+            silent[beat.local_rank] = beat, limit
     if not silent:
         return None
-    ordered = sorted(silent, key=_lag)
-    first = ordered[0]
+    first, limit = min(silent.values(), key=lambda found: _lag(found[0]))
+    if first.step is not None:
+        behind = lagging(here, step=first.step, age=first.age(now), now=now)
+        if behind:
+            return HangVerdict(culprit=behind[0], limit=limit, hung=told_to_lag(behind, step=first.step, now=now))
     # Who is a step further waits for it.
-    hung = tuple(beat for beat in ordered if _step(beat) <= _step(first))
-    return HangVerdict(culprit=first, limit=over[first.local_rank], hung=hung, now=now)
+    level = {
+        rank: describe_silence(beat, now, limit=its)
+        for rank, (beat, its) in silent.items()
+        if _step(beat) <= _step(first)
+    }
+    return HangVerdict(culprit=first, limit=limit, hung=level)
+
+
+def told_to_lag(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
+    """Why those at the head of `lagging` count as hung: local rank → words."""
+    return {
+        beat.local_rank: f"{describe_silence(beat, now)}, while others are at step {step} and wait"
+        for beat in behind
+        if beat.step == behind[0].step
+    }
 
 
 def next_look(
@@ -187,28 +203,25 @@ def next_look(
     return min([now + shortest, *(beat.at + limit for beat, limit in limits if limit is not None)])
 
 
-def lagging(
-    beats: Sequence[RankBeat], *, step: int, age: float, now: float, told_after: float = 1.0
-) -> tuple[RankBeat, ...]:
-    """Workers of this node that another node's hung worker waits for: behind it in steps, and silent for as long.
+def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> tuple[RankBeat, ...]:
+    """Workers of this node that a silent worker, here or on another node, waits for.
 
-    In a collective all wait for the one that did not come, and the verdict may be on a worker that waits: by a
-    shorter timeout, or because the one that hangs is in a section without any.
+    In a collective all wait for the one that did not come, and the first whose time is over may be one that waits: by a
+    shorter timeout, by milliseconds, or because the one that hangs is in a section without any. Who is behind in steps
+    and has been silent for about as long (less a second, or a tenth, in which words are under way) is the one.
 
     Args:
         beats: This node's workers'.
-        step: The other one's last step.
+        step: The silent one's last step.
         age: For how many seconds it had been silent.
         now: On the beats' clock.
-        told_after: Seconds that the word may have been on its way.
 
     Returns:
         The furthest behind first. Never a worker that told nothing so far: many scripts let one rank tell for all.
     """
+    least = age - max(SLACK_SECONDS, SLACK_SHARE * age)
     behind = [
-        beat
-        for beat in beats
-        if beat.count and beat.step is not None and beat.step < step and beat.age(now) + told_after >= age
+        beat for beat in beats if beat.count and beat.step is not None and beat.step < step and beat.age(now) >= least
     ]
     return tuple(sorted(behind, key=_lag))
 

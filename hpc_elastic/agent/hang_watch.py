@@ -11,11 +11,11 @@ from hpc_elastic.agent.hang import (
     HangVerdict,
     RankBeat,
     SectionTimeouts,
-    describe_silence,
     judge,
     lagging,
     learned_timeout,
     next_look,
+    told_to_lag,
 )
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
 from hpc_elastic.atomic_file import make_private_dir, write_json
@@ -118,9 +118,7 @@ class HangWatch:
         verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
         if verdict is not None:
             self.verdict = verdict
-            for beat in verdict.hung:
-                limit = verdict.limit if beat is verdict.culprit else None
-                self.hung[beat.local_rank] = describe_silence(beat, now, limit=limit)
+            self.hung = dict(verdict.hung)
         if now >= self._summary_due or verdict is not None:
             self._summary_due = now + SUMMARY_SECONDS
             self._write_summary(beats, now)
@@ -139,11 +137,7 @@ class HangWatch:
         now = self._clock.monotonic()
         beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
         behind = lagging(beats, step=mark.step, age=mark.age, now=now)
-        for beat in behind:
-            if beat.step == behind[0].step:
-                self.hung[beat.local_rank] = (
-                    f"{describe_silence(beat, now)}, while others are at step {mark.step} and wait"
-                )
+        self.hung = told_to_lag(behind, step=mark.step, now=now)
 
     def refresh(self) -> list[RankBeat]:
         """Every worker's last word now, by local rank; also to the run directory where it is news."""

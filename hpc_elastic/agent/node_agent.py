@@ -366,6 +366,8 @@ class NodeAgent:
         assert self._workers is not None
         index = self._workers.round
         self._.events.write("workers_succeeded", round=index)
+        self._.watch.refresh()
+        self._.watch.rest()
         self._.coordination.ask(lambda participant: participant.report_done(index))
         # Nothing that they left running outlives the round; the others are not kept waiting for it.
         self._workers.begin_stop(grace=self._grace())

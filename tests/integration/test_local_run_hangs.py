@@ -1,0 +1,155 @@
+"""Workers that hang under the local launcher: found by their heartbeats, named with their stacks, started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent.heartbeats import PREFIX
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import LocalRun
+
+# Rank 2 stays in step 4 while the others have got to step 5, where they wait for it as in a collective.
+_ONE_HANGS = """
+import hpc_elastic, threading
+
+def innermost():
+    {how}
+
+def wait_in_a_collective():
+    wait_for("never")
+
+tell("here")
+others_in_round()
+for step in range(5):
+    hpc_elastic.heartbeat(step=step)
+if ROUND == 0 and RANK == 2:
+    innermost()
+hpc_elastic.heartbeat(step=5)
+if ROUND == 0:
+    wait_in_a_collective()
+"""
+
+_WAYS = {
+    "in C, with the GIL held": "import ctypes; ctypes.PyDLL(None).sleep(1000)",
+    "deadlock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
+    "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("how", _WAYS.values(), ids=_WAYS.keys())
+def test_the_worker_that_hangs_is_named_with_its_stack(tmp_path: Path, how: str) -> None:
+    script = _ONE_HANGS.format(how=how)
+    with LocalRun(tmp_path, script, nproc=2, options=["--section-timeouts", "step:1.5"]) as run:
+        assert run.finish() == ExitCode.OK
+        assert len(run.moments("here", round_index=1)) == 4
+
+        verdict = run.report()["verdict"]
+        failure = verdict["failure"]
+        assert (failure["global_rank"], failure["failure_class"], failure["last_step"]) == (2, "hang", 4)
+        assert "in innermost" in failure["traceback"]
+        assert "in section 'step' at step 4" in verdict["summary"]
+        assert "3 other ranks had got to step 5" in verdict["evidence"]
+        text = run.attempt().report_text.read_text()
+        assert "rank 2: innermost (train.py:" in text
+        assert "ranks 0-1,3: wait_for (stage.py:" in text
+
+        # All ranks' stacks were taken, on the other node too, where nobody hung.
+        for rank in range(4):
+            stacks = run.rank(rank).stacks.read_text()
+            assert ("in innermost" if rank == 2 else "in wait_in_a_collective") in stacks
+        if "SIGSTOP" in how:
+            assert "state T (stopped)" in run.rank(2).stacks.read_text()
+            assert failure["fingerprint"] == "", "whoever stopped it, it is no bug in the script"
+        (told,) = {event["restarts_used"] for event in run.events("round_final") if event["round"] == 1}
+        assert told == 1
+
+
+def test_who_is_waited_for_is_named_though_only_the_waiting_are_judged(tmp_path: Path) -> None:
+    """The one that hangs is in a section without a timeout, on another node than the one that is found silent."""
+    script = """
+    import hpc_elastic
+    tell("here")
+    others_in_round()
+    hpc_elastic.heartbeat(step=7)
+    if ROUND == 0 and RANK == 1:
+        with hpc_elastic.section("load"):
+            wait_for("never")
+    hpc_elastic.heartbeat(step=8)
+    if ROUND == 0:
+        wait_for("never")
+    """
+    with LocalRun(tmp_path, script, options=["--section-timeouts", "step:1.5"]) as run:
+        assert run.finish() == ExitCode.OK
+        assert "rank 0 hangs: no heartbeat for" in run.log()
+        verdict = run.report()["verdict"]
+        assert verdict["failure"]["global_rank"] == 1
+        assert "in section 'load' at step 7, while others are at step 8 and wait" in verdict["summary"]
+        opened = [event["reason"] for event in run.events("round_frozen") if event["round"] == 1]
+        assert "rank 1: hang:" in opened[0], "the restart is told with its cause"
+
+
+def test_a_hang_before_the_first_heartbeat_below_a_shell_ends_with_124(tmp_path: Path) -> None:
+    script = """
+    def import_something_on_a_hung_mount():
+        tell("here")
+        wait_for("never")
+    import_something_on_a_hung_mount()
+    """
+    shell = tmp_path / "wrapper.sh"
+    shell.write_text(f"#!/bin/sh\npython3 -u {tmp_path}/train.py\nexit $?\n")
+    shell.chmod(0o755)
+    options = ["--section-timeouts", "setup:2,step:100", "--max-restarts", "0"]
+    with LocalRun(tmp_path, script, nodes=1, interpreter=["--no-python", str(shell)], options=options) as run:
+        assert run.finish() == ExitCode.HANG
+        verdict = run.report()["verdict"]
+        assert "in section 'setup' (timeout 2 s)" in verdict["summary"]
+        assert "import_something_on_a_hung_mount" in verdict["failure"]["traceback"]
+        assert verdict["failure"]["last_step"] is None
+
+
+def test_heartbeats_leave_nothing_on_the_node_also_when_the_agent_is_killed(tmp_path: Path) -> None:
+    script = """
+    import hpc_elastic
+    hpc_elastic.heartbeat(step=10 * ROUND + 3)
+    tell("here", beats=os.environ["HPC_ELASTIC_HEARTBEAT"])
+    wait_for("end")
+    """
+    with LocalRun(tmp_path, script) as run:
+        here = run.wait_moments("here", count=2, round_index=0)
+        folders = {Path(value["beats"]).parent for value in here}
+        assert len(folders) == 2
+        for folder in folders:
+            assert folder.name.startswith(PREFIX + run.uid)
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        os.kill(run.agent(1).pid, signal.SIGKILL)
+        run.wait_moments("here", count=2, round_index=1)
+        gone = Path(next(value["beats"] for value in here if value["rank"] == 1)).parent
+        deadline = time.monotonic() + 10
+        while gone.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not gone.exists(), "the guardian removes it"
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert [folder for folder in folders if folder.exists()] == []
+        # What the nodes told last: read when the workers ended, however short the run was.
+        words = {word["rank"]: word["step"] for word in run.report()["attempts"][0]["rounds"][-1]["heartbeats"]}
+        assert words == {0: 13, 1: 13}
+
+
+def test_nobody_is_judged_who_was_not_asked_for(tmp_path: Path) -> None:
+    """Silent for longer than the other section's timeout, in a section that was given none."""
+    script = """
+    import hpc_elastic
+    hpc_elastic.heartbeat(step=1)
+    with hpc_elastic.section("evaluate"):
+        time.sleep(1.5)
+    """
+    with LocalRun(tmp_path, script, nodes=1, options=["--section-timeouts", "step:0.5,checkpoint:0.1"]) as run:
+        assert run.finish() == ExitCode.OK
+        assert run.events("hang") == []
