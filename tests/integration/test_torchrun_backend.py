@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.rigs.nfs_emulator import NfsEmulator, require_fuse
 
 pytestmark = pytest.mark.torch
 
@@ -44,12 +47,17 @@ class Torchruns:
         self.script.write_text(_WORKER)
         self.agents: list[subprocess.Popen[bytes]] = []
 
-    def start(self, nnodes: str, facts: Path, *, restarts: int = 0) -> subprocess.Popen[bytes]:
+    def start(
+        self, nnodes: str, facts: Path, *, restarts: int = 0, task: int | None = None, shared: Path | None = None
+    ) -> subprocess.Popen[bytes]:
+        """`task`: its place in the scheduler's order. `shared`: where this node has the shared folder."""
         facts.mkdir(exist_ok=True)
         log = (self.folder / f"agent{len(self.agents)}.log").open("wb")
         conf = "timeout=80,last_call_timeout=1,heartbeat_ttl=4,poll_interval=0.2"
         environ = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-        options = ["--rdzv-backend", "hpcfs", "--rdzv-endpoint", str(self.shared), "--rdzv-id", "a job.1"]
+        if task is not None:
+            environ["SLURM_PROCID"] = str(task)
+        options = ["--rdzv-backend", "hpcfs", "--rdzv-endpoint", str(shared or self.shared), "--rdzv-id", "a job.1"]
         argv = [sys.executable, "-m", "torch.distributed.run", *options, "--rdzv-conf", conf, "--nnodes", nnodes]
         argv += ["--nproc-per-node", "1", "--max-restarts", str(restarts), "--local-addr", "127.0.0.1"]
         agent = subprocess.Popen(
@@ -62,6 +70,19 @@ class Torchruns:
         log.close()
         self.agents.append(agent)
         return agent
+
+    def coordinator(self) -> int:
+        """The task of the agent that coordinates."""
+        newest = max(self.shared.glob("*/epoch-*/log/*"))
+        leader: str = json.loads(os.readlink(newest).partition(" ")[2])["leader"]
+        return int(leader.partition("-")[0])
+
+    def lose(self, *agents: subprocess.Popen[bytes]) -> None:
+        """All processes of these nodes, at once."""
+        for agent in agents:
+            os.killpg(agent.pid, signal.SIGKILL)
+        for agent in agents:
+            agent.wait()
 
     def logs(self) -> str:
         return "\n".join(path.read_text("utf-8", "replace")[-3000:] for path in sorted(self.folder.glob("agent*.log")))
@@ -108,14 +129,18 @@ def _children_in_session(session: int) -> list[int]:
     return found
 
 
-def test_a_lost_agent_a_newcomer_and_a_second_job_of_the_same_id(torchruns: Torchruns, tmp_path: Path) -> None:
+def test_the_first_node_is_lost_a_newcomer_comes_and_the_id_is_used_again(torchruns: Torchruns, tmp_path: Path) -> None:
     first = tmp_path / "first"
-    agents = [torchruns.start("2:3", first) for _ in range(3)]
+    agents = [torchruns.start("2:3", first, task=task) for task in range(3)]
     torchruns.until(lambda: ranks(first, 3) == {"0", "1", "2"})
 
     for path in first.glob("2-*"):
         path.unlink()  # of a first round without the slowest to start
-    agents[0].kill()
+    # Rank 0, which serves the workers' store, is task 0's. The coordinator is whoever was first: mostly the same.
+    lost = {0, torchruns.coordinator()}
+    torchruns.lose(*(agents[task] for task in lost))
+    if len(lost) == 2:
+        agents.append(torchruns.start("2:3", first))
     torchruns.until(lambda: ranks(first, 2) == {"0", "1"})
     for path in first.glob("3-*"):
         path.unlink()
@@ -123,7 +148,7 @@ def test_a_lost_agent_a_newcomer_and_a_second_job_of_the_same_id(torchruns: Torc
     newcomer = torchruns.start("2:3", first)
     torchruns.until(lambda: ranks(first, 3) == {"0", "1", "2"})
     (first / "end").touch()
-    torchruns.ended_well(*agents[1:], newcomer)
+    torchruns.ended_well(*(agent for task, agent in enumerate(agents) if task not in lost), newcomer)
 
     second = tmp_path / "second"
     again = [torchruns.start("1:1", second)]
@@ -132,6 +157,29 @@ def test_a_lost_agent_a_newcomer_and_a_second_job_of_the_same_id(torchruns: Torc
     torchruns.ended_well(*again)
     epochs = sorted(path.name for path in torchruns.shared.glob("*/epoch-*"))
     assert epochs == ["epoch-000001", "epoch-000002"]
+
+
+def test_each_on_a_mount_of_its_own_one_is_lost_then_all_and_the_id_is_used_again(
+    torchruns: Torchruns, tmp_path: Path
+) -> None:
+    """All killed: nothing was closed. The next ones with the id take the run over."""
+    require_fuse()
+    facts = tmp_path / "facts"
+    with NfsEmulator(torchruns.shared, mounts=2) as emulator:
+        one, other = (torchruns.start("1:2", facts, shared=path) for path in emulator.paths)
+        torchruns.until(lambda: ranks(facts, 2) == {"0", "1"})
+        for path in facts.glob("1-*"):
+            path.unlink()
+        torchruns.lose(one)
+        torchruns.until(lambda: ranks(facts, 1) == {"0"})
+        torchruns.lose(other)
+        for path in facts.glob("2-*"):
+            path.unlink()
+        again = [torchruns.start("2", facts, shared=path) for path in emulator.paths]
+        torchruns.until(lambda: ranks(facts, 2) == {"0", "1"})
+        (facts / "end").touch()
+        torchruns.ended_well(*again)
+    assert len(list(torchruns.shared.glob("*/epoch-*"))) == 1
 
 
 def test_a_failed_worker_restarts_on_all_nodes(torchruns: Torchruns, tmp_path: Path) -> None:
