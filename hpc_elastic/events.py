@@ -8,6 +8,7 @@ never subtracted.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections import deque
@@ -22,6 +23,8 @@ from hpc_elastic.file_thread import FileThread
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""A filesystem that knows nothing of it."""
 
 
 class EventLog:
@@ -93,24 +96,33 @@ class EventLog:
                 self._open()  # it could not be made before
             except (OSError, UnsafePathError):
                 return
-        while self._waiting and self._fd >= 0:
-            raw = self._waiting[0]
-            try:
-                written = os.pwrite(self._fd, raw, self._offset)
-            except OSError:
-                return
-            if written != len(raw):
-                return  # the disk filled up in mid-line; the same bytes are written again at the same offset
-            self._offset += written
+        if self._fd < 0:
+            return
+        # An NFS client would keep it for half a minute, and a node that loses its power would take it along. And what
+        # it can't write out at last, on a full disk, it drops, and tells fsync alone: so a line is kept here until then,
+        # and written again at the same offset.
+        offset, written = self._offset, []
+        try:
+            for raw in tuple(self._waiting):
+                if os.pwrite(self._fd, raw, offset) != len(raw):
+                    break  # the disk filled up in mid-line
+                offset += len(raw)
+                written.append(raw)
+        except OSError:
+            pass
+        if not written or not self._is_synced():
+            return
+        self._offset = offset
+        for raw in written:
             if self._waiting and self._waiting[0] is raw:  # else it was pushed out meanwhile, and counted as dropped
                 self._waiting.popleft()
-        if self._fd >= 0:
-            # An NFS client would keep it for half a minute, and a node that loses its power would take it along: before
-            # Linux's client answers a stat, it writes out what it has. Elsewhere that costs next to nothing.
-            try:
-                os.fstat(self._fd)
-            except OSError:
-                pass
+
+    def _is_synced(self) -> bool:
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            return error.errno in _NO_SYNC
+        return True
 
     def close(self, *, within: float = 5.0) -> None:
         """Write what waits.
@@ -133,7 +145,10 @@ class EventLog:
             if self._dropped:
                 self.write("events_dropped", count=self._dropped)
             fd, self._fd = self._fd, -1
-            os.close(fd)
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # what it tells of was synced before, or could not be
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:

@@ -97,6 +97,54 @@ def test_a_full_disk_never_raises_and_the_lines_are_written_later(
     ]
 
 
+def test_what_the_disk_drops_after_it_was_written_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS client does on a full disk: the write succeeds, and fsync tells that it did not."""
+    log = open_log(tmp_path / "events")
+    log.write("one")
+
+    def dropped(fd: int) -> None:
+        size = os.fstat(fd).st_size
+        os.pwrite(fd, bytes(size - kept), kept)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (path,) = (tmp_path / "events").iterdir()
+    kept = path.stat().st_size
+    with monkeypatch.context() as patched:
+        patched.setattr(events.os, "fdatasync", dropped)
+        log.write("two")
+        log.write("three")
+    log.write("four")
+    log.close()
+    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two", "three", "four"]
+    assert b"\0" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_filesystem_without_fsync_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    offsets = []
+    pwrite = os.pwrite
+
+    def noted(fd: int, data: bytes, offset: int) -> int:
+        offsets.append(offset)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(events.os, "fdatasync", refuse)
+    monkeypatch.setattr(events.os, "pwrite", noted)
+    log = open_log(tmp_path / "events")
+    for name in ("one", "two"):
+        log.write(name)
+    log.close()
+    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two"]
+    assert len(offsets) == 2
+
+
 def test_a_line_that_was_cut_by_a_full_disk_is_written_again_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
