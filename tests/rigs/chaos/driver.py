@@ -258,11 +258,18 @@ class Chaos:
 
     def _gather(self) -> None:
         if self._recorder is not None:
+            deadline = time.monotonic() + LEFT_SECONDS
+            while self.evidence.ended and not self._is_closed() and time.monotonic() < deadline:
+                time.sleep(_LOOK)  # a mount that caches for seconds may hide it
             self._recorder.stop()
             self.evidence.records = self._recorder.records
         self.evidence.works = read_journals(self._cluster.stage / "journal")
         if isinstance(self._cluster, AgentCluster):
             self._gather_files(self._cluster)
+
+    def _is_closed(self) -> bool:
+        record = self._recorder.newest if self._recorder else None
+        return record is not None and record.status is Status.CLOSED
 
     def _gather_files(self, cluster: AgentCluster) -> None:
         if not cluster.events().is_dir():

@@ -6,14 +6,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.rigs.chaos.clusters import AgentCluster, Cluster, HandlerCluster
 from tests.rigs.chaos.driver import Chaos
 from tests.rigs.chaos.judge import known_gaps
 from tests.rigs.chaos.places import EmulatedNfs, NetworkFilesystem, Place, SmallDisk
-from tests.rigs.chaos.schedule import Plan, make_schedule
+from tests.rigs.chaos.schedule import Kind, Plan, make_schedule
 from tests.rigs.network_mounts import KINDS
 from tests.rigs.nfs_emulator import MountSettings
 
@@ -30,6 +30,10 @@ class ChaosRun:
     ttl: float = 3.0
     doorbell: bool = True
     handlers: bool = False
+
+    def with_seed(self, seed: int) -> ChaosRun:
+        """The same with other chances."""
+        return replace(self, seed=seed)
 
     def command(self) -> str:
         """What replays it."""
@@ -85,6 +89,25 @@ PLACES: dict[str, Callable[[ChaosRun, Path], Place]] = {
 caches, from one an hour ahead; and the real network filesystems."""
 
 
+def plan_of(run: ChaosRun) -> Plan:
+    """The frame of its schedule."""
+    return Plan(
+        nodes=run.nodes,
+        min_nodes=run.min_nodes,
+        bursts=run.bursts,
+        ttl=run.ttl,
+        kinds=_kinds(run.place),
+        doorbell=run.doorbell,
+        kills_per_node=1000 if run.handlers else 3,
+    )
+
+
+def _kinds(place: str) -> tuple[Kind, ...]:
+    if place == "disk":
+        return SmallDisk.kinds
+    return NetworkFilesystem.kinds if place in KINDS else EmulatedNfs.kinds
+
+
 def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, keep: bool = False) -> ChaosResult:
     """Disturb a run and judge it."""
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
@@ -92,15 +115,7 @@ def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, kee
     complaints: list[str] = ["it did not come to a judgement"]
     try:
         with PLACES[run.place](run, folder) as place:
-            plan = Plan(
-                nodes=run.nodes,
-                min_nodes=run.min_nodes,
-                bursts=run.bursts,
-                ttl=run.ttl,
-                kinds=place.kinds,
-                doorbell=run.doorbell,
-                kills_per_node=1000 if run.handlers else 3,
-            )
+            plan = plan_of(run)
             schedule = make_schedule(run.seed, plan)
             cluster: Cluster = (HandlerCluster if run.handlers else AgentCluster)(folder, place, plan)
             chaos = Chaos(schedule, cluster, place, say=say)
