@@ -1,0 +1,248 @@
+"""Who hangs, by heartbeats alone: each decision with its reason, and what may never be decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_elastic.agent.hang import (
+    LEARNED_INTERVALS,
+    LEARNED_LEAST,
+    HangVerdict,
+    RankBeat,
+    SectionTimeouts,
+    judge,
+    lagging,
+    learned_timeout,
+    limit_of,
+    next_look,
+    parse_section_timeouts,
+    setup_beat,
+)
+from hpc_elastic.errors import UsageError
+
+TIMEOUTS = SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 300.0})
+NOW = 10_000.0
+
+
+def beat(rank: int = 0, *, age: float, step: int | None = 5, section: str = "step", count: int = 9) -> RankBeat:
+    return RankBeat(rank=rank, local_rank=rank, section=section, at=NOW - age, step=step, count=count)
+
+
+def verdict(*beats: RankBeat, timeouts: SectionTimeouts = TIMEOUTS, learned: float | None = None) -> HangVerdict:
+    found = judge(beats, timeouts, now=NOW, learned=learned)
+    assert found is not None
+    return found
+
+
+# -- the option
+
+
+def test_timeouts_as_they_are_written() -> None:
+    found = parse_section_timeouts("setup:900, step:60,checkpoint:1.5")
+    assert found == SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 1.5})
+    assert found.shortest == 1.5
+    auto = parse_section_timeouts("step:auto,setup:900")
+    assert auto == SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)
+    assert auto.shortest == LEARNED_LEAST
+    assert not SectionTimeouts()
+    assert SectionTimeouts().shortest is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "''"),
+        ("step", "'step'"),
+        ("60", "'60'"),
+        ("step:", "''"),
+        ("step:0", "'0'"),
+        ("step:-1", "'-1'"),
+        ("step:nan", "'nan'"),
+        ("step:inf", "'inf'"),
+        ("step:1e9", "'1e9'"),
+        ("step:60s", "'60s'"),
+        ("step:60,", "''"),
+        (":60", "''"),
+        ("two words:60", "'two words'"),
+        ("x" * 33 + ":60", "x" * 33),
+        ("step:60,step:70", "'step' is there twice"),
+        ("step:auto,step:70", "'step' is there twice"),
+        ("checkpoint:auto", "'checkpoint:auto'"),
+    ],
+)
+def test_what_cannot_be_right_is_named(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match="--section-timeouts") as caught:
+        parse_section_timeouts(text)
+    assert named in str(caught.value)
+
+
+# -- the learned timeout
+
+
+def test_five_times_the_longest_step_after_twenty_of_them() -> None:
+    assert learned_timeout(LEARNED_INTERVALS - 1, 100.0) is None
+    assert learned_timeout(LEARNED_INTERVALS, 100.0) == 500.0
+    assert learned_timeout(LEARNED_INTERVALS, 0.2) == 60.0
+
+
+@given(count=st.integers(0, 10_000), longest=st.floats(0, 1e6), more=st.floats(0, 1e6))
+def test_a_learned_timeout_leaves_room_and_never_shrinks(count: int, longest: float, more: float) -> None:
+    limit = learned_timeout(count, longest)
+    assert (limit is None) == (count < LEARNED_INTERVALS)
+    if limit is not None:
+        assert limit >= LEARNED_LEAST
+        assert limit >= 5 * longest
+        longer = learned_timeout(count + 1, longest + more)
+        assert longer is not None
+        assert longer >= limit
+
+
+# -- whether somebody hangs
+
+
+@pytest.mark.parametrize(
+    ("section", "age", "hangs"),
+    [
+        ("step", 59.9, False),
+        ("step", 60.0, True),
+        ("checkpoint", 299.0, False),
+        ("checkpoint", 300.0, True),
+        ("setup", 899.0, False),
+        ("setup", 900.0, True),
+        ("evaluate", 1e6, False),
+    ],
+)
+def test_each_section_has_its_own_time_and_others_none(section: str, age: float, hangs: bool) -> None:
+    assert (judge([beat(age=age, section=section)], TIMEOUTS, now=NOW) is not None) == hangs
+
+
+def test_the_reason_names_rank_section_step_age_and_timeout() -> None:
+    assert (
+        verdict(beat(3, age=92.04, step=1200)).reason
+        == "rank 3 hangs: no heartbeat for 92.0 s in section 'step' at step 1200 (timeout 60 s)"
+    )
+    silent = setup_beat(rank=1, local_rank=0, started=NOW - 901)
+    assert verdict(silent).reason == "rank 1 hangs: no heartbeat for 901.0 s in section 'setup' (timeout 900 s)"
+
+
+def test_step_auto_judges_nobody_before_it_has_learned() -> None:
+    auto = SectionTimeouts(learns_step=True)
+    assert judge([beat(age=1e5)], auto, now=NOW, learned=None) is None
+    assert judge([beat(age=99)], auto, now=NOW, learned=100.0) is None
+    assert verdict(beat(age=100), timeouts=auto, learned=100.0).limit == 100.0
+    assert limit_of(beat(age=0, section="checkpoint"), auto, learned=100.0) is None
+
+
+_BEATS = st.lists(
+    st.builds(
+        RankBeat,
+        rank=st.integers(0, 7),
+        local_rank=st.integers(0, 7),
+        section=st.sampled_from(["setup", "step", "checkpoint", "evaluate"]),
+        at=st.floats(NOW - 2000, NOW),
+        step=st.none() | st.integers(0, 5),
+        count=st.integers(0, 3),
+    ),
+    max_size=8,
+    unique_by=lambda found: found.local_rank,
+)
+
+
+@given(beats=_BEATS)
+def test_without_timeouts_nobody_is_ever_judged(beats: list[RankBeat]) -> None:
+    assert judge(beats, SectionTimeouts(), now=NOW) is None
+    assert next_look(beats, SectionTimeouts(), now=NOW) is None
+
+
+@given(beats=_BEATS)
+def test_a_verdict_rests_on_a_time_that_is_over(beats: list[RankBeat]) -> None:
+    found = judge(beats, TIMEOUTS, now=NOW)
+    over = [b for b in beats if b.section in TIMEOUTS.seconds and b.age(NOW) >= TIMEOUTS.seconds[b.section]]
+    assert (found is not None) == bool(over)
+    if found is not None:
+        assert found.culprit.local_rank in found.hung
+        steps = [-1 if b.step is None else b.step for b in over]
+        assert (-1 if found.culprit.step is None else found.culprit.step) <= min(steps)
+
+
+@given(beats=_BEATS, later=st.floats(0, 3000))
+def test_no_hang_is_missed_between_two_looks(beats: list[RankBeat], later: float) -> None:
+    """Whatever the workers say meanwhile: before the next look nobody's time can be over who was not judged now."""
+    if judge(beats, TIMEOUTS, now=NOW) is not None:
+        return
+    due = next_look(beats, TIMEOUTS, now=NOW)
+    assert due is not None
+    assert NOW < due <= NOW + 60.0
+    moment = NOW + later
+    if moment < due:
+        assert judge(beats, TIMEOUTS, now=moment) is None
+        moved = [replace(b, section="step", at=NOW) for b in beats]
+        assert judge(moved, TIMEOUTS, now=moment) is None
+
+
+# -- who is behind it
+
+
+def test_who_is_behind_is_named_not_who_waits() -> None:
+    found = verdict(beat(0, age=70, step=6), beat(1, age=71, step=6), beat(2, age=72, step=5), beat(3, age=70, step=6))
+    assert found.culprit.rank == 2
+    assert set(found.hung) == {2}
+
+
+def test_who_waits_may_be_overdue_by_milliseconds_sooner() -> None:
+    found = verdict(beat(0, age=60.0, step=6), beat(1, age=59.9, step=5))
+    assert found.culprit.rank == 1
+    assert found.reason == (
+        "rank 1 hangs: no heartbeat for 59.9 s in section 'step' at step 5, while others are at step 6 and wait"
+    )
+
+
+def test_who_hangs_in_a_section_without_a_timeout_is_found_by_those_that_wait() -> None:
+    found = verdict(beat(0, age=60.0, step=6), beat(1, age=80.0, step=5, section="evaluate"))
+    assert found.culprit.rank == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        beat(1, age=40, step=5),
+        beat(1, age=100, step=6),
+        beat(1, age=100, step=7),
+        beat(1, age=100, step=None),
+        beat(1, age=100, step=None, count=0, section="setup"),
+    ],
+    ids=["it got on meanwhile", "as far", "further", "tells no steps", "tells nothing"],
+)
+def test_who_is_not_waited_for(other: RankBeat) -> None:
+    quiet = replace(other, section="evaluate")
+    found = verdict(beat(0, age=60, step=6), quiet)
+    assert found.culprit.rank == 0
+    assert set(found.hung) == {0}
+
+
+def test_at_the_same_step_the_first_to_fall_silent_is_named_and_all_are_shown() -> None:
+    found = verdict(beat(0, age=61), beat(1, age=63), beat(2, age=62))
+    assert found.culprit.rank == 1
+    assert set(found.hung) == {0, 1, 2}
+
+
+def test_before_any_step_is_behind_every_step() -> None:
+    found = verdict(beat(0, age=61, step=3), beat(1, age=1000, step=None, section="setup", count=0))
+    assert found.culprit.rank == 1
+
+
+def test_what_another_nodes_worker_waits_for() -> None:
+    here = [beat(0, age=59, step=7), beat(1, age=70, step=4), beat(2, age=70, step=5), beat(3, age=10, step=3)]
+    assert [b.rank for b in lagging(here, step=7, age=60.0, now=NOW)] == [1, 2]
+    assert lagging(here, step=4, age=60.0, now=NOW) == ()
+    assert lagging(here, step=-1, age=60.0, now=NOW) == ()
+
+
+def test_a_beat_from_the_future_has_no_age() -> None:
+    fields: dict[str, Any] = {"rank": 0, "local_rank": 0, "section": "step"}
+    assert RankBeat(at=NOW + 5, **fields).age(NOW) == 0.0

@@ -1,0 +1,331 @@
+"""The agent's side of the heartbeats: where their folder may be, what is read, what is told, when to look again."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent import heartbeats
+from hpc_elastic.agent.hang import SectionTimeouts
+from hpc_elastic.agent.hang_watch import SUMMARY_SECONDS, HangWatch
+from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, filesystem_type, open_folder
+from hpc_elastic.file_thread import FileThread
+from hpc_elastic.heartbeat_record import FILE_BYTES, VARIABLE, write_record
+from hpc_elastic.rendezvous.state import HangMark
+from tests.rigs.fake_clock import FakeClock
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+23 22 0:21 / /dev/shm rw,nosuid - tmpfs tmpfs rw
+24 22 0:44 / /home rw,relatime - nfs4 server:/home rw
+25 22 0:45 / /tmp/with\\040blank rw - lustre x rw
+26 22 0:46 / /over rw - nfs4 server:/x rw
+27 22 0:47 / /over rw - tmpfs tmpfs rw
+"""
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+class Inline(FileThread):
+    """Does at once what is posted."""
+
+    def post(self, action: object) -> None:
+        action()  # type: ignore[operator]
+
+
+# -- the folder
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/dev/shm", "tmpfs"),
+        ("/dev/shm/x", "tmpfs"),
+        ("/dev/shmx", "ext4"),
+        ("/home/me/tmp", "nfs4"),
+        ("/tmp", "ext4"),
+        ("/tmp/with blank/y", "lustre"),
+        ("/over", "tmpfs"),
+    ],
+)
+def test_which_filesystem_a_folder_is_on(path: str, kind: str) -> None:
+    assert filesystem_type(path, MOUNTS) == kind
+
+
+def test_memory_first_and_never_a_shared_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, local = tmp_path / "shared", tmp_path / "local"
+    shared.mkdir()
+    local.mkdir()
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"1 0 0:1 / {shared} rw - nfs4 s:/x rw\n2 0 0:2 / {local} rw - ext4 /dev/sda rw\n3 0 0:3 / / rw - nfs4 s:/ rw\n"
+    )
+    env = {"XDG_RUNTIME_DIR": str(shared), "TMPDIR": str(local)}
+    folder = open_folder("x", env, mounts=str(mounts))
+    assert folder.path == local / f"{PREFIX}x"
+    assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
+    assert list(shared.iterdir()) == []
+    folder.remove()
+    assert list(local.iterdir()) == []
+    assert next(iter(heartbeats.candidates({}))) == Path("/dev/shm")
+
+
+def test_no_place_for_it_is_no_end_of_the_run(tmp_path: Path, clock: FakeClock) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("1 0 0:1 / / rw - nfs4 s:/ rw\n")
+    folder = open_folder("x", {}, mounts=str(mounts))
+    assert folder.path is None
+    watch = HangWatch(
+        folder=folder, timeouts=SectionTimeouts(seconds={"setup": 1.0}), clock=clock, files=Inline(clock=clock)
+    )
+    watch.begin(0, first_rank=0, count=1)
+    assert watch.environment(0) == {VARIABLE: ""}
+    clock.now += 100
+    assert watch.look([0]) is None, "who can't be heard is not judged"
+
+
+def test_what_dead_agents_left_goes_and_what_living_ones_have_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeats, "candidates", lambda env: iter([tmp_path]))
+    monkeypatch.setattr(heartbeats, "_is_local", lambda base, mounts: True)
+    # Another process: a lock is no hindrance to its own holder.
+    code = (
+        "import sys; from pathlib import Path; from hpc_elastic.agent.heartbeats import _make\n"
+        f"folder = _make(Path({str(tmp_path)!r}) / ('{PREFIX}' + sys.argv[1]))\n"
+        "print(flush=True)\nif sys.argv[1] == 'alive': sys.stdin.read()"
+    )
+    subprocess.run([sys.executable, "-c", code, "dead"], check=True, stdout=subprocess.DEVNULL)
+    with subprocess.Popen(
+        [sys.executable, "-c", code, "alive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (tmp_path / "somebody-elses").mkdir()
+        folder = open_folder("mine", {})
+        assert sorted(path.name for path in tmp_path.iterdir()) == [
+            f"{PREFIX}alive",
+            f"{PREFIX}mine",
+            "somebody-elses",
+        ]
+        process.communicate()
+    folder.remove()
+    assert fcntl is not None
+
+
+# -- reading
+
+
+def put(path: str, count: int, *, at: float, step: int = 3, section: str = "step", intervals: int = 0) -> None:
+    buffer = bytearray(Path(path).read_bytes())
+    write_record(
+        buffer,
+        count=count,
+        at_ns=int(at * 1e9),
+        step=step,
+        pid=77,
+        section=section.encode(),
+        intervals=intervals,
+        longest_ns=int(2e9),
+    )
+    Path(path).write_bytes(buffer)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> HeartbeatFolder:
+    (tmp_path / "beats").mkdir()
+    return HeartbeatFolder(tmp_path / "beats")
+
+
+def test_a_round_begins_in_setup_and_has_files_of_its_own(folder: HeartbeatFolder) -> None:
+    one = RoundBeats(folder, round_index=4, first_rank=8, count=2, now=50.0)
+    (first, second) = one.read(60.0)
+    assert (first.rank, first.section, first.at, first.count, first.step) == (8, "setup", 50.0, 0, None)
+    assert second.rank == 9
+    for path in one.paths:
+        assert os.stat(path).st_size == FILE_BYTES
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+        assert os.stat(path).st_blocks > 0, "written, not only made longer"
+    put(one.paths[0], 1, at=55.0)
+    again = RoundBeats(folder, round_index=4, first_rank=8, count=2, now=70.0)
+    assert again.read(71.0)[0].count == 0
+    again.remove()
+    assert folder.path is not None
+    assert list(folder.path.iterdir()) == []
+    assert again.read(72.0)[0].section == "setup", "a file that is gone says nothing"
+
+
+def test_when_a_worker_spoke(folder: HeartbeatFolder) -> None:
+    beats = RoundBeats(folder, round_index=0, first_rank=0, count=1, now=50.0)
+    put(beats.paths[0], 1, at=55.0, step=3, section="load")
+    (found,) = beats.read(60.0)
+    assert (found.at, found.step, found.section, found.pid, found.count) == (55.0, 3, "load", 77, 1)
+    assert beats.read(90.0)[0].at == 55.0
+    put(beats.paths[0], 2, at=1e6)
+    assert beats.read(100.0)[0].at == 100.0, "a clock that runs ahead: not later than now"
+    put(beats.paths[0], 3, at=1.0)
+    assert beats.read(110.0)[0].at == 100.0, "one that is behind: not sooner than the last look"
+
+
+# -- watching
+
+
+@pytest.fixture
+def watch(folder: HeartbeatFolder, clock: FakeClock, tmp_path: Path) -> HangWatch:
+    found = HangWatch(
+        folder=folder,
+        timeouts=SectionTimeouts(seconds={"setup": 100.0, "step": 10.0}),
+        clock=clock,
+        files=Inline(clock=clock),
+        summary=tmp_path / "attempt" / "heartbeats.json",
+        node=3,
+        host="n3",
+    )
+    (tmp_path / "attempt").mkdir(mode=0o700)
+    found.begin(0, first_rank=4, count=2)
+    return found
+
+
+def say(watch: HangWatch, clock: FakeClock, local_rank: int, count: int, **said: object) -> None:
+    put(watch.environment(local_rank)[VARIABLE], count, at=clock.monotonic(), **said)  # type: ignore[arg-type]
+
+
+def until_due(watch: HangWatch, clock: FakeClock) -> None:
+    assert watch.due is not None
+    clock.now += watch.due - clock.monotonic()
+
+
+def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HangWatch, clock: FakeClock) -> None:
+    """The first look is planned for `setup`; a worker may be in a shorter section long before it is over."""
+    started = clock.monotonic()
+    clock.now += 3.0
+    say(watch, clock, 0, 1, step=7)
+    say(watch, clock, 1, 1, step=8)
+    looks = 0
+    verdict = None
+    while verdict is None:
+        until_due(watch, clock)
+        looks += 1
+        verdict = watch.look([0, 1])
+    assert clock.monotonic() - started == pytest.approx(13.0)
+    assert looks <= 3
+    assert verdict.culprit.rank == 4
+    assert watch.hung.keys() == {0}
+    mark = watch.mark
+    assert mark is not None
+    assert (mark.step, mark.age) == (7, pytest.approx(10.0))
+    assert (watch.furthest_step, watch.last_step(0), watch.last_step(1)) == (8, 7, 8)
+    assert watch.look([0, 1]) is None, "one verdict a round"
+
+
+def test_before_it_is_due_nothing_is_read(watch: HangWatch, clock: FakeClock, folder: HeartbeatFolder) -> None:
+    say(watch, clock, 0, 1)
+    clock.now += 1.0
+    watch.look([0, 1])
+    beat = watch.beat(0)
+    assert beat is not None
+    assert beat.count == 0
+
+
+def test_a_worker_that_has_ended_is_not_judged(watch: HangWatch, clock: FakeClock) -> None:
+    say(watch, clock, 0, 1)
+    say(watch, clock, 1, 1)
+    clock.now += 2.0
+    for _ in range(5):
+        say(watch, clock, 1, int(clock.monotonic() * 10), step=4)
+        until_due(watch, clock)
+        assert watch.look([1]) is None
+
+
+def test_an_agent_that_was_stopped_itself_judges_nobody_for_it(watch: HangWatch, clock: FakeClock) -> None:
+    """A suspended job: all stood still, and the workers need their time again."""
+    say(watch, clock, 0, 1)
+    say(watch, clock, 1, 1)
+    clock.now += 3600.0
+    assert watch.look([0, 1]) is None
+    until_due(watch, clock)
+    assert watch.look([0, 1]) is not None
+
+
+def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HangWatch, clock: FakeClock) -> None:
+    path = watch._summary
+    assert path is not None
+    writes = 0
+    stamp = None
+    began = clock.monotonic()
+    for count in range(1, 1201):
+        clock.now += 0.1
+        say(watch, clock, 0, count, step=count)
+        say(watch, clock, 1, count, step=count)
+        watch.look([0, 1])
+        if path.exists() and path.stat().st_mtime_ns != stamp:
+            stamp = path.stat().st_mtime_ns
+            writes += 1
+    assert clock.monotonic() - began == pytest.approx(120.0)
+    assert 120 / SUMMARY_SECONDS - 2 <= writes <= 120 / SUMMARY_SECONDS
+    value = json.loads(path.read_text())
+    assert (value["version"], value["node"], value["host"], value["round"]) == (1, 3, "n3", 0)
+    (first, second) = value["ranks"]
+    assert (first["rank"], first["local_rank"], first["section"]) == (4, 0, "step")
+    assert first["step"] > 1000
+    assert second["age"] <= 0.2
+
+
+def test_who_never_speaks_costs_no_file(watch: HangWatch, clock: FakeClock) -> None:
+    until_due(watch, clock)
+    watch.look([0, 1])
+    watch.refresh()
+    assert watch._summary is not None
+    assert not watch._summary.exists()
+
+
+def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HangWatch, clock: FakeClock) -> None:
+    say(watch, clock, 0, 1, step=7, section="load")
+    say(watch, clock, 1, 1, step=8)
+    clock.now += 9.0
+    watch.heed(HangMark(8, 9.0), [0, 1])
+    assert watch.hung == {0: "no heartbeat for 9.0 s in section 'load' at step 7, while others are at step 8 and wait"}
+    mark = watch.mark
+    assert mark is not None
+    assert mark.step == 7
+
+
+def test_another_nodes_verdict_where_nobody_is_behind(watch: HangWatch, clock: FakeClock) -> None:
+    say(watch, clock, 0, 1, step=8)
+    clock.now += 9.0
+    watch.heed(HangMark(8, 9.0), [0, 1])
+    assert watch.hung == {}
+    assert watch.mark is None
+
+
+def test_a_later_round_knows_what_the_earlier_ones_taught(folder: HeartbeatFolder, clock: FakeClock) -> None:
+    watch = HangWatch(folder=folder, timeouts=SectionTimeouts(learns_step=True), clock=clock, files=Inline(clock=clock))
+    watch.begin(0, first_rank=0, count=1)
+    say(watch, clock, 0, 30, intervals=30)
+    watch.refresh()
+    watch.end()
+    watch.begin(1, first_rank=0, count=1)
+    clock.now += 1.0
+    say(watch, clock, 0, 1)
+    verdict = None
+    began = clock.monotonic()
+    while verdict is None and clock.monotonic() < began + 200:
+        until_due(watch, clock)
+        verdict = watch.look([0])
+    assert clock.monotonic() - began == pytest.approx(60.0)
+
+
+def test_at_the_end_the_folder_goes(watch: HangWatch, folder: HeartbeatFolder, tmp_path: Path) -> None:
+    watch.close()
+    assert not (tmp_path / "beats").exists()
+    assert watch.due is None
