@@ -12,10 +12,11 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 from hpc_elastic.processes import linux, tree
+from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,8 +38,9 @@ def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) ->
         what: The files that it begins with, for the message where they do not answer.
 
     Returns:
-        The exit code: in the child, which goes on as if it were this process, and in this process when it is over.
+        The exit code, when it is over. The child does not come back.
     """
+    pipes = output_pipes()
     read_end, write_end = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,9 +58,18 @@ def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) ->
         code = work(lambda: _tell(write_end, _READY))
         sys.stdout.flush()
         _tell(write_end, b"%d\n" % code)
-        return code
+        leave_hung_threads(code, pipes)
     os.close(write_end)
+    _let_go_of_files(pipes)
     return _Front(child, read_end, what).wait()
+
+
+def _let_go_of_files(pipes: Sequence[int]) -> None:
+    """Closing a file, which the kernel does at a process' end, asks its filesystem too: while it answers, then."""
+    null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for fd in {0, 1, 2} - set(pipes):
+        os.dup2(null, fd)
+    os.close(null)
 
 
 def _tell(fd: int, word: bytes) -> None:

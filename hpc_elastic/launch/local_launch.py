@@ -15,7 +15,6 @@ from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.outcome import Outcome
-from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.run_paths import RunPaths
@@ -72,7 +71,6 @@ def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Cal
     """
     umask = os.umask(0o077)
     signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
-    pipes = output_pipes()
     output = log_to_stdout()
     paths, spec = load_run(run_dir)
     ready()
@@ -81,6 +79,5 @@ def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Cal
         decision = run_attempt(paths, spec, site, clock=SystemClock(), signals=signals)
         if decision.action is not RequeueAction.REQUEUE:
             break
-    if not output.close():
-        leave_hung_threads(decision.exit_code, pipes)
+    output.close()
     return decision.exit_code

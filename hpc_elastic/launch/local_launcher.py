@@ -109,11 +109,13 @@ class LocalLauncher:
     def _wait_for_leftovers(self, seconds: float) -> None:
         """Until the guardians of killed agents have done their work: who waits for us expects nothing to be left."""
         marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while left := tree.own_processes_where(lambda _, environ: environ.get(NODE_TAG_VARIABLE) in marks):
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > seconds or (waited > HUNG_DEAD_SECONDS and all(proc.state == "D" for proc in left)):
                 for proc in left:
-                    logger.error("process %d (%s) of this run is still there", proc.pid, proc.name)
+                    why = " (a mount that hangs holds it)" if proc.state == "D" else ""
+                    logger.error("process %d (%s) of this run is still there%s", proc.pid, proc.name, why)
                 return
             time.sleep(LOOK_SECONDS)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import logging
 
+from hpc_elastic.processes.hung_exit import output_pipes
 from hpc_elastic.processes.job_log import JobLog
 
 _MOST_BYTES = 16 << 20
 """That wait: a report of a large run and whatever was said before it."""
-_CLOSE_SECONDS = 5.0
+_HUNG_SECONDS = 3.0
+"""How long a file is waited for in the end: it may lie on a mount that hangs."""
+_READ_SECONDS = 1e6
+"""A terminal, or a reader at a pipe's other end, takes the time that it wants."""
 _PLAIN = "hpc_elastic_job_log"
 
 
@@ -34,13 +38,14 @@ class JobOutput:
             logger.setLevel(logging.INFO)
             logger.addHandler(handler)
             logger.propagate = False
+        self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _HUNG_SECONDS
         self._handlers = (("hpc_elastic", messages), (_PLAIN, plain))
 
     def close(self) -> bool:
         """Write what waits. Returns whether stdout took it all, in bounded time."""
         for name, handler in self._handlers:
             logging.getLogger(name).removeHandler(handler)
-        return self._job_log.close(_CLOSE_SECONDS)
+        return self._job_log.close(self._close_seconds)
 
 
 def say(text: str) -> None:

@@ -36,7 +36,7 @@ LAST_GRACE = 2.0
 """For agents that have not ended by then."""
 AT_ONCE = 0.3
 """For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 3.0
 """After the end of the run was asked for: how long the store may take to have it."""
 LAUNCH_NEWS_SECONDS = 30.0
 
@@ -267,7 +267,7 @@ class Supervisor:
             return self._end_by is not None and now >= self._end_by
         if self._record is not None and self._record.status is Status.CLOSED:
             return True
-        if self._failure is not None:
+        if self._failure is not None or self._is_store_silent:
             return True
         # No agent is left, and nobody has said how it ended: the record may still be on its way.
         self._orphaned_since = self._orphaned_since or now

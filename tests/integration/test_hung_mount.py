@@ -1,0 +1,182 @@
+"""A mount that stops answering for ever: workers are ended, agents leave, and the user gets the prompt back.
+
+The emulated mount's process stops serving: whoever asks it something sits in the kernel, and not even SIGKILL takes the
+thread away. What can be seen of the run is read from the server's side.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.outcome import ExitCode
+from hpc_elastic.processes.tags import TAG_VARIABLE
+from tests.rigs.local_run import LocalRun
+from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+
+GRACE = 1.0
+LEAVING = 14.0
+"""Seconds beyond the grace in which everything is over; most are waits for a mount that is not known to be dead yet."""
+PATIENCE = 40.0
+
+_SAVES = """
+def save(*_):
+    tell("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+"""
+_TRAINS = f"""{_SAVES}
+tell("here")
+others_in_round()
+wait_for("end")
+"""
+_FAILS = f"""{_SAVES}
+tell("here")
+others_in_round()
+if ROUND == 0:
+    if RANK == 0:
+        wait_for("fail")
+        raise RuntimeError("no luck")
+    wait_for("never")
+wait_for("end")
+"""
+_HAS_A_FAMILY = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sh", "-c", "(setsid sleep 1000 &)"]).wait()
+tell("here")
+others_in_round()
+wait_for("end")
+"""
+
+
+class MountedRun(LocalRun):
+    """Its run directory lies on the mount, and what it prints where `prints_there`. Tests read the server's side."""
+
+    server: Path
+    prints_there = False
+
+    def __enter__(self) -> LocalRun:
+        mount = self.runs
+        if self.prints_there:
+            self.log_path = mount.parent / "printed.log"
+        super().__enter__()
+        self.runs = self.server / mount.name
+        if self.prints_there:
+            self.log_path = self.server / "printed.log"
+        return self
+
+
+@pytest.fixture
+def emulator(tmp_path: Path) -> Iterator[NfsEmulator]:
+    require_fuse()
+    backing = tmp_path / "server"
+    backing.mkdir(mode=0o700)
+    (backing / "runs").mkdir(mode=0o700)
+    with NfsEmulator(backing, mounts=1, settings=MountSettings(write_behind=False)) as emulator:
+        yield emulator
+
+
+@contextmanager
+def run_on(
+    emulator: NfsEmulator, script: str, *, prints_there: bool = False, hangs_first: bool = False, **how: Any
+) -> Iterator[MountedRun]:
+    options = ["--shutdown-timeout", f"{GRACE:g}"]
+    folder = emulator.backing.parent
+    run = MountedRun(folder, script, runs_dir=emulator.paths[0] / "runs", options=options, **how)
+    run.server, run.prints_there = emulator.backing, prints_there
+    if hangs_first:
+        emulator.freeze()
+    run.__enter__()
+    try:
+        yield run
+    finally:
+        emulator.thaw()  # what the mount still holds can go
+        run.__exit__(ValueError)
+
+
+def workers(run: LocalRun) -> list[int]:
+    return [process.pid for process in run.processes() if "RANK" in process.environ]
+
+
+def ends(run: LocalRun, number: signal.Signals) -> float:
+    """Send the signal and wait for the run's end, in vain for one that takes too long. Returns the seconds it took."""
+    began = time.monotonic()
+    run.signal(number)
+    assert run.finish(within=PATIENCE) == 128 + number
+    assert workers(run) == []
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("prints_there", [False, True])
+def test_ctrl_c_in_training(emulator: NfsEmulator, prints_there: bool) -> None:
+    with run_on(emulator, _TRAINS, prints_there=prints_there) as run:
+        run.wait_moments("here", count=2)
+        emulator.freeze()
+        assert ends(run, signal.SIGINT) < GRACE + LEAVING
+        assert len(run.moments("saved")) == 2, "the workers got their SIGTERM, and their time"
+        if not prints_there:
+            assert "does not answer" in run.log()
+            assert f"{emulator.paths[0] / 'runs'}" in run.log()
+            assert "end: the run was cancelled (SIGINT); exit code 130" in run.log()
+
+
+def test_ctrl_c_before_there_is_a_run_directory(emulator: NfsEmulator) -> None:
+    with run_on(emulator, _TRAINS, hangs_first=True) as run:
+        run.until(lambda: len(run.processes()) == 2, "process behind the front")
+        assert ends(run, signal.SIGINT) < LEAVING
+        # Its stderr is a file, which might be on the mount: said on a terminal or a pipe alone.
+        assert run.log() == ""
+
+
+def test_sigterm_before_the_first_round(emulator: NfsEmulator) -> None:
+    with run_on(emulator, _TRAINS) as run:
+        run.until(lambda: "when it has ended" in run.log(), "head of the job log")
+        emulator.freeze()
+        assert ends(run, signal.SIGTERM) < GRACE + LEAVING
+        assert "does not answer" in run.log() or "has not answered" in run.log()
+
+
+def test_sigterm_when_all_workers_have_ended(emulator: NfsEmulator) -> None:
+    with run_on(emulator, _TRAINS) as run:
+        run.wait_moments("here", count=2)
+        emulator.freeze()
+        run.say("end")
+        run.until(lambda: not workers(run), "end of the workers")
+        assert ends(run, signal.SIGTERM) < GRACE + LEAVING
+
+
+def test_a_worker_fails_and_the_run_goes_on_when_the_mount_answers_again(emulator: NfsEmulator) -> None:
+    with run_on(emulator, _FAILS, nodes=1, nproc=2) as run:
+        run.wait_moments("here", count=2)
+        emulator.freeze()
+        run.say("fail")
+        run.until(lambda: run.moments("saved") and not workers(run), "end of the other worker", within=GRACE + 6.0)
+        emulator.thaw()
+        run.wait_moments("here", count=2, round_index=1)
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+
+
+def test_nothing_of_a_round_outlives_a_killed_supervisor_and_a_killed_agent(emulator: NfsEmulator) -> None:
+    with run_on(emulator, _HAS_A_FAMILY) as run:
+        run.wait_moments("here", count=2)
+        family = [process for process in run.processes() if "sleep" in process.argv] + run.tagged(1)
+        family = [process for process in family if "store_host.py" not in " ".join(process.argv)]
+        assert len(family) >= 4
+        emulator.freeze()
+        time.sleep(2 * run.heartbeat_ttl / 5)  # so that all agents have asked the mount something
+        agent = run.agent(0)
+        os.kill(agent.pid, signal.SIGKILL)
+        mine = [process for process in family if process.environ.get(TAG_VARIABLE, "").startswith(f"{run.uid}:0:")]
+        assert mine
+        run.until(lambda: not any(p.lives() for p in mine), "end of the killed agent's family", within=4.0)
+        run.signal(signal.SIGKILL)
+        assert run.finish() == -signal.SIGKILL
+        run.until(lambda: not any(p.lives() for p in family), "end of all", within=GRACE + LEAVING, after_its_end=True)
