@@ -99,8 +99,8 @@ class EventLog:
         if self._fd < 0:
             return
         # An NFS client would keep it for half a minute, and a node that loses its power would take it along. And what
-        # it can't write out at last, on a full disk, it drops, and tells fsync alone: so a line is kept here until then,
-        # and written again at the same offset.
+        # it can't write out at last, on a full disk, it drops, and tells fsync alone: so a line is kept here until
+        # then, and written again at the same offset.
         offset, written = self._offset, []
         try:
             for raw in tuple(self._waiting):

@@ -104,20 +104,23 @@ def test_what_the_disk_drops_after_it_was_written_is_written_again(
     log = open_log(tmp_path / "events")
     log.write("one")
 
-    def dropped(fd: int) -> None:
-        size = os.fstat(fd).st_size
-        os.pwrite(fd, bytes(size - kept), kept)
+    pwrite = os.pwrite
+
+    def into_the_cache(fd: int, data: bytes, offset: int) -> int:
+        return pwrite(fd, bytes(len(data)), offset)
+
+    def refused(fd: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    (path,) = (tmp_path / "events").iterdir()
-    kept = path.stat().st_size
     with monkeypatch.context() as patched:
-        patched.setattr(events.os, "fdatasync", dropped)
+        patched.setattr(events.os, "pwrite", into_the_cache)
+        patched.setattr(events.os, "fdatasync", refused)
         log.write("two")
         log.write("three")
     log.write("four")
     log.close()
     assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two", "three", "four"]
+    (path,) = (tmp_path / "events").iterdir()
     assert b"\0" not in path.read_bytes()
 
 
