@@ -106,7 +106,7 @@ class FileRendezvousHandler:
         """
         deadline = self._clock.monotonic() + self._config.settings.timeout
         if self._seat is None:
-            self._refuse_closed()
+            self._refuse_closed(self._left(deadline))
             self._seat = self._steadily(self._take_seat, self._left(deadline))
             self._seat.start()
         seat = self._seat
@@ -117,8 +117,9 @@ class FileRendezvousHandler:
                 if record is not None:
                     if record.status is Status.CLOSED:
                         raise self._closed_error(record)
-                    if seat.advance(record, self._open_master):
-                        return self._steadily(partial(seat.result, record), self._left(deadline))
+                    if seat.advance(record, self._opened_master):
+                        # In a round that has become final at the last moment: it is worth a moment more.
+                        return self._steadily(partial(seat.result, record), max(_GRACE, self._left(deadline)))
                 left = self._left(deadline)
                 if left <= 0:
                     raise self._timeout_error(seat)
@@ -224,8 +225,15 @@ class FileRendezvousHandler:
     def _take_seat(self) -> Seat:
         return Seat.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
 
-    def _refuse_closed(self) -> None:
-        record = self._steadily(lambda: self._folder.latest(self._epoch()), self._config.settings.timeout)
+    def _opened_master(self) -> str:
+        try:
+            return self._open_master()
+        except (OSError, RuntimeError) as error:  # no free port, no such address; torch's errors are RuntimeErrors
+            why = f"the store for the workers could not be opened: {error}"
+            raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {why}") from error
+
+    def _refuse_closed(self, seconds: float) -> None:
+        record = self._steadily(lambda: self._folder.latest(self._epoch()), seconds)
         if record is not None and record.status is Status.CLOSED:
             raise self._closed_error(record)
 
