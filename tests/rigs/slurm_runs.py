@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from hpc_elastic.events import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
 
 TAG = "HPC_ELASTIC_TAG"
@@ -52,6 +53,16 @@ class SlurmRuns:
         """To the run's end, through requeues."""
         return self._run_of(self.hpc_elastic("submit", "--follow", *arguments, timeout=timeout))
 
+    def newest(self, *, timeout: float = 30) -> Run:
+        """The run that another process is just submitting from here, the first one in this folder."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for path in (self.folder / "runs").glob("*/attempt-*/attempt.json"):
+                facts = json.loads(path.read_text())
+                return Run(self, job=facts["job_id"], root=path.parents[1], done=None)
+            assert time.monotonic() < deadline, f"no run in {self.folder} after {timeout} s"
+            time.sleep(0.05)
+
     def _run_of(self, done: subprocess.CompletedProcess[str]) -> Run:
         facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines()[:2])
         root = done.stdout.splitlines()[1].removeprefix("run directory").strip()
@@ -61,7 +72,7 @@ class SlurmRuns:
 class Run:
     """One submitted run."""
 
-    def __init__(self, runs: SlurmRuns, *, job: str, root: Path, done: subprocess.CompletedProcess[str]) -> None:
+    def __init__(self, runs: SlurmRuns, *, job: str, root: Path, done: subprocess.CompletedProcess[str] | None) -> None:
         self.runs = runs
         self.job = job
         self.root = root
@@ -93,6 +104,9 @@ class Run:
     def result(self, attempt: int = 0) -> dict[str, Any]:
         value: dict[str, Any] = json.loads((self.root / f"attempt-{attempt:03d}" / "result.json").read_text())
         return value
+
+    def events(self, attempt: int = 0) -> list[dict[str, Any]]:
+        return list(read_events(self.root / f"attempt-{attempt:03d}" / "events"))
 
     def uid(self) -> str:
         value: str = json.loads((self.root / "run.json").read_text())["uid"]

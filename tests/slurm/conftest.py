@@ -1,7 +1,8 @@
 """The real-Slurm tier: one cluster of four nodes that the session's tests share, healed after each.
 
 Where no rig can run, the tests are skipped with one line that says why; in CI (``CI=true``), or with
-``HPC_ELASTIC_REQUIRE_SLURM=1``, they fail instead. ``HPC_ELASTIC_SLURM_FS=emulated`` has all of them run on emulated NFS.
+``HPC_ELASTIC_REQUIRE_SLURM=1``, they fail instead. ``HPC_ELASTIC_SLURM_FS=emulated`` has all of them run
+on emulated NFS.
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ def emulated_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> SlurmCluster:
-    """The session's cluster whose filesystem the test's parameter names."""
+    """The session's cluster whose filesystem the test's parameter names: plain, emulated, or emulated with caches that
+    hold for a minute."""
     filesystem = getattr(request, "param", os.environ.get("HPC_ELASTIC_SLURM_FS", "plain"))
-    found: SlurmCluster = request.getfixturevalue(f"{filesystem}_cluster")
+    found: SlurmCluster = request.getfixturevalue("plain_cluster" if filesystem == "plain" else "emulated_cluster")
+    if filesystem == "minute":
+        found.change_caches(60.0)
     return found
 
 

@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
 QUICK_TTL = ("--rdzv-conf", "heartbeat_ttl=4")
 
+SAVES = """
+import os, pathlib, sys, time
+checkpoint = pathlib.Path("step.txt")
+rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
+step = int(checkpoint.read_text()) if rank == "0" and checkpoint.exists() else 0
+print("rank", rank, "begins at step", step, "in attempt", attempt)
+while step < int(sys.argv[1]):
+    step += 1
+    time.sleep(0.2)
+    if rank == "0":
+        pathlib.Path("step.tmp").write_text(str(step))
+        os.replace("step.tmp", checkpoint)
+"""
 WAITS = """
 import os, sys, time
 print("line of", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "round", os.environ["TORCHELASTIC_RESTART_COUNT"])
 time.sleep(float(sys.argv[1]))
 """
+
+
+on_both = pytest.mark.parametrize("cluster", ["plain", "emulated"], indirect=True)
 
 
 @pytest.fixture
@@ -31,6 +49,7 @@ def _final_line(log: str) -> tuple[float, float]:
     return float(match.group(1)), float(match.group(2))
 
 
+@on_both
 @pytest.mark.torch
 def test_the_example_trains_to_the_same_loss_with_a_worker_killed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     example = str(cluster.environment.examples / "train_digits.py")
@@ -133,18 +152,54 @@ def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: Sl
     assert run.left_on_nodes() == []
 
 
+@pytest.mark.parametrize("cluster", ["plain", "minute"], indirect=True)
 def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-4", *SHORT, *QUICK_TTL, runs.script(WAITS), "8")
+    run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS), "8")
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
+    # Fills the caches of the submitting host, with what is missing too.
+    assert "still running" in runs.hpc_elastic("report", run.job).stdout
     cluster.kill_node("n3")
-    log = run.wait_log(lambda log: log.count("of 3 round 1") == 3, timeout=20)
-    assert "n3" in log
-    assert run.wait_end(timeout=60) in ("COMPLETED", "COMPLETING")
-    report = run.report()
-    assert report["outcome"] == "succeeded"
+    lost_at = time.time()
+    run.wait_log(lambda log: log.count("of 3 round 1") == 3, timeout=30)
+    again = [event["t"] / 1e9 for event in run.events() if event["event"] == "workers_started" and event["round"] == 1]
+    assert len(again) == 3
+    assert max(again) - lost_at <= 10.0
+    assert "node n3 was lost" in runs.hpc_elastic("report", run.job).stdout
+    run.wait_log(lambda log: "; exit code 0" in log)
+    report = runs.hpc_elastic("report", run.job).stdout
+    assert "node n3 was lost" in report
+    assert "SUCCEEDED" in report
     assert "node n3 was lost" in run.log
+    assert run.report()["outcome"] == "succeeded"
+    if cluster.settings.fs is None:
+        assert run.wait_end(timeout=60) in ("COMPLETED", "COMPLETING")
 
 
+@pytest.mark.parametrize("cluster", ["emulated"], indirect=True)
+def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    quick = ("--rdzv-conf", "last_call_timeout=3")
+    arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *quick, runs.script(SAVES), "30")
+    with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder) as follower:
+        run = runs.newest()
+        run.wait_log(lambda log: log.count("in attempt 0") == 3)
+        wait_until(lambda: (runs.folder / "step.txt").exists(), timeout=20, what="a checkpoint")
+        cluster.kill_node("n3")
+        run.wait_log(lambda log: f"job {run.job} is requeued" in log)
+        cluster.start_node("n3", wait=False)  # else the job waits until Slurm has found the node dead
+        out, err = follower.communicate(timeout=120)
+    assert follower.returncode == 0, out + err
+    assert out.count("in attempt 1") == 3, "who follows sees both attempts"
+    (step,) = re.findall(r"rank 0 begins at step (\d+) in attempt 1", out)
+    assert int(step) > 0
+    assert run.result(0)["outcome"] == "too_few_nodes"
+    report = runs.hpc_elastic("report", str(run.root), "--attempt", "0").stdout
+    assert "node n3 was lost" in report
+    assert "attempt 1" in runs.hpc_elastic("report", str(run.root)).stdout
+
+
+@on_both
 def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2-3", *SHORT, runs.script(WAITS), "6")
     run.wait_log(lambda log: log.count("of 3 round 0") == 3)

@@ -53,6 +53,36 @@ def test_folders_are_shared_or_private_as_on_a_cluster(cluster: SlurmCluster) ->
     assert "Permission denied" in refused.stderr
 
 
+@pytest.mark.parametrize("cluster", ["minute"], indirect=True)
+def test_each_host_has_a_caching_mount_of_its_own_and_loses_it_with_its_power(cluster: SlurmCluster) -> None:
+    folder = make_folder(cluster, "mounts")
+
+    def seen(host: str) -> str:
+        return cluster.run(["bash", "-c", "test -e mark && stat -c %U mark"], node=host, cwd=folder).stdout.strip()
+
+    assert [seen(host) for host in ("login", "n1", "n2")] == ["", "", ""]
+    cluster.run(["bash", "-c", "echo $HOSTNAME > mark; echo x > ~/mark"], node="n1", cwd=folder, check=True)
+    assert [seen(host) for host in ("login", "n1", "n2")] == ["", "alice", ""], "remembered for a minute"
+    cluster.run(["ls"], node="n2", cwd=folder)
+    assert [seen(host) for host in ("login", "n2")] == ["", "alice"], "asked again where the folder was opened"
+    assert (folder / "mark").owner() == "alice"
+    assert cluster.run(["cat", "/home/alice/mark"], node="n2").stdout == "x\n"
+    assert cluster.run(["cat", "/home/alice/mark"], node="n2", user="mallory").returncode != 0
+
+    program = "import os, time; os.write(os.open('kept', 65), b'x'); print('ready', flush=True); time.sleep(300)"
+    with cluster.popen(["python", "-c", program], node="n2", cwd=folder) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        cluster.kill_node("n2")
+        process.wait(timeout=20)
+    assert (folder / "kept").read_text() == "", "what was not written back went with the power"
+    with pytest.raises(RigError, match="'n2' has no emulated mount"):
+        cluster.tell_client("n2", "counters")
+    cluster.start_node("n2")
+    assert seen("n2") == "alice"
+    assert cluster.tell_client("n2", "counters")["counters"]["lookup"] > 0
+
+
 def test_jobs_have_a_python_with_the_projects_source_and_no_stranger_in_their_environment(
     cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

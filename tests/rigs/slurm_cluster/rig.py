@@ -194,6 +194,12 @@ class Rig:
         """
         return emulated_fs.tell_client(self.layout, host, command, **arguments)
 
+    def change_caches(self, seconds: float) -> None:
+        """How long the caches of every host that is on hold from now on; `SlurmCluster.heal` undoes it."""
+        for host in (LOGIN, *self.node_names):
+            if self._hosts.is_on(host):
+                self.tell_client(host, "change", attributes=seconds, directories=seconds)
+
     def home(self, user: str) -> Path:
         """The user's home as seen from outside; on every host it is /home/<user>."""
         return self.layout.homes / user
