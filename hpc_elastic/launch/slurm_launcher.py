@@ -149,6 +149,11 @@ class SlurmLauncher:
         if event.kind is SrunEventKind.STEP_REFUSED:
             step.refused = event.line
             return []
+        if event.kind is SrunEventKind.NODE_FAILED:
+            # A node that Slurm gave up never comes back into this job: nobody need wait for another agent there.
+            nodes = [self._index[name] for name in event.nodes if name in self._index]
+            why = "Slurm gave the node up (node failure)"
+            return [self._ended(step, node, None, why, started=False) for node in self._newly_ended(step, nodes)]
         if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED) and not step.bad:
             # After a failed launch srun kills all tasks: that is told, and mended, when the step has ended.
             detail = event.detail or f"exit code {event.exit_code}"

@@ -326,6 +326,17 @@ def test_a_node_that_is_dead_when_its_agent_is_started_again_is_given_up(
     assert srun.calls == 2
 
 
+def test_a_node_that_slurm_gives_up_gets_no_other_agent(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
+    srun.plan("echo 'srun: error: Node failure on n3' >&2\n" + FOREVER)
+    launcher = make()
+    launcher.launch()
+    (end,) = ended(launcher, 1)
+    assert (end.node, end.code, end.started) == (2, None, False)
+    assert "gave the node up" in end.detail
+    nothing_more(launcher)
+    assert launcher.running()
+
+
 # -- a step that can not be made
 
 
