@@ -52,6 +52,9 @@ PLAIN = RequeueFacts(
             93,
             "another attempt would end the same way: restarts exhausted",
         ),
+        ("a hang, no requeue left", replace(PLAIN, hang=True, attempt=3), "end", 124, "3 of 3 requeues used"),
+        ("a hang again", replace(PLAIN, hang=True, retryable=False), "end", 124, "would end the same way"),
+        ("a hang with requeues left", replace(PLAIN, hang=True), "requeue", 75, "requeue 1 of 3"),
         ("the same failure as before", replace(PLAIN, same_as_before=True), "end", 1, "by the same failure"),
         (
             "not armed",

@@ -27,7 +27,7 @@ from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.stop import Stopped, Survivor
-from hpc_elastic.rendezvous.state import Member, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.state import HangMark, Member, NodeInfo, RoundRecord, Status
 from hpc_elastic.run_paths import AttemptPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.base import StoreError
@@ -661,3 +661,93 @@ def test_an_agent_that_slurm_ends_leaves_the_end_to_slurm(play: Callable[..., Pl
     p.signals.append(signal.SIGTERM)
     p.run([START])
     assert p.said.all("see_to_the_end") == []
+
+
+# -- hangs
+
+
+class Watch:
+    """Stands for `HangWatch`: finds that a worker hangs when a test says so."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self.due: float | None = clock.monotonic()
+        self.verdict: Any = None
+        self.mark: HangMark | None = None
+        self.furthest_step = 12
+        self.calls: list[Any] = []
+
+    def look(self, running: Sequence[int]) -> Any:
+        found, self.verdict = self.verdict, None
+        return found
+
+    def refresh(self) -> list[Any]:
+        return []
+
+    def heed(self, mark: HangMark, running: Sequence[int]) -> None:
+        self.calls.append(("heed", mark, list(running)))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: self.calls.append(name)
+
+
+def with_watch(p: Play) -> Watch:
+    watch = Watch(FakeClock())
+    p.agent._ = replace(p.agent._, watch=watch)  # type: ignore[type-var]
+    return watch
+
+
+def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[..., Play]) -> None:
+    p = play()
+    watch = with_watch(p)
+
+    def hang() -> None:
+        watch.verdict = SimpleNamespace(reason="rank 1 hangs: no heartbeat for 60.0 s", limit=60.0)
+        watch.mark = HangMark(7, 60.0)
+
+    def told() -> list[Any]:
+        assert p.workers[0].stopping
+        assert p.workers[0].took_stacks, "asked for before they are ended"
+        _, first = p.said.last("report_failure")
+        assert (first.failure_class, first.step, first.hang) == ("hang", 12, HangMark(7, 60.0))
+        assert first.message == "rank 1 hangs: no heartbeat for 60.0 s"
+        p.workers[0].failures = [failure(1, failure_class=FailureClass.HANG, fingerprint="hang:1")]
+        p.workers[0].stacks = {0: ("a.py:1 f",), 1: ()}
+        return [joinable(1, hang=HangMark(7, 60.0))]
+
+    p.run([frozen()], [final()], hang, told, [], [], [closed(Outcome.FAILED)], [])
+    assert p.event("hang")["limit"] == 60.0
+    _, summed = p.said.last("sum_up_failures")
+    assert (summed.failure_class, summed.fingerprint, summed.step, summed.hang) == (
+        "hang",
+        "hang:1",
+        12,
+        HangMark(7, 60.0),
+    )
+    stacks = p.event("stacks_taken")
+    assert stacks["groups"] == [{"ranks": [0], "stack": ["a.py:1 f"]}]
+    assert stacks["silent"] == [1]
+    assert "close" in watch.calls
+
+
+@pytest.mark.parametrize("hang", [None, HangMark(7, 60.0)])
+def test_a_hang_elsewhere_has_the_stacks_taken_here(play: Callable[..., Play], hang: HangMark | None) -> None:
+    p = play()
+    watch = with_watch(p)
+
+    def stopping() -> list[Any]:
+        assert p.workers[0].stopping
+        assert p.workers[0].took_stacks == (hang is not None)
+        return []
+
+    p.run([frozen()], [final()], [joinable(1, hang=hang)], stopping, [], [], [closed(Outcome.FAILED)], [])
+    heeded = [call for call in watch.calls if isinstance(call, tuple)]
+    assert heeded == ([("heed", hang, [0, 1])] if hang else [])
+    assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if hang else [])
+
+
+def test_an_older_rounds_hang_takes_nobodys_stacks(play: Callable[..., Play]) -> None:
+    """The records in between were not seen: this round's workers are ended for another reason."""
+    p = play()
+    with_watch(p)
+    p.run([frozen()], [final()], [joinable(2, hang=HangMark(7, 60.0))], [], [], [closed(Outcome.FAILED)], [])
+    assert not p.workers[0].took_stacks

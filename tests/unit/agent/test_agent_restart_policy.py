@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.rendezvous.coordinator import Settlement
-from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status
+from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord, Status
 
 POLICY = RestartPolicy(max_restarts=3, max_same_failures=2, restart_window=600.0)
 
@@ -101,6 +101,60 @@ def test_a_budget_of_nothing_allows_one_start() -> None:
     policy = replace(POLICY, max_restarts=0)
     assert not settle(failure(), policy=policy).go_on
     assert settle(failure("symptom"), policy=policy, node_lost=True).go_on
+
+
+# -- progress refills it
+
+
+@pytest.mark.parametrize(
+    ("policy", "now", "refilled"),
+    [
+        ({"restart_steps": 100}, {"step": 110}, "100 good steps"),
+        ({"restart_steps": 100}, {"step": 109}, ""),
+        ({"restart_steps": 100}, {"step": -1, "seconds": 1e6}, ""),
+        ({"restart_window": 3600.0}, {"seconds": 3600.0}, "3600 good seconds"),
+        ({"restart_window": 3600.0}, {"seconds": 3599.0}, ""),
+        ({"restart_window": None}, {"step": 10**6, "seconds": 1e6}, ""),
+        ({"restart_window": 3600.0, "restart_steps": 100}, {"step": 12, "seconds": 4000.0}, "4000 good seconds"),
+    ],
+)
+def test_progress_refills_the_budget_where_asked_for(
+    policy: dict[str, Any], now: dict[str, Any], refilled: str
+) -> None:
+    chosen = replace(POLICY, restart_window=None)
+    chosen = replace(chosen, **policy)
+    memory = FailureMemory(fingerprint="G", times=1, step=10)
+    settlement = settle(failure(**now), used=3, memory=memory, policy=chosen)
+    assert (settlement.go_on, settlement.refills) == (bool(refilled), bool(refilled))
+    if refilled:
+        assert settlement.reason == f"restart 1 of 3 (2 left, refilled by {refilled}) after: ValueError: x"
+    else:
+        assert settlement.reason.startswith("restarts exhausted (3 of 3 restarts used)")
+
+
+def test_an_untouched_budget_is_not_said_to_be_refilled() -> None:
+    settlement = settle(failure(step=500), policy=replace(POLICY, restart_steps=1))
+    assert not settlement.refills
+    assert settlement.reason == "restart 1 of 3 (2 left) after: ValueError: x"
+
+
+def test_steps_that_were_made_before_are_no_progress_again() -> None:
+    """A restart goes back to a checkpoint: what counts is what lies beyond the furthest step."""
+    policy = replace(POLICY, restart_window=None, restart_steps=50)
+    memory = FailureMemory(step=1000)
+    assert not settle(failure(step=1049), used=1, memory=memory, policy=policy).refills
+    assert settle(failure(step=1050), used=1, memory=memory, policy=policy).refills
+
+
+def test_of_several_hangs_the_furthest_behind_is_the_cause() -> None:
+    def hang(step: int, age: float, message: str) -> NodeFailure:
+        return replace(failure("hang"), hang=HangMark(step, age), message=message, fingerprint=message)
+
+    waits, first, second = hang(8, 70.0, "waits"), hang(7, 60.0, "first"), hang(7, 59.0, "second")
+    settlement = settle(waits, second, first, failure("symptom"))
+    assert settlement.reason.endswith("after: first")
+    assert settlement.memory.fingerprint == "first"
+    assert "ValueError: x" in settle(waits, failure()).reason, "an exception tells more"
 
 
 # -- not retryable

@@ -13,6 +13,7 @@ from hpc_elastic.rendezvous.coordinator import Proposal, Settlement, View, close
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
+    HangMark,
     Member,
     NodeFailure,
     NodeInfo,
@@ -251,6 +252,12 @@ def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
     assert proposal.reason == "restart 2 of 3"
 
 
+def test_progress_that_refills_the_budget_is_counted_before_the_restart() -> None:
+    answer = settled(counts=True, refills=True)
+    proposal = committed(view(replace(AGAIN, restarts_used=3), joined=ALL), settle=Settle(answer))
+    assert proposal.record.restarts_used == 1
+
+
 def test_what_the_policy_does_not_count_is_free() -> None:
     proposal = committed(view(AGAIN, joined=ALL), settle=Settle(settled(counts=False)))
     assert proposal.record.restarts_used == 1
@@ -455,6 +462,22 @@ def test_a_failure_opens_the_next_round() -> None:
 def test_the_strongest_failure_gives_the_reason(classes: tuple[str, str], named: int) -> None:
     failures = {uid(n): failure(n, failure_class) for n, failure_class in enumerate(classes)}
     assert f"on node {named}" in committed(view(FINAL, failures=failures)).reason
+
+
+def test_a_hang_is_told_to_all_with_who_is_furthest_behind() -> None:
+    waits, hangs = HangMark(8, 60.0), HangMark(7, 59.5)
+    failures = {
+        uid(0): failure(0, "symptom"),
+        uid(1): replace(failure(1, "hang", "rank 1 hangs"), hang=waits),
+        uid(2): replace(failure(2, "hang", "rank 2 hangs"), hang=hangs),
+    }
+    proposal = committed(view(FINAL, failures=failures))
+    assert proposal.record.hang == hangs
+    assert proposal.reason == "rank 2 hangs on node 2"
+    # It stays where records in between were not seen, and is gone with the next round.
+    frozen = committed(view(replace(AGAIN, hang=hangs), joined=ALL)).record
+    assert frozen.hang == hangs
+    assert committed(view(replace(FINAL, hang=hangs), failures={uid(1): failure(1)})).record.hang is None
 
 
 def test_a_failure_and_a_loss_at_once_are_both_noted() -> None:

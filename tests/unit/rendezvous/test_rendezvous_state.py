@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
+    HangMark,
     Member,
     NodeFailure,
     NodeInfo,
@@ -28,6 +29,7 @@ from hpc_elastic.store.file_store import LONGEST_SYMLINK
 
 TEXT = st.text(max_size=20)
 SMALL = st.integers(-1, 10**6)
+HANGS = st.none() | st.builds(HangMark, SMALL, st.integers(0, 10**6).map(float))
 MEMBERS = st.lists(st.builds(Member, uid=TEXT, node=SMALL, local_world_size=SMALL), max_size=4).map(tuple)
 RECORDS = st.builds(
     RoundRecord,
@@ -46,6 +48,7 @@ RECORDS = st.builds(
     outcome=st.one_of(st.none(), st.sampled_from(Outcome)),
     retryable=st.booleans(),
     memory=st.builds(FailureMemory, fingerprint=TEXT, times=SMALL, step=SMALL),
+    hang=HANGS,
 )
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), TEXT),
@@ -160,6 +163,7 @@ FAILURE = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=T
         message=TEXT,
         step=SMALL,
         seconds=st.integers(0, 10**6).map(float),
+        hang=HANGS,
     )
 )
 def test_a_nodes_failure_comes_back(failure: NodeFailure) -> None:

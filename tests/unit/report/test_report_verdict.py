@@ -3,9 +3,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hpc_elastic.failures.classify import Category
+from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.history import NodeLoss
+from hpc_elastic.report.history import NodeLoss, RankWord
 from hpc_elastic.report.verdict import Cause, ClockBounds, Confidence, decide_verdict
 from tests.rigs.run_builder import GLOO, START_NS, make_failure
 
@@ -153,3 +153,48 @@ def test_93_on_any_rank_is_obeyed() -> None:
     assert decide_verdict([root(0, 1.0), root(1, 2.0, "KeyError: 'x'")]).retryable
     assert not decide_verdict([root(0, 1.0), make_failure(1, at=2.0, exitcode=93)]).retryable
     assert not decide_verdict([root(0, 1.0, "SyntaxError: invalid syntax")]).retryable
+
+
+# -- hangs
+
+
+def hang(rank: int, at: float, step: int | None) -> WorkerFailure:
+    return replace(make_failure(rank, at=at), failure_class=FailureClass.HANG, last_step=step, message="hang: silent")
+
+
+def word(rank: int, step: int | None) -> RankWord:
+    return RankWord(rank=rank, node=0, step=step, section="step", age=60.0, told_ns=START_NS)
+
+
+def test_of_those_that_hang_the_furthest_behind_is_the_cause() -> None:
+    words = [word(0, 8), word(1, 8), word(2, 7), word(3, None)]
+    for order in itertools.permutations([hang(0, 1.0, 8), hang(1, 2.0, 8), hang(2, 3.0, 7), symptom(3, 70.0)]):
+        verdict = decide_verdict(order, words=words)
+        assert verdict.failure is not None
+        assert verdict.failure.global_rank == 2
+        assert verdict.confidence is Confidence.HIGH
+        assert verdict.evidence == (
+            "furthest behind: 2 other ranks had got to step 8; 1 failure elsewhere is its consequence"
+        )
+        assert {failure.global_rank for failure in verdict.candidates} == {0, 1}
+
+
+def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
+    verdict = decide_verdict([hang(0, 2.0, 8), hang(1, 1.0, 8)], words=[word(0, 8), word(1, 8)])
+    assert verdict.failure is not None
+    assert verdict.failure.global_rank == 1
+    assert verdict.confidence is Confidence.LOW
+    assert "rank 0 hung at the same step" in verdict.evidence
+
+
+def test_one_that_never_got_to_a_step_is_behind_all() -> None:
+    verdict = decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], words=[word(0, 3)])
+    assert verdict.failure is not None
+    assert verdict.failure.global_rank == 1
+    assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only one that gave no sign of life"
+
+
+def test_an_exception_before_the_silence_is_the_cause() -> None:
+    verdict = decide_verdict([root(0, 1.0), hang(1, 2.0, 3)])
+    assert verdict.failure is not None
+    assert verdict.failure.global_rank == 0

@@ -1,0 +1,132 @@
+"""Where threads stood: faulthandler's dump in a worker's stderr, and what /proc tells."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.stacks import (
+    describe_stack,
+    find_dump,
+    fold_stacks,
+    look_at_process,
+    short_stack,
+)
+
+# CPython 3.11, a worker with a helper thread, hung in a nested call.
+DUMP = """\
+a line before
+Fatal Python error: Aborted
+
+Thread 0x00007fe7d7fff6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Thread 0x00007fe7d8ff96c0 (most recent call first):
+  <no Python frame>
+
+Current thread 0x00007fe7e8a3f740 (most recent call first):
+  File "/home/ann/a file.py", line 7 in inner
+  File "/home/ann/train.py", line 12 in <module>
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
+and after
+"""
+# CPython 3.14: threads have names, and the C stack follows.
+DUMP_314 = """\
+Fatal Python error: Aborted
+
+Thread 0x00007fe7d7fff6c0 [loader] (most recent call first):
+  File "/home/ann/data.py", line 3 in get
+
+Current thread 0x00007fe7e8a3f740 [MainThread] (most recent call first):
+  File "/home/ann/train.py", line 12 in <module>
+
+Current thread's C stack trace (most recent call first):
+  Binary file "python", at _Py_DumpStack+0x41 [0x5f3c9a]
+"""
+
+
+def test_all_threads_and_the_one_that_counts() -> None:
+    dump = find_dump(DUMP)
+    assert dump is not None
+    assert [len(thread.frames) for thread in dump.threads] == [2, 0, 2]
+    assert [(frame.file, frame.line, frame.function) for frame in dump.main] == [
+        ("/home/ann/train.py", 12, "<module>"),
+        ("/home/ann/a file.py", 7, "inner"),
+    ]
+    assert dump.text.startswith("Fatal Python error: Aborted\n")
+    assert dump.text.endswith("line 12 in <module>")
+    assert "Extension modules" not in dump.text
+
+
+def test_newer_pythons_names_and_c_stack() -> None:
+    dump = find_dump(DUMP_314)
+    assert dump is not None
+    assert [thread.name for thread in dump.threads] == ["loader", "MainThread"]
+    assert [frame.line for frame in dump.main] == [12]
+    assert "Binary file" not in dump.text
+
+
+def test_the_last_dump_of_several() -> None:
+    dump = find_dump(DUMP + DUMP_314)
+    assert dump is not None
+    assert dump.text.count("Fatal Python error") == 1
+    assert dump.threads[0].name == "loader"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "nothing", "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"],
+)
+def test_where_there_is_none(text: str) -> None:
+    assert find_dump(text) is None
+
+
+@pytest.mark.parametrize("cut", range(0, len(DUMP), 7))
+def test_a_dump_that_was_cut_is_read_as_far_as_it_goes(cut: int) -> None:
+    dump = find_dump(DUMP[:cut])
+    assert dump is None or all(frame.line for thread in dump.threads for frame in thread.frames)
+
+
+def test_a_stack_reads_like_a_traceback() -> None:
+    dump = find_dump(DUMP)
+    assert dump is not None
+    assert describe_stack(dump.main).splitlines() == [
+        "Stack where it hung (most recent call last):",
+        '  File "/home/ann/train.py", line 12, in <module>',
+        '  File "/home/ann/a file.py", line 7, in inner',
+    ]
+    assert describe_stack([]) == ""
+    assert short_stack(dump.main, limit=1) == ["/home/ann/a file.py:7 inner"]
+
+
+def test_identical_stacks_fold_and_the_odd_one_comes_first() -> None:
+    wait, stuck = ("train.py:9 wait",), ("train.py:6 load",)
+    assert fold_stacks({0: wait, 1: wait, 2: stuck, 3: wait}) == [([2], stuck), ([0, 1, 3], wait)]
+    assert fold_stacks({}) == []
+
+
+def test_this_process_as_the_kernel_sees_it() -> None:
+    state = look_at_process(os.getpid())
+    assert state.state.startswith("R")
+    assert state.thread_count >= 1
+    assert state.threads[0].startswith(f"{os.getpid()} ")
+    assert not state.is_stopped
+
+
+def test_states(tmp_path: Path) -> None:
+    task = tmp_path / "42" / "task" / "42"
+    task.mkdir(parents=True)
+    for folder in (tmp_path / "42", task):
+        (folder / "status").write_text("Name:\tpython\nState:\tD (disk sleep)\n")
+    (task / "wchan").write_text("rpc_wait_bit_killable")
+    state = look_at_process(42, proc=str(tmp_path))
+    assert state.is_uninterruptible
+    assert state.threads == ("42 python: D (disk sleep) in rpc_wait_bit_killable",)
+    assert state.describe() == "state D (disk sleep), 1 threads"
+    (tmp_path / "42" / "status").write_text("State:\tT (stopped)\n")
+    assert look_at_process(42, proc=str(tmp_path)).is_stopped
+    assert look_at_process(43, proc=str(tmp_path)).describe() == "gone"
