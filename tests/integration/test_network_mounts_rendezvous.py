@@ -12,7 +12,7 @@ import pytest
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from tests.rigs.network_mounts import KINDS, NetworkMounts, require_mounts, started_together
+from tests.rigs.network_mounts import KINDS, NetworkMounts, missing_prerequisites, require_mounts
 from tests.rigs.rendezvous_process import leader, nodes
 
 NODES = 4
@@ -67,21 +67,19 @@ def live(filesystem: NetworkMounts, folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Future[list[int]]]]:
+def outcomes(
+    network_mounts: Callable[[str], NetworkMounts], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Future[list[int]]]]:
     """All of them at the same time: they mostly wait."""
-    with started_together() as wait_for, ThreadPoolExecutor(len(KINDS)) as pool:
+    with ThreadPoolExecutor(len(KINDS)) as pool:
 
         def start(kind: str) -> list[int]:
-            return live(wait_for(kind), tmp_path_factory.mktemp(kind))
+            return live(network_mounts(kind), tmp_path_factory.mktemp(kind))
 
         started: dict[str, Future[list[int]]] = {}
         for kind in KINDS:
-            try:
-                require_mounts(kind)
-            except BaseException:  # the test of this kind says so
-                continue
-            started[kind] = pool.submit(start, kind)
-
+            if not missing_prerequisites(kind):
+                started[kind] = pool.submit(start, kind)
         yield started.__getitem__
 
 

@@ -44,8 +44,15 @@ def take_down(folder: Path) -> None:
 
 
 def _birth(pid: int) -> list[int]:
-    """The pid, and when it began: another process that gets the same pid later began later."""
-    return [pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])]
+    """The pid, and when it began: another process that gets the same pid later began later.
+
+    Raises:
+        OSError: it has ended, whether or not its parent has taken notice.
+    """
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    if words[0] in "ZX":
+        raise ProcessLookupError(pid)
+    return [pid, int(words[19])]
 
 
 def _lives(noted: list[int]) -> bool:

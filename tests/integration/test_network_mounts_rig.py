@@ -1,0 +1,118 @@
+"""The rig itself: two clients of one server; nothing is left, whatever is killed; a frozen server holds them up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.network_mounts import NetworkMounts, require_mounts
+from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers
+from tests.rigs.network_mounts.location import mounts_below
+
+ROOT = Path(__file__).resolve().parents[2]
+_OWNER = """
+import sys, time
+from tests.rigs.network_mounts import NetworkMounts
+rig = NetworkMounts("glusterfs")
+rig.__enter__()
+print(rig.keeper, rig.paths[0].parent, flush=True)
+time.sleep(100)
+"""
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """The command lines that name the rig's folder, this process's and zombies' aside."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if str(folder) in line:
+                found.append(line)
+    return found
+
+
+@pytest.fixture
+def owner() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+    """A process with a rig, to be killed: itself, its rig's keeper's pid, and the rig's folder."""
+    require_mounts("glusterfs")
+    process = subprocess.Popen([sys.executable, "-c", _OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    keeper, folder = process.stdout.readline().split()
+    yield process, int(keeper), Path(folder)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("kind", ["glusterfs", "sshfs"])
+def test_two_clients_share_a_server_and_leave_nothing(kind: str) -> None:
+    require_mounts(kind)
+    with NetworkMounts(kind) as filesystem:
+        folder = filesystem.paths[0].parent
+        (filesystem.paths[0] / "made").mkdir()
+        until(lambda: "made" in os.listdir(filesystem.paths[1]), "the other client sees it")
+        assert len(mounts_below(folder)) == 3, "two clients and the server's disk"
+        assert len({os.stat(path).st_dev for path in filesystem.paths}) == 2
+        assert processes_of(folder)
+    assert not folder.exists()
+    assert not processes_of(folder)
+
+
+def test_a_killed_owner_leaves_nothing(owner: tuple[subprocess.Popen[str], int, Path]) -> None:
+    process, _, folder = owner
+    process.send_signal(signal.SIGKILL)
+    until(lambda: not folder.exists() and not processes_of(folder), "its keeper takes all away")
+    assert not mounts_below(folder)
+
+
+def test_what_a_killed_keeper_left_is_taken_away_at_the_next_start(
+    owner: tuple[subprocess.Popen[str], int, Path],
+) -> None:
+    process, keeper, folder = owner
+    process.send_signal(signal.SIGSTOP)  # so that it does nothing about it
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: not processes_of(folder), "the kernel kills all that it started")
+    assert mounts_below(folder), "which the keeper would have taken away"
+    remove_leftovers()
+    assert not folder.exists()
+    assert not mounts_below(folder)
+    assert folder.name not in os.listdir(tempfile.gettempdir())
+    assert folder.name.startswith(PREFIX)
+
+
+def test_a_frozen_server_holds_its_clients_up() -> None:
+    require_mounts("glusterfs")
+    with NetworkMounts("glusterfs") as filesystem:
+        done = threading.Event()
+
+        def write() -> None:
+            (filesystem.paths[0] / "written").write_text("x")
+            done.set()
+
+        filesystem.freeze()
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        assert not done.wait(1.0)
+        filesystem.thaw()
+        assert done.wait(20.0)
+        thread.join()
+        assert "brick" in filesystem.logs()
