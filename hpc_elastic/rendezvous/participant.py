@@ -34,6 +34,7 @@ from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
 from hpc_elastic.rendezvous.stirring import Stirring
+from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.store.base import Store, StoreWipedError
@@ -106,6 +107,8 @@ class Participant:
         self._listed: dict[int, Claims] = {}
         self._patience = rng.uniform(0.0, 0.1)
         self._ending = Ending(store, info.uid, listener, clock)
+        observes = info.node == OBSERVER_NODE
+        self._sweep = Sweep(store, info.uid, self._peers, observes=observes, now=self._started_at)
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
@@ -215,6 +218,7 @@ class Participant:
         self._join_if_wanted()
         progress = self._close_if_asked() or self._coordinate()
         self._stirring.while_waiting(self._record, seen=self._claims_seen, now=self._clock.monotonic())
+        self._sweep.step(self._record, joined=self._seen_joining, now=self._clock.monotonic())
         if progress or self._stir_what_is_hidden():
             return 0.0
         return max(0.0, min(next_beat, self._poll_delay()))

@@ -72,7 +72,7 @@ class Store(Protocol):
         ...
 
     def delete(self, key: str) -> None:
-        """Remove a key of one's own that nobody will look for again."""
+        """Remove a key that nobody will look for again, or an empty folder; one that is not empty stays."""
         ...
 
     def stir(self, folder: str) -> None:

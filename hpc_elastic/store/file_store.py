@@ -276,10 +276,23 @@ class FileStore:
             os.close(fd)
 
     def delete(self, key: str) -> None:
+        path = self._path(key)
         try:
-            os.unlink(self._path(key))
+            os.unlink(path)
         except OSError as error:
-            if error.errno not in _GONE:
+            if error.errno in _GONE:
+                return
+            if error.errno not in (errno.EISDIR, errno.EPERM) or not stat.S_ISDIR(os.lstat(path).st_mode):
+                raise
+            self._remove_folder(key)
+
+    def _remove_folder(self, folder: str) -> None:
+        self._folders.discard(folder)
+        try:
+            os.rmdir(self._path(folder))
+        except OSError as error:
+            # Not empty: somebody's .nfsXXXX, or a claim that was just made.
+            if error.errno not in (*_GONE, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                 raise
 
     def stir(self, folder: str) -> None:

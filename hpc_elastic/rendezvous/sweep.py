@@ -1,0 +1,172 @@
+"""What a long run leaves in its store, and who removes it when: so that the number of files does not grow with rounds.
+
+Each node removes its own claims on rounds that nobody reads any more; the coordinator removes the rest: the claims of
+nodes that died, old rounds' key-value folders, and what is left of agents that are gone. Only while a round is final, a
+few files at a step, and never anything of the newest rounds. A participant that was frozen for any number of rounds
+reads the log first, whose newest records stay, and finds itself out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+from hpc_elastic.rendezvous.claims import ClaimKind, claim_folder, claim_key
+from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.store.base import Store, StoreError
+
+logger = logging.getLogger(__name__)
+
+KEPT_ROUNDS = 1
+"""Claims of the newest round and of so many before it are kept: a round's failures are settled in the next one."""
+KEPT_VALUES = 8
+"""The same for rounds' key-value folders, which programs outside use too."""
+SWEEP_SECONDS = 30.0
+"""Between two looks of the coordinator for what is left."""
+GONE_SECONDS = 900.0
+"""After so long without a change of its heartbeat, what an agent outside the round left is removed."""
+REMOVALS_PER_SECOND = 50.0
+MOST_AT_ONCE = 25
+"""In one step."""
+_OWN_KINDS = (ClaimKind.JOIN, ClaimKind.ACK, ClaimKind.FAIL, ClaimKind.SUM)
+_VALUE_FOLDERS = ("key", "queue", "taken")
+
+
+def old_rounds(names: Iterable[str], *, newest: int, kept: int) -> list[int]:
+    """Which rounds' folders among `names` are to go: those before the last `kept` and `newest`."""
+    return sorted(int(name) for name in names if name.isdecimal() and int(name) < newest - kept)
+
+
+class Allowance:
+    """How many files may be removed now: so many per second, and at a step."""
+
+    def __init__(self, now: float) -> None:
+        self._left = 0.0
+        self._at = now
+
+    def renew(self, now: float) -> None:
+        self._left = min(MOST_AT_ONCE, self._left + REMOVALS_PER_SECOND * max(0.0, now - self._at))
+        self._at = now
+
+    def take(self) -> bool:
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True
+
+
+class GoneAgents:
+    """Which agents outside the round have not changed their heartbeat for `GONE_SECONDS` of this process' clock."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[str | None, float]] = {}
+        self._looked_at = 0.0
+
+    def look(self, versions: dict[str, str | None], now: float) -> list[str]:
+        """Args:
+        versions: Uid → what `Store.version` says of its heartbeat.
+        now: Seconds, monotonic.
+        """
+        if now - self._looked_at > 4 * SWEEP_SECONDS:
+            self._seen.clear()  # this process did not look, was frozen, or was not coordinator: nobody aged meanwhile
+        self._looked_at = now
+        self._seen = {
+            uid: before if (before := self._seen.get(uid)) is not None and before[0] == version else (version, now)
+            for uid, version in versions.items()
+        }
+        return sorted(uid for uid, (_, since) in self._seen.items() if now - since >= GONE_SECONDS)
+
+
+class Sweep:
+    """One participant's part in it: a `step` at the end of each of its machine's steps."""
+
+    def __init__(self, store: Store, uid: str, peers: Peers, *, observes: bool, now: float) -> None:
+        """Args:
+        store: The run's.
+        uid: This participant's.
+        peers: Announces it anew, should others have taken it for gone.
+        observes: It only looks: it removes nothing.
+        now: Seconds, monotonic; as in `step`.
+        """
+        self._store = store
+        self._uid = uid
+        self._peers = peers
+        self._observes = observes
+        self._allowance = Allowance(now)
+        self._stepped_at = now
+        self._mine: deque[int] = deque()
+        """Rounds on which this node may have made claims that are still there."""
+        self._keys: Iterator[str] = iter(())
+        self._swept_at = now
+        self._gone = GoneAgents()
+
+    def step(self, record: RoundRecord | None, *, joined: AbstractSet[str], now: float) -> None:
+        """Remove a little, where there is something and nobody waits. Raises nothing of the filesystem's.
+
+        Args:
+            record: The newest.
+            joined: Who has claims on the next round, as the coordinator last saw it.
+            now: Seconds, monotonic.
+        """
+        if self._observes:
+            return
+        try:
+            if now - self._stepped_at >= GONE_SECONDS / 2:
+                self._peers.announce()
+            self._stepped_at = now
+            if record is None:
+                return
+            self._note(record.round)
+            self._allowance.renew(now)
+            if record.status is not Status.FINAL:
+                return
+            self._remove_own(record.round)
+            if record.leader == self._uid:
+                self._remove_others(record, joined, now)
+        except (OSError, StoreError) as error:
+            logger.debug("not swept: %s", error)  # the next step tries again; nothing depends on it
+
+    def _note(self, newest: int) -> None:
+        for index in (newest, newest + 1):  # a claim may be on the next one already
+            if not self._mine or self._mine[-1] < index:
+                self._mine.append(index)
+
+    def _remove_own(self, newest: int) -> None:
+        while self._mine and self._mine[0] < newest - KEPT_ROUNDS:
+            for kind in _OWN_KINDS:
+                if not self._allowance.take():
+                    return
+                self._store.delete(claim_key(self._mine[0], kind, self._uid))
+            self._mine.popleft()
+
+    def _remove_others(self, record: RoundRecord, joined: AbstractSet[str], now: float) -> None:
+        while self._allowance.take():
+            key = next(self._keys, None)
+            if key is not None:
+                self._store.delete(key)
+            elif now - self._swept_at >= SWEEP_SECONDS:
+                self._swept_at = now
+                self._keys = self._find(record, joined, now)
+            else:
+                return
+
+    def _find(self, record: RoundRecord, joined: AbstractSet[str], now: float) -> Iterator[str]:
+        """Keys, and folders behind what is in them."""
+        for index in old_rounds(self._store.list("round"), newest=record.round, kept=KEPT_ROUNDS):
+            folder = claim_folder(index)
+            yield from (f"{folder}/{name}" for name in self._store.list(folder))
+            yield folder
+        for index in old_rounds(self._store.list("kv"), newest=record.round, kept=KEPT_VALUES):
+            folder = f"kv/{index:06d}"
+            for part in _VALUE_FOLDERS:
+                yield from (f"{folder}/{part}/{name}" for name in self._store.list(f"{folder}/{part}"))
+                yield f"{folder}/{part}"
+            yield folder
+        inside = {member.uid for member in record.members} | joined | {self._uid}
+        outside = {*self._store.list("node"), *self._store.list("hb")} - inside
+        for uid in self._gone.look({uid: self._store.version(f"hb/{uid}") for uid in outside}, now):
+            # In this order: who has announced itself and said no goodbye is waited for at the end of the run.
+            yield from (f"{folder}/{uid}" for folder in ("node", "hb", "bye"))
