@@ -22,14 +22,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import leftovers
+from tests.bench import heartbeat, leftovers
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-PARTS = ("plain", "torch", "help", "leftovers")
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             _progress(f"{system.name}, {ending.name}")
             left.setdefault(system.name, []).append(leftovers.measure(system, ending))
-    text = _report(facts, samples, helps, dict(sorted(left.items())))
+    beats = heartbeat.measure() if "heartbeat" in options.parts and OURS in systems else None
+    text = _report(facts, samples, helps, dict(sorted(left.items())), beats)
     print(text)
     for trouble in samples.troubles:
         print(f"trouble: {trouble}", file=sys.stderr)
@@ -74,10 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"left by {system_name} after {one.ending}: {name}", file=sys.stderr)
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
-    _write_json(options.json, facts, samples, helps, left)
+    _write_json(options.json, facts, samples, helps, left, beats)
     if options.update_docs:
         update_document(DOCUMENT, text)
-    return 0 if samples.values or helps or left else 1
+    return 0 if samples.values or helps or left or beats else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -110,13 +111,19 @@ def _progress(what: str) -> None:
 
 
 def _report(
-    facts: dict[str, str], samples: Samples, helps: dict[str, float], left: dict[str, list[leftovers.Left]]
+    facts: dict[str, str],
+    samples: Samples,
+    helps: dict[str, float],
+    left: dict[str, list[leftovers.Left]],
+    beats: heartbeat.HeartbeatFigures | None,
 ) -> str:
     where = f"{facts['date']}, {facts['cores']} cores, {facts['memory']}, Linux {facts['kernel']}, "
     where += f"Python {facts['python']}, torch {facts['torch']}; {NODES} nodes × 1 worker on one machine"
     lines = [where, "", *table(samples, helps)]
     if left:
         lines += ["", *leftovers_table(left)]
+    if beats is not None:
+        lines += ["", *heartbeat.lines(beats)]
     return "\n".join(lines) + "\n"
 
 
@@ -126,6 +133,7 @@ def _write_json(
     samples: Samples,
     helps: dict[str, float],
     left: dict[str, list[leftovers.Left]],
+    beats: heartbeat.HeartbeatFigures | None,
 ) -> None:
     value: dict[str, Any] = {
         "version": 1,
@@ -143,6 +151,7 @@ def _write_json(
         },
         "help_seconds": helps,
         "left": {name: [asdict(one) for one in rows] for name, rows in left.items()},
+        "heartbeat_microseconds": asdict(beats) if beats is not None else None,
         "troubles": samples.troubles,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
