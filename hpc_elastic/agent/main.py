@@ -75,7 +75,9 @@ def agent_main(argv: Sequence[str]) -> int:
     settings = rendezvous_settings(spec, attempt)
     secret = read_secret(paths.secret) if settings.doorbell else b""
     folder = open_folder(f"{spec.uid}.{node_key(attempt.cluster, node)}.{uid[-21:]}", env)
-    guardian = start_guardian(tag, remove=str(folder.path) if folder.path is not None else None)
+    guardian = start_guardian(
+        tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
+    )
     left = end_strangers(tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.processes import linux, tree
+from hpc_elastic.processes.stopped_watch import StoppedWatch
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
 from hpc_elastic.processes.tree import Environ, Proc
 
@@ -64,12 +65,14 @@ class Guardian:
         return _wait_for_child(self.pid, timeout)
 
 
-def start_guardian(tag: Tag, *, remove: str | None = None) -> Guardian:
+def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None) -> Guardian:
     """Fork the guardian. Call it before the agent starts a thread or opens files: it is a copy of the agent as it is.
 
     Args:
         tag: What it ends when this process dies, however that happens.
         remove: A node-local folder of the agent's, removed with all that is in it at the same time.
+        stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, its workers are ended: the
+            other nodes have gone on without them by then. None: never.
 
     Raises:
         RuntimeError: this process has several threads already.
@@ -87,7 +90,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None) -> Guardian:
     try:
         pid = os.fork()
         if pid == 0:
-            _be_guardian(agent, read_end, str(tag), remove)
+            _be_guardian(agent, read_end, str(tag), remove, stopped_limit)
     except OSError:
         os.close(write_end)
         raise
@@ -97,7 +100,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None) -> Guardian:
     return Guardian(pid=pid, control_fd=write_end)
 
 
-def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None) -> NoReturn:
+def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None, stopped_limit: float | None) -> NoReturn:
     try:
         gc.disable()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -114,7 +117,7 @@ def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None) -> NoR
         if high != 3:
             os.dup2(high, 3, inheritable=False)
         linux.close_from(4)
-        if _agent_died(agent, 3):
+        if _agent_died(agent, 3, tag, stopped_limit):
             end_tagged(tag, clock=SystemClock())
             if remove is not None:
                 import shutil  # only here: it costs as much as all the rest
@@ -124,8 +127,11 @@ def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None) -> NoR
         os._exit(0)
 
 
-def _agent_died(agent: int, control: int) -> bool:
-    """Wait until the agent dies (True) or says goodbye (False)."""
+def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None) -> bool:
+    """Wait until the agent dies (True) or says goodbye (False). Meanwhile, end the workers of one that is stopped."""
+    clock = SystemClock()
+    pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
+    watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * pause + 0.5)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     try:
@@ -137,11 +143,13 @@ def _agent_died(agent: int, control: int) -> bool:
         return True
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
-    while not poll.poll(_LOOK_AT_AGENT_S * 1000):
+    while not poll.poll(pause * 1000):
         # A thread that a hung mount holds keeps a dead agent's descriptors open, and its pidfd quiet.
         proc = tree.look_at(agent)
         if proc is None or proc.is_dead:
             return True
+        if watch.look(proc.state, clock.monotonic()):
+            end_tagged(tag, clock=clock)
     os.set_blocking(control, False)
     try:
         return os.read(control, 1) != _LEAVE

@@ -39,6 +39,13 @@ class RendezvousSettings:
     suspect_answer: float = 4.0
     """How long it may take to rewrite its heartbeat then. Above what the filesystem takes to show a change."""
 
+    @property
+    def silence_until_lost(self) -> float:
+        """Seconds without a sign of life after which the others may go on without a node, at the earliest."""
+        if not self.doorbell:
+            return self.heartbeat_ttl
+        return min(self.heartbeat_ttl, self.beat_silence + self.suspect_answer)
+
 
 def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> RendezvousSettings:
     """Apply ``--rdzv-conf key=value,…``.

@@ -25,7 +25,7 @@ IN_CI = [
     ChaosRun(seed=357, place="nfs-coarse", nodes=3, bursts=2, doorbell=False),
     ChaosRun(seed=342, place="disk", nodes=5, bursts=4),
     ChaosRun(seed=67, place="nfs-ahead", nodes=16, min_nodes=4, bursts=2, handlers=True),
-    ChaosRun(seed=19, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
+    ChaosRun(seed=110, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
 ]
 LONG = [
     *[ChaosRun(seed=0, place=place, nodes=4, bursts=8) for place in sorted(PLACES)],

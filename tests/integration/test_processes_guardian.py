@@ -17,7 +17,8 @@ from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
 # An agent with a guardian, a worker, and the daemon that the worker made.
 _AGENT = """
 tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
-guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"))
+limit = float(os.environ["LIMIT"]) if "LIMIT" in os.environ else None
+guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"), stopped_limit=limit)
 worker = start(DAEMON, HPC_ELASTIC_TAG=str(tag))
 daemon = int(read_line(worker.stdout_fd))
 until(lambda: tree.look_at(guard.pid).state == "S")
@@ -43,6 +44,20 @@ def spawned() -> Iterator[list[int]]:
     for pid in pids:
         if is_alive(pid):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_the_workers_of_an_agent_that_stays_stopped_are_ended(tmp_path: Path, spawned: list[int]) -> None:
+    with StandIn(
+        _AGENT + "report(code=until(worker.poll).exitcode)\n" + _WAIT,
+        env={**_env(tmp_path), "LIMIT": "1"},
+    ) as agent:
+        facts = agent.report()
+        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        os.kill(agent.pid, signal.SIGSTOP)
+        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
+        assert is_alive(facts["guardian"])
+        os.kill(agent.pid, signal.SIGCONT)
+        assert agent.report()["code"] == -signal.SIGKILL, "it goes on, and sees what became of its workers"
 
 
 def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: list[int]) -> None:

@@ -9,14 +9,18 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from tests.rigs.chaos.evidence import Deed, Evidence, Work, host_node, told_records
 from tests.rigs.chaos.schedule import Kind
 
 DETECTION_SECONDS = 15.0
 """How long after a node was killed, or woke up, the others may still find out that it was away."""
-LATE_STOP_SECONDS = 3.0
+LATE_STOP_SECONDS = 2.0
 """How long after a stopped or cut-off node can act again its workers of an older round may still run."""
+
+GUARDIAN_SECONDS = 1.0
+"""Between two looks of a guardian at its agent."""
 
 _MAKES_ABSENT = (Kind.KILL_AGENT, Kind.KILL_NODE, Kind.LOSE_NODE)
 
@@ -30,7 +34,7 @@ def complaints(evidence: Evidence) -> list[str]:
 
 
 def known_gaps(evidence: Evidence) -> list[str]:
-    """What is tolerated and told: workers of an agent that was stopped alone, which ran on beside a newer round."""
+    """What is within the bound, and told: workers of an agent that was stopped alone ran on beside a newer round."""
     found = []
     for old, new in _beside(evidence):
         if any(deed.action.kind is Kind.STOP_AGENT for deed in _excuses(evidence, old, new.began)):
@@ -124,9 +128,18 @@ def _excuses(evidence: Evidence, old: Work, at: float) -> list[Deed]:
     ]
 
 
+def _can_act_from(evidence: Evidence, deed: Deed) -> float:
+    """When the node can end its workers again: with its agent stopped alone, its guardian does it."""
+    if deed.action.kind is not Kind.STOP_AGENT:
+        return deed.ended
+    plan = evidence.schedule.plan
+    settings = settings_from_conf({"heartbeat_ttl": f"{plan.ttl:g}"}, RendezvousSettings(doorbell=plan.doorbell))
+    return min(deed.ended, deed.began + settings.silence_until_lost + GUARDIAN_SECONDS)
+
+
 def _no_two_rounds(evidence: Evidence) -> Iterator[str]:
     for old, new in _beside(evidence):
-        until = max((deed.ended for deed in _excuses(evidence, old, new.began)), default=None)
+        until = max((_can_act_from(evidence, deed) for deed in _excuses(evidence, old, new.began)), default=None)
         if until is None:
             yield (
                 f"the worker of round {old.round} on node {old.node} was alive {old.last - new.began:.3f} s after "

@@ -96,7 +96,7 @@ def plan_of(run: ChaosRun) -> Plan:
         min_nodes=run.min_nodes,
         bursts=run.bursts,
         ttl=run.ttl,
-        kinds=_kinds(run.place),
+        kinds=tuple(kind for kind in _kinds(run.place) if not (run.handlers and kind is Kind.KILL_WORKER)),
         doorbell=run.doorbell,
         kills_per_node=1000 if run.handlers else 3,
     )

@@ -82,3 +82,9 @@ def test_what_is_wrong_is_named(conf: dict[str, str], words: list[str]) -> None:
     assert "\n" not in text
     for word in words:
         assert word in text
+
+
+def test_when_the_others_go_on_without_a_silent_node() -> None:
+    assert BASE.silence_until_lost == BASE.beat_silence + BASE.suspect_answer
+    assert settings_from_conf({"doorbell": "off"}, BASE).silence_until_lost == BASE.heartbeat_ttl
+    assert settings_from_conf({"heartbeat_ttl": "5"}, BASE).silence_until_lost == 5
