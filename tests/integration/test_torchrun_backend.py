@@ -226,6 +226,13 @@ slurm = {"SLURM_PROCID": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
 first = config_from_parameters(params, slurm)
 again = config_from_parameters(params, {**slurm, "SLURM_RESTART_COUNT": "1"})
 assert first.node == 3 and first.job and first.job != again.job
+import torch.distributed as dist
+real = dist.TCPStore
+def no_port(*_, **__):
+    raise dist.DistNetworkError("no port")
+dist.TCPStore = no_port
+assert raised(handler(1, "no port", timeout="20").next_rendezvous) is api.RendezvousError
+dist.TCPStore = real
 import pathlib
 blocked = handler(1, "blocked")
 (pathlib.Path(sys.argv[1]) / "elsewhere").mkdir()
