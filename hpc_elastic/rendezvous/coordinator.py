@@ -20,6 +20,8 @@ from hpc_elastic.rendezvous.state import (
 from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
 from hpc_elastic.rendezvous.uid import node_of, supersedes
 
+_MOST_NAMES = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
@@ -162,14 +164,14 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
             return _close(
                 record,
                 Outcome.TOO_FEW_NODES,
-                f"{len(present)} of at least {settings.min_nodes} nodes are left{_named(away)}",
+                f"{len(present)} of at least {settings.min_nodes} nodes are left{_named(away, view)}",
             )
     if timed_out:
         return _close(
             record,
             Outcome.TOO_FEW_NODES,
             f"{len(awaited) + len(away)} of {settings.expected_nodes} nodes had not joined after "
-            f"{settings.timeout:g} s{_named(awaited | away)}",
+            f"{settings.timeout:g} s{_named(awaited | away, view)}",
         )
     return None
 
@@ -337,8 +339,15 @@ def closed_after(
     )
 
 
-def _named(nodes: frozenset[int]) -> str:
-    return f" (missing: node {_ranges(nodes)})" if nodes else ""
+def _named(nodes: frozenset[int], view: View) -> str:
+    """By name those that have ever said theirs, the others by index; of many, some: a reason has to stay short."""
+    unknown = [node for node in nodes if node not in view.names]
+    known = [view.names[node] for node in sorted(nodes) if node in view.names]
+    words = [f"node {_ranges(unknown)}"] if unknown else []
+    words += known[:_MOST_NAMES]
+    if len(known) > _MOST_NAMES:
+        words.append(f"{len(known) - _MOST_NAMES} more")
+    return f" (missing: {', '.join(words)})" if words else ""
 
 
 def _ranges(numbers: Iterable[int]) -> str:

@@ -194,6 +194,7 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
     (step,) = re.findall(r"rank 0 begins at step (\d+) in attempt 1", out)
     assert int(step) > 0
     assert run.result(0)["outcome"] == "too_few_nodes"
+    assert "(missing: n3)" in run.result(0)["reason"]
     report = runs.hpc_elastic("report", str(run.root), "--attempt", "0").stdout
     assert "node n3 was lost" in report
     assert "attempt 1" in runs.hpc_elastic("report", str(run.root)).stdout

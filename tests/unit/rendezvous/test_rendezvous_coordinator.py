@@ -324,7 +324,7 @@ def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: 
         (
             "all others were given up",
             view(START, joined=ALL[:1], gone=frozenset([1, 2, 3])),
-            "1 of at least 2 nodes are left (missing: node 1-3)",
+            "1 of at least 2 nodes are left (missing: node 1-2, nid003)",
         ),
         (
             "the others are lost, and may be started again",
@@ -334,7 +334,7 @@ def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: 
         (
             "the others are lost, and were not started again",
             view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=30),
-            "1 of at least 2 nodes are left (missing: node 1-3)",
+            "1 of at least 2 nodes are left (missing: node 1-2, nid003)",
         ),
         ("somebody is still awaited", view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[2:]), since_lost=31), None),
         (
@@ -345,12 +345,12 @@ def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: 
         (
             "who died while joining was not started again",
             view(START, joined=ALL, dead=frozenset(ALL[1:]), since_lost=30),
-            "1 of at least 2 nodes are left (missing: node 1-3)",
+            "1 of at least 2 nodes are left (missing: node 1-2, nid003)",
         ),
         (
             "the timeout",
             view(START, joined=ALL[:1], gone=frozenset([3]), since_status=600),
-            "3 of 4 nodes had not joined after 600 s (missing: node 1-3)",
+            "3 of 4 nodes had not joined after 600 s (missing: node 1-2, nid003)",
         ),
         ("just before the timeout", view(START, joined=ALL[:1], since_status=599.9), None),
     ],
@@ -637,7 +637,8 @@ def test_anything_else_can_be_closed(status: Status) -> None:
 def test_nodes_are_named_in_ranges(missing: set[int], text: str) -> None:
     settings = replace(SETTINGS, expected_nodes=13, min_nodes=13, max_nodes=13)
     here = [uid(node) for node in range(13) if node not in missing]
-    assert f"(missing: {text})" in committed(view(START, joined=here, since_status=600), settings).reason
+    seen = replace(view(START, joined=here, since_status=600), names={})
+    assert f"(missing: {text})" in committed(seen, settings).reason
 
 
 def test_who_falls_silent_is_asked_and_not_put_out() -> None:
@@ -670,3 +671,13 @@ def test_a_suspect_that_is_lost_or_takes_no_part_is_none_any_more() -> None:
     assert proposal is not None
     assert proposal.event is RoundEvent.REOPEN
     assert proposal.record.suspects == ()
+
+
+def test_of_many_missing_nodes_some_are_named() -> None:
+    crowd = replace(
+        view(START, joined=ALL[:1], gone=frozenset(range(1, 40))), names={n: f"nid{n:03}" for n in range(30)}
+    )
+    proposal = committed(crowd)
+    assert proposal.record.reason.endswith(
+        "(missing: node 30-39, nid001, nid002, nid003, nid004, nid005, nid006, nid007, nid008, 21 more)"
+    )
