@@ -242,18 +242,14 @@ def _output_may_be_lost(evidence: Evidence, work: Work) -> bool:
 
 def _agents_ended(evidence: Evidence) -> Iterator[str]:
     """No agent ended but by our hand, or with the run."""
-    kills: dict[int, int] = defaultdict(int)
-    for deed in evidence.deeds:
-        if deed.action.kind in _MAKES_ABSENT:
-            kills[deed.nodes[0]] += 1
+    is_over = any(seen.record.status is Status.CLOSED for seen in evidence.records)
     for name, lines in evidence.events.items():
         if not name.startswith("supervisor"):
             continue
-        for line in lines:
+        for position, line in enumerate(lines):
             if line.get("event") != "agent_ended" or line.get("code") in (None, -9):
                 continue
-            if line.get("code") == 0 or any(x.get("event") == "verdict" for x in lines):
-                over = [s for s in evidence.records if s.record.status is Status.CLOSED]
-                if over and line.get("code") in (0, 1):
-                    continue
-            yield f"the agent on node {line.get('node')} ended by itself: {line.get('detail')}"
+            node = line.get("node")
+            went_on = any(x.get("event") == "agent_relaunched" and x.get("node") == node for x in lines[position:])
+            if went_on or not is_over or line.get("code") not in (0, 1):
+                yield f"the agent on node {node} ended by itself: {line.get('detail')}"
