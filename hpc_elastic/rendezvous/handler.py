@@ -82,6 +82,8 @@ class FileRendezvousHandler:
         )
         self._epoch_found: int | None = None
         self._seat: Seat | None = None
+        self._sweeper: threading.Thread | None = None
+        self._stop_sweep = threading.Event()
         self._rng = random.Random()
         try:
             self._epoch_found = self._steadily(self._folder.current_epoch, _FIRST_LOOK_SECONDS)
@@ -109,6 +111,7 @@ class FileRendezvousHandler:
             self._refuse_closed(self._left(deadline))
             self._seat = self._steadily(self._take_seat, self._left(deadline))
             self._seat.start()
+            self._sweep(self._seat)
         seat = self._seat
         try:
             seat.ask_for_a_round()
@@ -196,6 +199,7 @@ class FileRendezvousHandler:
         Returns:
             Whether the others could be told.
         """
+        self._stop_sweep.set()
         seat, self._seat = self._seat, None
         if seat is None:
             return True
@@ -224,6 +228,13 @@ class FileRendezvousHandler:
 
     def _take_seat(self) -> Seat:
         return Seat.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
+
+    def _sweep(self, seat: Seat) -> None:
+        """Let one node of the run remove what earlier runs of its id left."""
+        if seat.place == 0 and self._sweeper is None:
+            sweep = partial(self._folder.remove_earlier_epochs, self._stop_sweep)
+            self._sweeper = threading.Thread(target=sweep, name="sweep", daemon=True)
+            self._sweeper.start()
 
     def _opened_master(self) -> str:
         try:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from pathlib import Path
 
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.state import RoundRecord, Status, decode_record
+from hpc_elastic.rendezvous.errors import RendezvousStateError
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.sweep_epochs import EpochSweep
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.record_log import RecordLog
 
 _EPOCH = "epoch-"
 _READABLE = 48
@@ -77,8 +80,7 @@ class RunFolder:
         """The newest record of `epoch`, or None where nothing exists yet."""
         if epoch not in self._epochs():
             return None
-        found = RecordLog(self.open(epoch)).latest()
-        return decode_record(found.number, found.value, run_id=self._run_id) if found else None
+        return RoundLog(self.open(epoch), self._run_id).latest()
 
     def open(self, epoch: int) -> FileStore:
         """The store of `epoch`, created where it is not there."""
@@ -95,6 +97,26 @@ class RunFolder:
         if self._job:
             store.put_if_absent("epoch/job", self._job)
         return store
+
+    def remove_earlier_epochs(self, stop: threading.Event) -> None:
+        """Remove what earlier runs of this id left, when it may go: for a thread in the background."""
+        EpochSweep(epochs=self._epochs, state=self._state, path=self.epoch_path, clock=self._clock).run(stop)
+
+    def _state(self, epoch: int) -> tuple[bool, object]:
+        """Whether an epoch is closed, and what changes when something happens in it."""
+        # Looked at only: a folder that somebody else is removing must not be made anew.
+        if not os.path.isdir(self.epoch_path(epoch)):
+            return False, None
+        store = self.open(epoch)
+        try:
+            record = RoundLog(store, self._run_id).latest()
+        except RendezvousStateError:
+            record = None  # a later program's: it counts as one that was never closed
+        beats = {uid: store.version(f"hb/{uid}") for uid in store.list("hb")}
+        return record is not None and record.status is Status.CLOSED, (
+            record.number if record is not None else 0,
+            beats,
+        )
 
     def _epochs(self) -> list[int]:
         try:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.claims import decode_object, read_claims
+from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.run_folder import RunFolder
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status, decode_node
-from hpc_elastic.rendezvous.uid import new_uid, node_of
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.uid import host_of, new_uid, node_of
 from hpc_elastic.store.doorbell import Doorbell, open_doorbell
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
@@ -130,6 +130,11 @@ class Seat:
         )
         directory = folder.epoch_path(epoch)
         return cls(config=config, store=store, directory=directory, info=info, doorbell=doorbell, clock=clock, rng=rng)
+
+    @property
+    def place(self) -> int:
+        """This node's index in the epoch."""
+        return self._info.node
 
     def start(self) -> None:
         self._coordination.start()
@@ -262,13 +267,9 @@ class Seat:
         absent = {m.uid for m in record.members} - uids
         self._here = WhoIsHere(present=self._hosts(uids), missing=self._hosts(absent))
 
-    def _hosts(self, uids: set[str]) -> list[str]:
-        hosts = []
-        for uid in sorted(uids):
-            value = decode_object(self.store.get(f"node/{uid}"))
-            node = decode_node(uid, value) if value is not None else None
-            hosts.append(node.host if node is not None else uid)
-        return hosts
+    @staticmethod
+    def _hosts(uids: set[str]) -> list[str]:
+        return [host_of(uid) for uid in sorted(uids)]
 
 
 def _claim_place(store: FileStore, wanted: int | None) -> int:

@@ -166,7 +166,8 @@ class Sweep:
                 yield f"{folder}/{part}"
             yield folder
         inside = {member.uid for member in record.members} | joined | {self._uid}
-        outside = {*self._store.list("node"), *self._store.list("hb")} - inside
+        announced = {name.partition("+")[0]: name for name in self._store.list("node")}
+        outside = {*announced, *self._store.list("hb")} - inside
         for uid in self._gone.look({uid: self._store.version(f"hb/{uid}") for uid in outside}, now):
             # In this order: who has announced itself and said no goodbye is waited for at the end of the run.
-            yield from (f"{folder}/{uid}" for folder in ("node", "hb", "bye"))
+            yield from (f"node/{announced.get(uid, uid)}", f"hb/{uid}", f"bye/{uid}")
