@@ -5,20 +5,19 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import random
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
+from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
@@ -38,15 +37,9 @@ from hpc_elastic.processes.logs import LogPump
 from hpc_elastic.processes.spawn import prepare_agent_process
 from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
-from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
-from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
-from hpc_elastic.store.doorbell import open_doorbell
-from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
@@ -91,20 +84,6 @@ def agent_main(argv: Sequence[str]) -> int:
     events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock, files=files)
     events.write("agent_started", pid=os.getpid(), version=__version__)
 
-    local = attempt.cluster == "local"
-    addresses = (LOOPBACK,) if local else tuple(candidate_addresses(host))
-    doorbell = None
-    if settings.doorbell:
-        bind_to = LOOPBACK if local else "0.0.0.0"
-        doorbell = open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
-    info = NodeInfo(
-        uid=uid,
-        node=node,
-        host=host,
-        local_world_size=local_world_size(spec.nproc_per_node, env),
-        addresses=addresses,
-        port=doorbell.port if doorbell else 0,
-    )
     policy = RestartPolicy(
         max_restarts=spec.max_restarts,
         max_same_failures=spec.max_same_failures,
@@ -112,19 +91,19 @@ def agent_main(argv: Sequence[str]) -> int:
         restart_steps=spec.restart_steps,
     )
 
-    def make_participant(coordination: Coordination) -> Participant:
-        return Participant(
-            run_id=spec.run_id,
-            store=FileStore(attempt_paths.store, clock=clock),
-            info=info,
-            settings=settings,
-            settle=policy.settle,
-            clock=clock,
-            rng=random.Random(),
-            listener=coordination,
-            bell=doorbell,
-        )
-
+    meeting = prepare_meeting(
+        spec=spec,
+        attempt=attempt,
+        store=attempt_paths.store,
+        secret=secret,
+        uid=uid,
+        node=node,
+        host=host,
+        local_world_size=local_world_size(spec.nproc_per_node, env),
+        settle=policy.settle,
+        clock=clock,
+    )
+    doorbell = meeting.doorbell
     worker_env = {key: value for key, value in env.items() if key != "TORCHELASTIC_ERROR_FILE"}
     store_server = StoreServer(
         spec.entrypoint.python,
@@ -139,19 +118,13 @@ def agent_main(argv: Sequence[str]) -> int:
             spec=spec,
             attempt=attempt,
             place=Place(attempt=attempt_paths, host=host, node=node),
-            info=info,
+            info=meeting.info,
             tag=str(tag),
             run_dir=str(paths.root),
             environ=worker_env,
             inherited=inherited,
             clock=clock,
-            coordination=Coordination(
-                make_participant,
-                doorbell=doorbell,
-                clock=clock,
-                longest_backoff=settings.heartbeat_interval,
-                beat_interval=settings.beat_interval,
-            ),
+            coordination=meeting.coordination,
             doorbell=doorbell,
             pump=pump,
             store_server=store_server,
@@ -191,13 +164,6 @@ def agent_main(argv: Sequence[str]) -> int:
 def node_key(cluster: str, node: int) -> str:
     """What tells agents of one run on one host apart: on a cluster there is one, on this machine one per node."""
     return str(node) if cluster == "local" else "host"
-
-
-def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
-    """The same on every node, and for the supervisor."""
-    launched = len(attempt.nodes)
-    base = RendezvousSettings(min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched)
-    return settings_from_conf(spec.rdzv_conf, base)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

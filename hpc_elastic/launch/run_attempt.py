@@ -6,7 +6,6 @@ import atexit
 import logging
 import math
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable
@@ -14,9 +13,8 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.agent.hang_evidence import HANG_FINGERPRINT
-from hpc_elastic.agent.main import rendezvous_settings
+from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy, made_progress
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
@@ -32,14 +30,11 @@ from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supervisor import AttemptResult, Supervisor
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueFacts, decide_requeue
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.store.doorbell import open_doorbell
-from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
@@ -218,38 +213,19 @@ def _observe(
     paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths, uid: str, clock: Clock
 ) -> Coordination:
     """The supervisor's seat in the rendezvous: it looks, is rung, and may close the run."""
-    settings = rendezvous_settings(spec, attempt)
-    local = attempt.cluster == "local"
-    addresses = (LOOPBACK,) if local else tuple(candidate_addresses(attempt.batch_host))
-    doorbell = None
-    if settings.doorbell:
-        secret, bind_to = read_secret(paths.secret), LOOPBACK if local else "0.0.0.0"
-        doorbell = open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
-    info = NodeInfo(
+    policy = RestartPolicy(max_restarts=0, max_same_failures=0)  # never asked: it never coordinates
+    return prepare_meeting(
+        spec=spec,
+        attempt=attempt,
+        store=attempt_paths.store,
+        secret=read_secret(paths.secret) if rendezvous_settings(spec, attempt).doorbell else b"",
         uid=uid,
         node=OBSERVER_NODE,
         host=attempt.batch_host,
         local_world_size=0,
-        addresses=addresses,
-        port=doorbell.port if doorbell else 0,
-    )
-    policy = RestartPolicy(max_restarts=0, max_same_failures=0)  # never asked: it never coordinates
-    store = FileStore(attempt_paths.store, clock=clock)
-
-    def make(coordination: Coordination) -> Participant:
-        return Participant(
-            run_id=spec.run_id,
-            store=store,
-            info=info,
-            settings=settings,
-            settle=policy.settle,
-            clock=clock,
-            rng=random.Random(),
-            listener=coordination,
-            bell=doorbell,
-        )
-
-    return Coordination(make, doorbell=doorbell, clock=clock)
+        settle=policy.settle,
+        clock=clock,
+    ).coordination
 
 
 def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
