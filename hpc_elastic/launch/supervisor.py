@@ -149,8 +149,9 @@ class Supervisor:
                     "notice (%s): the time limit is near, or the job is to make room; ending the attempt", number.name
                 )
                 self._close(Outcome.PREEMPTED, f"notice {number.name}")
-            elif number is signal.SIGINT and self._signal is signal.SIGINT:
-                logger.warning("second Ctrl-C: killing everything now")
+            elif number is signal.SIGINT and self._signal is not None:
+                before = "second Ctrl-C" if self._signal is signal.SIGINT else f"Ctrl-C after {self._signal.name}"
+                logger.warning("%s: killing everything now", before)
                 self._end_by, self._last_grace = self._clock.monotonic(), AT_ONCE
             elif self._signal is None:
                 self._signal = number

@@ -509,16 +509,19 @@ def test_ctrl_c_closes_the_run_and_lets_the_workers_end(stage: Callable[..., Sta
     assert s.names("notice") == [{"signal": "SIGINT"}]
 
 
-def test_a_second_ctrl_c_kills_at_once(stage: Callable[..., Stage]) -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_second_ctrl_c_or_one_after_another_signal_kills_at_once(
+    stage: Callable[..., Stage], first: signal.Signals
+) -> None:
     s = stage()
     s.agents.stubborn = True
     at: list[float] = []
 
-    def press() -> None:
+    def press(number: signal.Signals) -> None:
         at.append(s.world.clock.now)
-        s.signals.append(signal.SIGINT)
+        s.signals.append(number)
 
-    result = s.run(3.0, press, 2.0, press)
+    result = s.run(3.0, lambda: press(first), 2.0, lambda: press(signal.SIGINT))
     assert result.outcome is Outcome.CANCELLED
     assert s.world.clock.now - at[1] < 1
     assert s.agents.ends == [AT_ONCE]
