@@ -20,11 +20,11 @@ from hpc_elastic.launch.batch import slurm_site
 from hpc_elastic.launch.run_attempt import conclude, load_run, log_to_stdout
 from hpc_elastic.launch.supervisor import closed_result
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.state import Status, decode_record
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.record_log import RecordLog
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
         attempt = load_attempt(attempt_paths.attempt_json)
     except UnreadableAttemptError as error:
         raise UsageError(str(error)) from None
-    found = RecordLog(FileStore(attempt_paths.store, clock=clock)).latest()
-    record = decode_record(found.number, found.value, run_id=spec.run_id) if found else None
+    record = RoundLog(FileStore(attempt_paths.store, clock=clock), spec.run_id).latest()
     if record is None or record.status is not Status.CLOSED or record.outcome is None:
         raise UsageError(f"attempt {number} of {paths.root} has not ended")
     _append_to_job_log(paths.job_log)

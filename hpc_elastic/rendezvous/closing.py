@@ -8,9 +8,9 @@ import secrets
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordinator import closed_after
-from hpc_elastic.rendezvous.state import RoundRecord, Status, decode_record
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.record_log import RecordLog
 
 
 def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
@@ -20,16 +20,16 @@ def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
         OSError: a passing fault; the call may be repeated.
         RendezvousStateError: the log can't be understood.
     """
-    log = RecordLog(store)
+    log = RoundLog(store, run_id)
     while True:
-        record = _latest(log, run_id)
+        record = log.latest()
         if record is None:
             closed = _closed_at_once(store, outcome, reason)
         elif record.status is Status.CLOSED:
             return
         else:
             closed = closed_after(record, outcome, reason)
-        if log.append(closed.number, closed.to_json()):
+        if log.append(closed):
             return
 
 
@@ -38,7 +38,7 @@ def close_if_last(store: Store, run_id: str) -> None:
 
     Each node says its own goodbye before it looks, so at least the last one sees all.
     """
-    record = _latest(RecordLog(store), run_id)
+    record = RoundLog(store, run_id).latest()
     if record is None or record.status is Status.CLOSED:
         return
     here, following = read_claims(store, record.round), read_claims(store, record.round + 1)
@@ -50,11 +50,6 @@ def close_if_last(store: Store, run_id: str) -> None:
         close_run(store, run_id, Outcome.SUCCEEDED, "all workers ended with 0")
     else:
         close_run(store, run_id, Outcome.FAILED, "all nodes left")
-
-
-def _latest(log: RecordLog, run_id: str) -> RoundRecord | None:
-    found = log.latest()
-    return decode_record(found.number, found.value, run_id=run_id) if found else None
 
 
 def _closed_at_once(store: Store, outcome: Outcome, reason: str) -> RoundRecord:

@@ -17,9 +17,10 @@ from typing import Any
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.peers import BeatPlan
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.store.base import StoreFullError
-from hpc_elastic.store.doorbell import Address, Doorbell
+from hpc_elastic.store.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
 
@@ -61,11 +62,12 @@ class Coordination:
         self._stop = threading.Event()
         self._wake_read, self._wake_write = _wake_pair()
         self._told_read, self._told_write = _wake_pair()
-        self._beat_addresses: list[Address] = []
+        self._beats_due = BeatPlan()
+        self._beat_interval = beat_interval
         self._thread = threading.Thread(target=self._run, name="coordination", daemon=True)
         self._beats: threading.Thread | None = None
         if doorbell is not None:
-            self._beats = threading.Thread(target=self._beat, args=(doorbell, beat_interval), name="beats", daemon=True)
+            self._beats = threading.Thread(target=self._beat, args=(doorbell,), name="beats", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -111,6 +113,7 @@ class Coordination:
         participant: Participant | None = None
         backoff = _FIRST_BACKOFF
         full_since: float | None = None
+        rung = True
         while True:
             last = self._stop.is_set()
             refused = False
@@ -118,11 +121,14 @@ class Coordination:
             try:
                 if participant is None:
                     participant = self._make_participant(self)
+                asked = bool(self._commands)
                 while self._commands:
                     self._commands.popleft()(participant)
-                self._hear(participant)
-                delay = participant.step()
-                self._beat_addresses = participant.beat_addresses()
+                rung = self._hear(participant) or rung
+                delay = participant.step(rung=rung or (asked and participant.looks_when_asked))
+                rung = False
+                self._beats_due = participant.beats()
+                self._beat_interval = max(self._beat_interval, participant.pace.beat)
                 backoff, full_since = _FIRST_BACKOFF, None
             except (OSError, StoreFullError) as error:
                 if backoff == _FIRST_BACKOFF:
@@ -144,10 +150,13 @@ class Coordination:
                 return
             if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
                 return
-            self._wait(delay, participant)
+            rung = self._wait(delay, participant) or rung
 
-    def _wait(self, seconds: float, participant: Participant | None) -> None:
-        """Until somebody asks or rings, or the time has passed. A beat, or what is no valid datagram, ends no wait."""
+    def _wait(self, seconds: float, participant: Participant | None) -> bool:
+        """Until somebody asks or rings, or the time has passed. Returns whether it rang.
+
+        A beat ends no wait, unless it tells of a newer record; nor does what is no valid datagram.
+        """
         deadline = self._clock.monotonic() + seconds
         watched: list[Any] = [self._wake_read]
         if self._doorbell is not None:
@@ -158,27 +167,34 @@ class Coordination:
             ready, _, _ = select.select(listening, [], [], min(left, deaf) if deaf else left)
             if self._wake_read in ready:
                 _drain(self._wake_read)
-                return
+                return False
             if self._doorbell is not None and self._doorbell in ready and self._hear(participant):
-                return
+                return True
+        return False
 
     def _hear(self, participant: Participant | None) -> bool:
-        """Take in what has come over the network. Returns whether it rang."""
+        """Take in what has come over the network. Returns whether it is a reason to look at the files."""
         if self._doorbell is None:
             return False
         heard = self._doorbell.drain()
+        news = False
         if participant is not None:
             if heard.deaf:
                 participant.was_deaf(heard.deaf)
             if heard.alive:
-                participant.heard(heard.alive)
+                participant.heard(heard.alive - heard.hears.keys(), hears_us=None)
+                for hears in (True, False):
+                    participant.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
                 participant.rung_about(heard.about)
-        return heard.rung
+                news = participant.told_of(heard.told)
+        return heard.rung or news
 
-    def _beat(self, doorbell: Doorbell, interval: float) -> None:
+    def _beat(self, doorbell: Doorbell) -> None:
         """The beats' own thread: a filesystem that hangs makes no node silent."""
-        while not self._clock.wait(self._stop, interval):
-            doorbell.beat(self._beat_addresses)
+        while not self._clock.wait(self._stop, self._beat_interval):
+            plan = self._beats_due
+            doorbell.beat(plan.heard, plan.about, hears=True)
+            doorbell.beat(plan.unheard, plan.about, hears=False)
 
 
 def _wake_pair() -> tuple[socket.socket, socket.socket]:

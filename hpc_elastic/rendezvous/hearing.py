@@ -11,10 +11,27 @@ class Hearing:
     def __init__(self) -> None:
         self._heard: dict[str, float] = {}
         self._asked: dict[str, float] = {}
+        self._hears: dict[str, bool] = {}
 
-    def heard(self, uids: Iterable[str], now: float) -> None:
+    def heard(self, uids: Iterable[str], now: float, *, hears_us: bool | None = True) -> None:
+        """Args:
+        uids: Whose datagrams came.
+        now: When.
+        hears_us: Whether they say that they hear this participant; None: they did not say.
+        """
         for uid in uids:
             self._heard[uid] = now
+            if hears_us is not None:
+                self._hears[uid] = hears_us
+
+    def hears_us(self, uid: str) -> bool:
+        """Whether its last word was that it hears this participant."""
+        return self._hears.get(uid, False)
+
+    def expect(self, uids: Iterable[str], now: float) -> None:
+        """Those that were not heard yet are to be heard from now on: from now on their silence means something."""
+        for uid in uids:
+            self._heard.setdefault(uid, now)
 
     def silence(self, uid: str, now: float) -> float | None:
         """Seconds since `uid` was heard; None where it was not heard at all, which says nothing."""

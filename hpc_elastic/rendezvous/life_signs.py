@@ -1,6 +1,9 @@
 """Who lives, as one participant sees it: heartbeats in the files, beats on the network, and answers to a question.
 
 All ages are of this process' own monotonic clock, and none counts while this process itself was held up.
+
+Whoever is heard need not be read: thousands of heartbeats are in nobody's budget. Who is not, is read now and then; who
+falls silent is read, asked, and read until it answers.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Iterable
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.hearing import Hearing
+from hpc_elastic.rendezvous.pace import Pace
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.lease import Liveness
@@ -20,13 +24,15 @@ logger = logging.getLogger(__name__)
 class LifeSigns:
     """One participant's view of the others' lives."""
 
-    def __init__(self, store: Store, settings: RendezvousSettings, clock: Clock) -> None:
-        self._settings = settings
+    def __init__(self, store: Store, settings: RendezvousSettings, pace: Pace, clock: Clock) -> None:
+        self._pace = pace
+        self._longest_gap = max(4 * pace.stride, settings.heartbeat_ttl / 2)
         self._clock = clock
         self._liveness = Liveness(store)
         self._hearing = Hearing()
+        self._next_look: dict[str, float] = {}
         self.mark = clock.monotonic()
-        """When heartbeats were last read, in the clock's seconds: the moment that a decision is about."""
+        """When heartbeats were last looked at, in the clock's seconds: the moment that a decision is about."""
         self._listened = self.mark
 
     def begin_step(self) -> float:
@@ -34,9 +40,18 @@ class LifeSigns:
         self._listened = self._clock.monotonic()
         return self._listened
 
-    def heard(self, uids: Iterable[str]) -> None:
-        """Datagrams of these have come in."""
-        self._hearing.heard(uids, self._clock.monotonic())
+    def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
+        """Datagrams of these have come in; `hears_us`: what they say of this participant, None where they don't."""
+        self._hearing.heard(uids, self._clock.monotonic(), hears_us=hears_us)
+
+    def in_touch(self, uid: str) -> bool:
+        """Whether it and this participant hear each other, as far as they have told."""
+        return self.hears(uid) and self._hearing.hears_us(uid)
+
+    def hears(self, uid: str) -> bool:
+        """Whether this participant hears it."""
+        silent = self.silence(uid)
+        return silent is not None and silent <= self._pace.silence
 
     def was_deaf(self, seconds: float) -> None:
         """For so long nobody could be heard."""
@@ -46,27 +61,47 @@ class LifeSigns:
         """These are suspects in the log's newest record."""
         self._hearing.asked(suspects, now)
 
+    def expect(self, uids: Iterable[str]) -> None:
+        """These will send their beats to this participant from now on."""
+        self._hearing.expect(uids, self._clock.monotonic())
+
     def forget(self, uid: str) -> None:
         """What was heard of it counts no more: it has to be heard anew before its silence means anything."""
         self._hearing.forget(uid)
 
-    def look_at(self, uids: Iterable[str]) -> float:
-        """Read heartbeats.
+    def look_at(self, uids: Iterable[str], *, closely: bool = False) -> float:
+        """Read the heartbeats that are worth it.
+
+        Args:
+            uids: Whose.
+            closely: All of them, now.
 
         Returns:
             Seconds for which this process was held up since it last did; nobody has aged for that. 0: it was not.
         """
         for uid in uids:
-            self._liveness.look(uid, self._clock.monotonic())
+            now = self._clock.monotonic()
+            if closely or self._worth_reading(uid, now):
+                self._liveness.look(uid, now)
+                self._next_look[uid] = now + self._pace.reading
         now = self._clock.monotonic()
         gap = now - self.mark
         self.mark = now
-        if gap <= max(4 * self._settings.poll_interval, self._settings.heartbeat_ttl / 2):
+        if gap <= self._longest_gap:
             return 0.0
         logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
         self._liveness.forgive(gap, now=now)
         self._hearing.forgive(gap, now=now)
         return gap
+
+    def _worth_reading(self, uid: str, now: float) -> bool:
+        if self._hearing.asked_since(uid) is not None:
+            return True
+        if self.hears(uid):
+            return False
+        if self.is_silent(uid):
+            return True  # what its cell says before it is asked
+        return now >= self._next_look.setdefault(uid, now + self._pace.first_reading)
 
     def unchanged(self, uid: str) -> float:
         """Seconds for which its heartbeat has looked the same."""
@@ -79,16 +114,19 @@ class LifeSigns:
     def is_silent(self, uid: str) -> bool:
         """Whether it was heard before, and is not any more."""
         silent = self.silence(uid)
-        return silent is not None and silent > self._settings.beat_silence
+        return silent is not None and silent > self._pace.silence
 
     def is_dead(self, uid: str) -> bool:
         """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time."""
         silent = self.silence(uid)
         asked = self._hearing.asked_since(uid)
-        if asked is not None and self._liveness.unchanged_from(uid, asked) > self._settings.suspect_answer:
-            return silent is None or silent >= self._settings.beat_silence
+        if asked is not None:
+            # Who was in touch notices that it is not any more, and looks; who was not, only looks as often as it does.
+            allowed = self._pace.answer if self._hearing.hears_us(uid) else self._pace.answer_unheard
+            if self._liveness.unchanged_from(uid, asked) > allowed:
+                return silent is None or silent >= self._pace.silence
         age = self._liveness.age(uid)
-        return (age if silent is None else min(age, silent)) > self._settings.heartbeat_ttl
+        return (age if silent is None else min(age, silent)) > self._pace.lease
 
     def answered(self, suspects: Iterable[str]) -> frozenset[str]:
         """Those that have rewritten their heartbeat since they were asked, or were heard again."""

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 
-OPERATIONS_PER_PERIOD = 8.0
-"""One look at the log, and one heartbeat: opening three folders and a file, asking for the attributes of those above
-them, a write."""
+OPERATIONS_PER_PERIOD = 11.0
+"""One look at the log and one heartbeat: asking for the attributes of six folders and a file, and a write; and a little
+for the coordinator."""
 BEATS_PER_SECOND = 2048.0
 """Datagrams that one coordinator takes in."""
-IN_TOUCH_POLL = 5.0
 IN_TOUCH_HEARTBEAT = 30.0
-DIRECT_RINGS = 48
-"""Nodes that one participant rings by itself; of more, it rings some, and they ring the others."""
-FIRST_LOOK_AT_ONCE = 64
+FEW_NODES = 16
+"""Up to so many, heartbeats are read at once; of more nodes, a claim is sign of life enough for a while."""
+LOOK_AT_ONCE = 64
 """Up to so many nodes look for the first record at once; more of them wait for the ring."""
 
 
@@ -31,30 +30,41 @@ class Pace:
     """Seconds."""
 
     poll: float
-    """Between two looks at the log, while a round goes on and no packets come."""
+    """Between two looks at the log, where no packets come."""
     poll_in_touch: float
     poll_in_round: float
-    """The first interval after a new record while nodes gather or confirm; it grows to `poll`."""
+    """The first interval after a new record, where no packets come; it grows to `poll`."""
     poll_anxious: float
     """While this node has just lost touch: it may be asked whether it lives."""
+    anxious: float
+    """For so long."""
     first_look: float
     """Up to this time after its first claim, a node waits for the ring before it looks."""
     coordinator: float
     """The least time between two looks of the coordinator at the claims."""
     gathering: float
     """Between two looks of the coordinator while nodes gather or confirm."""
+    ending: float
+    """How many times as rarely as a few nodes these look for who sees to the run's end."""
     heartbeat: float
     heartbeat_in_touch: float
+    early: float
+    """A heartbeat that is due within this part of its interval is written with a look: the folders above are asked for
+    only once then."""
+    first_reading: float
+    """From the first claim of a node that is not heard until its heartbeat is read; then …"""
+    reading: float
+    """… the time between two readings."""
     lease: float
     """Without a sign of life for so long, a member counts as lost."""
     beat: float
     """Between two datagrams that say "alive"."""
     silence: float
-    """After so long without one, who was in touch is asked through the files."""
+    """After so long without one, who was heard is asked through the files."""
     answer: float
     """How long the answer may take for who was in touch …"""
     answer_unheard: float
-    """… and for who was not, and does not know that it has to look."""
+    """… and for who was not, and looks as rarely as ever."""
     stride: float
     """The longest time between two steps, of which most do nothing."""
 
@@ -63,33 +73,42 @@ def pace_of(settings: RendezvousSettings) -> Pace:
     """The intervals for a run of `settings.expected_nodes` nodes. None is shorter than the settings say."""
     nodes = max(1, settings.expected_nodes)
     period = OPERATIONS_PER_PERIOD * nodes / budget(nodes, settings.operations_per_second)
-    beat = max(settings.beat_interval, nodes / BEATS_PER_SECOND)
-    poll = max(settings.poll_interval, period)
-    anxious = max(settings.poll_interval, nodes / BEATS_PER_SECOND)
-    heartbeat = max(settings.heartbeat_interval, period)
+    hop = nodes / BEATS_PER_SECOND
+    beat = max(settings.beat_interval, hop)
     silence = max(settings.beat_silence, 3 * beat)
+    poll = max(settings.poll_interval, period)
+    poll_in_touch = max(poll, 2 * settings.poll_interval)
+    anxious = max(settings.poll_interval, hop)
+    answer = max(settings.suspect_answer, 4 * anxious)
+    heartbeat = max(settings.heartbeat_interval, period)
+    few = nodes <= FEW_NODES
     return Pace(
         poll=poll,
-        poll_in_touch=max(poll, min(IN_TOUCH_POLL, 5 * settings.poll_interval)),
+        poll_in_touch=poll_in_touch,
         poll_in_round=min(poll, max(settings.poll_interval, nodes / 200)),
         poll_anxious=anxious,
-        first_look=0.0 if nodes <= FIRST_LOOK_AT_ONCE else max(0.5, nodes / 1000),
-        coordinator=nodes / 40_000,
+        anxious=max(30.0, 4 * answer),
+        first_look=0.0 if nodes <= LOOK_AT_ONCE else max(0.5, nodes / 400),
+        coordinator=0.0 if nodes <= LOOK_AT_ONCE else nodes / 40_000,
         gathering=min(max(0.25, nodes / 16_000), settings.poll_interval),
+        ending=max(1.0, nodes / 64),
         heartbeat=heartbeat,
         heartbeat_in_touch=max(heartbeat, IN_TOUCH_HEARTBEAT),
+        early=0.4 if period > settings.heartbeat_interval else 0.0,
+        first_reading=0.0 if few else heartbeat,
+        reading=settings.heartbeat_interval / 4 if few else heartbeat,
         lease=max(settings.heartbeat_ttl, 3 * heartbeat if heartbeat > settings.heartbeat_interval else 0.0),
         beat=beat,
         silence=silence,
-        answer=max(settings.suspect_answer, 4 * anxious),
-        answer_unheard=max(settings.suspect_answer, 2 * poll + 2 * anxious),
-        stride=max(1.0, beat),
+        answer=answer,
+        answer_unheard=max(answer, poll_in_touch + 2 * anxious),
+        stride=max(settings.poll_interval, hop),
     )
 
 
 def budget(nodes: int, operations_per_second: float) -> float:
-    """Operations a second of all nodes together while workers run.
+    """Operations a second for the looks and heartbeats of all nodes together, while workers run.
 
-    Up to some thousand nodes as many as the setting says; beyond, at the default of 150, one for 17 nodes.
+    Up to some thousand nodes nine tenths of what the setting says; beyond, at the default of 150, of one for 17 nodes.
     """
-    return operations_per_second * max(1.0, nodes / 17 / 150) * 0.8
+    return 0.9 * operations_per_second * max(1.0, nodes / 17 / 150)

@@ -1,9 +1,9 @@
 """One node's part in the rendezvous, as a machine that is stepped: look, decide, act once, say when to step again.
 
-A step reads the log, does what its agent asked for, and, where this node is the coordinator, commits at most what
-`coordinator.next_proposal` says. It never waits: a thread with a doorbell drives it in an agent, a loop with a fake
-clock in a test. It may be cut short after any single effect on the store; a later step, of this or of another
-participant, goes on from what is there.
+A step reads the log where it is time for that, does what its agent asked for, and, where this node is the coordinator,
+commits at most what `coordinator.next_proposal` says. It never waits: a thread with a doorbell drives it in an agent, a
+loop with a fake clock in a test. It may be cut short after any single effect on the store; a later step, of this or of
+another participant, goes on from what is there.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, read_claims, read_confirmed, read_failures
+from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.coordinator import (
     Proposal,
     SettleFailures,
-    View,
     closed_after,
     next_proposal,
     rests_on_absence,
 )
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.life_signs import LifeSigns
-from hpc_elastic.rendezvous.peers import Bell, Peers
+from hpc_elastic.rendezvous.lookout import Lookout, gone_key
+from hpc_elastic.rendezvous.pace import pace_of
+from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
+from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status, decode_record
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import Stirring
+from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
+from hpc_elastic.rendezvous.watch import Watch
 from hpc_elastic.store.base import Store, StoreWipedError
 from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat
-from hpc_elastic.store.record_log import RecordLog
 
 logger = logging.getLogger(__name__)
 
@@ -78,37 +81,50 @@ class Participant:
     ) -> None:
         self._run_id = run_id
         self._store = store
-        self._log = RecordLog(store)
+        self._log = RoundLog(store, run_id)
         self._info = info
         self._settings = settings
         self._settle = settle
         self._clock = clock
         self._listener = listener
         self._bell = bell
+        now = clock.monotonic()
+        self.pace = pace_of(settings)
         self._peers = Peers(store, info, bell)
-        self._heartbeat = Heartbeat(store, info.uid, interval=settings.heartbeat_interval)
-        self._life = LifeSigns(store, settings, clock)
+        self._life = LifeSigns(store, settings, self.pace, clock)
+        self._lookout = Lookout(store, info.uid, self._peers, self._life)
+        self._succession = Succession(info, settings, self.pace, self._life, rng)
+        self._watch = Watch(self.pace, rng, now, observes=self.observes)
+        # Its first claim says that it lives: thousands of nodes need not write at the same moment.
+        first = now + rng.uniform(0.25, 1.0) * self.pace.heartbeat
+        self._heartbeat = Heartbeat(store, info.uid, interval=self.pace.heartbeat, first=first)
         self._answered_number = 0
         self._claims: deque[tuple[str, str]] = deque()
         self._closing: tuple[Outcome, str] | None = None
+        self._announced = False
         self._wants_in = False
         self._joined_round = -1
+        self._rung_for_joining = False
+        self._rests_until = 0.0
+        """Until then there is nothing to do for a member that is in touch with the coordinator."""
         self._epoch: str | None = None
         self._epoch_missing_since: float | None = None
-        self._dead: frozenset[str] = frozenset()
-        self._seen_joining: frozenset[str] = frozenset()
         self._record: RoundRecord | None = None
-        self._started_at = clock.monotonic()
-        self._status_since = self._started_at
-        self._lost_since = self._started_at
-        self._stirring = Stirring(store, info.uid, observes=info.node == OBSERVER_NODE)
-        self._claims_seen = 0
+        self._started_at = now
+        self._stirring = Stirring(store, info.uid, observes=self.observes)
         self._rung_about = RungAbout()
-        self._listed: dict[int, Claims] = {}
-        self._patience = rng.uniform(0.0, 0.1)
         self._ending = Ending(store, info.uid, listener, clock)
-        observes = info.node == OBSERVER_NODE
-        self._sweep = Sweep(store, info.uid, self._peers, observes=observes, now=self._started_at)
+        self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
+
+    @property
+    def observes(self) -> bool:
+        """Whether this is the supervisor's, which looks and never takes part."""
+        return self._info.node == OBSERVER_NODE
+
+    @property
+    def looks_when_asked(self) -> bool:
+        """Whether what its agent asks for is a reason to look at the files too."""
+        return self.observes or self._record is None or self._record.status is Status.CLOSED
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
@@ -142,7 +158,7 @@ class Participant:
 
     def give_up_node(self, node: int) -> None:
         """The launcher will bring no further agent to `node`."""
-        self._claims.append((f"gone/{node:05d}", "gone"))
+        self._claims.append((gone_key(node), "gone"))
 
     def say_goodbye(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
@@ -166,26 +182,53 @@ class Participant:
         key = claim_key(round_index, kind, self._info.uid)
         self._claims.append((key, json.dumps(value, separators=(",", ":"))))
 
-    def heard(self, uids: Iterable[str]) -> None:
-        """Datagrams of these have come in: they live."""
-        self._life.heard(uids)
+    def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
+        """Datagrams of these have come in: they live.
+
+        Args:
+            uids: Whose.
+            hears_us: Whether they say that they hear this participant; None: they did not say (rings don't).
+        """
+        self._life.heard(uids, hears_us=hears_us)
 
     def was_deaf(self, seconds: float) -> None:
         """Datagrams may have been lost in a flood of invalid ones: nobody was silent for that time."""
         self._life.was_deaf(seconds)
 
     def rung_about(self, keys: Iterable[str]) -> None:
-        """Somebody rang, and said what it wrote: the next step looks past the caches where they hide it."""
+        """Somebody rang, and said what it wrote: the next look finds it, past the caches that hide it."""
         self._rung_about.add(keys)
 
-    def beat_addresses(self) -> list[Address]:
-        """To whom this participant is to say, every second, that it lives: the coordinator; the coordinator to all."""
+    def told_of(self, keys: Iterable[str]) -> bool:
+        """Beats have said which record is the newest. Returns whether that is news, and a reason to look."""
+        self._rung_about.add_news(keys, newest=self._newest_number)
+        return self._rung_about.newest_record > self._newest_number
+
+    def beats(self) -> BeatPlan:
+        """To whom this participant is to say, each `pace.beat` seconds, that it lives: to the coordinator; the
+        coordinator to all."""
         record = self._record
-        if record is None or record.status is Status.CLOSED or self._info.node == OBSERVER_NODE:
-            return []
+        if record is None or record.status is Status.CLOSED or self.observes:
+            return BeatPlan()
+        # Thousands that have just claimed a place wait for the next record: this one would tell them nothing.
+        about = record_name(record.number) if record.number > 1 else ""
         if record.leader != self._info.uid:
-            return self._peers.addresses([record.leader])
-        return self._peers.addresses({m.uid for m in record.members} | self._seen_joining)
+            addresses = tuple(addresses_of(record.bell))
+            if self._life.hears(record.leader):
+                return BeatPlan(about=about, heard=addresses)
+            return BeatPlan(about=about, unheard=addresses)
+        uids = {m.uid for m in record.members} | self._lookout.joining
+        heard = {uid for uid in uids if self._life.hears(uid)}
+        return BeatPlan(
+            about=about,
+            heard=tuple(self._peers.addresses(heard)),
+            unheard=tuple(self._peers.addresses(uids - heard)),
+        )
+
+    def beat_addresses(self) -> list[Address]:
+        """All of `beats`."""
+        plan = self.beats()
+        return [*plan.heard, *plan.unheard]
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
@@ -194,8 +237,18 @@ class Participant:
         """The newest record seen."""
         return self._record
 
-    def step(self) -> float:
+    @property
+    def _newest_number(self) -> int:
+        return self._record.number if self._record is not None else 0
+
+    def _leads(self) -> bool:
+        return self._record is not None and self._record.leader == self._info.uid
+
+    def step(self, *, rung: bool = True) -> float:
         """Look, decide, act.
+
+        Args:
+            rung: Whether there is a reason to look at the files; else that is done where it is due by itself.
 
         Returns:
             Seconds until the next step is due, where no ring comes first.
@@ -206,43 +259,83 @@ class Participant:
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self._life.begin_step()
-        self._listed = {}
-        if self._epoch is None:
-            self._announce(now)
-        if self._heartbeat.age(now) >= self._settings.heartbeat_interval:
-            self._check_epoch(now)
-        next_beat = self._heartbeat.beat_if_due(now)
-        self._read_log()
+        if not rung and now < self._rests_until and self._in_touch() and not self._has_plans():
+            self._lookout.held_up(self._life.look_at(()))
+            return min(self.pace.stride, self._rests_until - now)
+        self._lookout.listed = {}
+        if not self._announced:
+            rung = self._announce(now)
+        self._say_that_it_lives(now)
+        looked = self._read_log(now, rung=rung)
         self._answer_if_asked(now)
-        self._flush_claims()
-        self._join_if_wanted()
-        progress = self._close_if_asked() or self._coordinate()
-        self._stirring.while_waiting(self._record, seen=self._claims_seen, now=self._clock.monotonic())
-        self._sweep.step(self._record, joined=self._seen_joining, now=self._clock.monotonic())
-        if progress or self._stir_what_is_hidden():
+        said = self._flush_claims()
+        said = self._join_if_wanted() or said
+        self._lookout.held_up(self._life.look_at(()))
+        survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
+        progress = self._close_if_asked() or self._coordinate(looked=looked, survey=survey)
+        if looked or survey:
+            seen = self._lookout.claims_seen
+            self._stirring.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
+            progress = self._stir_what_is_hidden(surveyed=survey) or progress
+        now = self._clock.monotonic()
+        self._sweep.step(self._record, joined=self._lookout.joining, now=now)
+        if progress:
+            self._watch.hurry(now)
             return 0.0
-        return max(0.0, min(next_beat, self._poll_delay()))
+        closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
+        wait = self._watch.wait(now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed)
+        until = min(self._watch.look_due, self._heartbeat.due(now), self._succession.next_look)
+        self._rests_until = 0.0 if self._leads() or closed is not None else until
+        return max(0.0, min(wait, self._heartbeat.due(now) - now))
 
-    def _stir_what_is_hidden(self) -> bool:
+    def _has_plans(self) -> bool:
+        return bool(self._claims or self._closing or self._wants_in)
+
+    def _stir_what_is_hidden(self, *, surveyed: bool) -> bool:
         """Returns whether to look again at once."""
-        newest = self._record.number if self._record is not None else 0
-        hidden = self._rung_about.take_hidden(newest=newest, claims=self._listed)
+        if self._leads() and not surveyed:
+            return False
+        hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._lookout.listed)
         for folder in sorted(hidden):
             self._store.stir(folder)
         return bool(hidden)
 
-    def _announce(self, now: float) -> None:
-        """Before anything else is claimed: who this is, and that it lives."""
-        self._heartbeat.beat_if_due(now)
+    def _announce(self, now: float) -> bool:
+        """Before anything else: who this is. Returns whether to look at the log now.
+
+        Many nodes that start together claim a place in the first round before they look: the ring that says that the
+        round is frozen tells them all that they need to know.
+        """
         self._peers.announce()
-        mine = secrets.token_hex(8)
-        self._store.put_if_absent("epoch/id", mine)
-        epoch = self._store.get("epoch/id")
-        if epoch is None:
-            raise OSError(errno.EIO, "the store's epoch can't be read yet")
-        self._epoch = epoch
+        if self._info.node > 0 and self._wants_in and self.pace.first_look:
+            self._claim_place(0)
+            self._watch.look_later(now)
+            self._announced = True
+            return False
+        self._announced = True
+        return True
+
+    def _in_touch(self) -> bool:
+        record = self._record
+        return record is not None and self._bell is not None and self._life.in_touch(record.leader)
+
+    def _say_that_it_lives(self, now: float) -> None:
+        if self._leads():
+            self._heartbeat.interval = self._settings.heartbeat_interval
+        elif self._in_touch():
+            self._heartbeat.interval = self.pace.heartbeat_in_touch
+        else:
+            self._heartbeat.interval = self.pace.heartbeat
+        due = self._heartbeat.due(now)
+        early = now >= self._watch.look_due and due - now < self.pace.early * self._heartbeat.interval
+        if now >= due or early:
+            if self._leads() or self._heartbeat.age(now) == float("inf"):
+                self._check_epoch(now)
+            self._heartbeat.beat_now(now)
 
     def _check_epoch(self, now: float) -> None:
+        if self._epoch is None:
+            return
         epoch = self._store.get("epoch/id")
         if epoch is None:
             # A stale handle or directory entry reads the same for a moment: it has to last.
@@ -256,27 +349,42 @@ class Participant:
             why = "was removed" if epoch is None else f"was replaced (epoch {epoch}, was {self._epoch})"
             raise StoreWipedError(root=self._run_id, why=f"it {why} while the run was going on")
 
-    def _read_log(self) -> None:
-        found = self._log.latest()
-        if found is None or (self._record is not None and found.number <= self._record.number):
-            return
-        self._take_in(decode_record(found.number, found.value, run_id=self._run_id))
+    def _read_log(self, now: float, *, rung: bool) -> bool:
+        """Returns whether it did."""
+        told = self._rung_about.newest_record
+        news = told > self._newest_number
+        if rung and not news and self._rung_about.keys and self._record is not None:
+            rung = False  # for a record that is known, or for a claim, which the log says nothing about
+        if not self._watch.look_now(now, rung=rung or news, touch=self._in_touch()):
+            return False
+        self._take_newest(told=told if news else 0)
+        if self._log.went_back:
+            self._check_epoch(now)
+        return True
+
+    def _take_newest(self, *, told: int = 0) -> None:
+        found = self._log.latest(told=told)
+        if found is not None and found is not self._record:
+            self._take_in(found)
 
     def _take_in(self, record: RoundRecord) -> None:
         before = self._record
+        if self._epoch is None:
+            self._epoch = record.epoch
         if record.epoch != self._epoch:
             raise StoreWipedError(root=self._run_id, why=f"its log is of epoch {record.epoch}, not {self._epoch}")
         self._record = record
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
-            self._status_since = now
+            self._lookout.status_began(now)
             if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
                 # The next round needs the agent's word: its workers must have ended, and one that does not even
                 # confirm must not come back by itself, to break round after round. Asked once per state: what the
                 # agent says in it holds, whoever else writes a record.
                 self._wants_in = False
         if before is None or before.lost != record.lost:
-            self._lost_since = now
+            self._lookout.somebody_was_lost(now)
+        self._watch.new_record(now)
         self._life.asked(record.suspects, now)
         if before is not None and before.leader != record.leader:
             self._life.forget(record.leader)  # what it said before it was coordinator was not meant for all
@@ -288,33 +396,49 @@ class Participant:
         if record is not None and self._info.uid in record.suspects and record.number > self._answered_number:
             self._heartbeat.beat_now(now)
             self._answered_number = record.number
-            self._peers.ring(record.leader)
+            self._ring_coordinator()
 
-    def _flush_claims(self) -> None:
+    def _ring_coordinator(self, about: str = "") -> None:
+        if self._record is not None and not self._leads():
+            self._peers.ring(addresses_of(self._record.bell), about)
+
+    def _flush_claims(self) -> bool:
+        """Returns whether something was said."""
         key = ""
         while self._claims:
             key, value = self._claims[0]
             self._store.put_if_absent(key, value)
             self._claims.popleft()
-        if key and self._record is not None:
-            self._peers.ring(self._record.leader, key)
+        if key:
+            self._ring_coordinator(key)
+        return bool(key)
 
-    def _join_if_wanted(self) -> None:
+    def _join_if_wanted(self) -> bool:
+        """Returns whether it claimed a place."""
         record = self._record
-        if not self._wants_in or record is None or record.status is Status.CLOSED:
-            return
-        if record.status is Status.JOINABLE:
+        if not self._wants_in or (record is not None and record.status is Status.CLOSED):
+            return False
+        if record is None:
+            target = 0  # where it turns out to be another one, this claim is nobody's concern
+        elif record.status is Status.JOINABLE:
             target = record.round
         elif record.member(self._info.uid) is None:
             target = record.round + 1
         else:
-            return
+            return False
+        claimed = self._claim_place(target)
+        if record is not None and not self._rung_for_joining and target == self._joined_round:
+            self._rung_for_joining = True
+            self._ring_coordinator(claim_key(target, ClaimKind.JOIN, self._info.uid))
+        return claimed
+
+    def _claim_place(self, target: int) -> bool:
         if target <= self._joined_round:
-            return
-        key = claim_key(target, ClaimKind.JOIN, self._info.uid)
-        self._store.put_if_absent(key, "in")
+            return False
+        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._info.uid), "in")
         self._joined_round = target
-        self._peers.ring(record.leader, key)
+        self._rung_for_joining = False
+        return True
 
     def _close_if_asked(self) -> bool:
         if self._closing is None or self._record is None:
@@ -327,136 +451,81 @@ class Participant:
         self._commit(proposal)
         return True
 
-    def _poll_delay(self) -> float:
-        record = self._record
-        if record is None:
-            return 0.02 if self._info.node <= 0 else 0.1
-        if record.status is Status.CLOSED and self._info.node == OBSERVER_NODE and not self._ending.all_departed:
-            return 0.1
-        if record.status is Status.CLOSED and self._ending.awaits:
-            return 0.05
-        if record.status in (Status.JOINABLE, Status.FROZEN) and record.leader == self._info.uid:
-            return min(0.25, self._settings.poll_interval)
-        return self._settings.poll_interval
-
     # -- coordinating --------------------------------------------------------------------------------------------
 
-    def _coordinate(self) -> bool:
+    def _coordinate(self, *, looked: bool, survey: bool) -> bool:
         """Commit what is to be committed. Returns whether something was, or was lost to another."""
         record = self._record
-        if self._info.node == OBSERVER_NODE:
-            if record is not None and record.status is Status.CLOSED:
+        if self.observes:
+            if record is not None and record.status is Status.CLOSED and looked:
                 self._ending.step_of_supervisor(record, self._peers)
             return False
         if record is None:
             return self._open_first_round()
         if record.status is Status.CLOSED:
-            self._ending.step_of_agent()
+            if looked:
+                self._ending.step_of_agent()
             return False
         if record.leader != self._info.uid:
-            return self._take_over_if_needed(record)
-        if self._heartbeat.age(self._clock.monotonic()) > 0.6 * self._settings.heartbeat_ttl:
-            return False  # too long without a beat of our own: others may be taking over
-        view = self._look(record)
+            return self._take_over_if_needed(record, looked=looked)
+        if not survey or self._heartbeat.age(self._clock.monotonic()) > 0.6 * self._settings.heartbeat_ttl:
+            return False  # nothing new; or too long without a beat of our own: others may be taking over
+        view = self._lookout.look(record)
         proposal = next_proposal(view, self._settings, self._settle)
         if proposal is not None and rests_on_absence(view, proposal):
             self._stirring.before_absence(record)
-            proposal = next_proposal(self._look(record), self._settings, self._settle)
+            proposal = next_proposal(self._lookout.look(record), self._settings, self._settle)
         if proposal is None:
             return False
         self._commit(proposal)
         return True
 
     def _open_first_round(self) -> bool:
-        if self._clock.monotonic() - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
+        now = self._clock.monotonic()
+        if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
-        assert self._epoch is not None
+        if self._epoch is None:
+            self._store.put_if_absent("epoch/id", secrets.token_hex(8))
+            self._epoch = self._store.get("epoch/id")
+            if self._epoch is None:
+                raise OSError(errno.EIO, "the store's epoch can't be read yet")
+        self._heartbeat.beat_now(now)
+        self._lookout.prepare(0)
         record = RoundRecord(
-            number=1, epoch=self._epoch, term=1, leader=self._info.uid, round=0, status=Status.JOINABLE, reason="start"
+            number=1,
+            epoch=self._epoch,
+            term=1,
+            leader=self._info.uid,
+            bell=bell_of(self._info),
+            round=0,
+            status=Status.JOINABLE,
+            reason="start",
         )
         self._append(record, "round_opened", {"round": 0, "reason": "start", "restarts_used": 0})
         return True
 
-    def _take_over_if_needed(self, record: RoundRecord) -> bool:
+    def _take_over_if_needed(self, record: RoundRecord, *, looked: bool) -> bool:
         me = self._info.uid
         suspects = record.suspects
         if supersedes(me, record.leader):
             why = "the coordinator's node has a new agent"
         else:
-            why = self._why_take_over(record)
+            why = self._succession.why(record, self._clock.monotonic(), looked=looked)
             if not why:
                 return False
             self._store.stir("log")
-            self._read_log()
+            self._take_newest()
             if self._record is not record:
                 return True  # caches hid that somebody has gone on
             if self._bell is not None:
-                # A roll call: this node has heard none of the others, and whoever died with the coordinator is to be
-                # missed soon. The old one may live, cut off from here alone: it stays in if it answers.
-                suspects = tuple(sorted({m.uid for m in record.members} - {me}))
-                self._look_at(list(suspects))  # what their cells say before they are asked
+                suspects = self._succession.whom_to_ask(record)
             self._life.forget(record.leader)
-        successor = record.successor(term=record.term + 1, leader=me, suspects=suspects)
+        self._heartbeat.beat_now(self._clock.monotonic())
+        successor = record.successor(term=record.term + 1, leader=me, bell=bell_of(self._info), suspects=suspects)
         logger.info("taking over as coordinator: %s", why)
-        self._append(successor, "coordinator_changed", {"round": record.round, "reason": why})
+        if self._append(successor, "coordinator_changed", {"round": record.round, "reason": why}):
+            self._succession.took_over(successor)
         return True
-
-    def _why_take_over(self, record: RoundRecord) -> str:
-        """Why this node should, or nothing."""
-        self._look_at([record.leader])
-        turn = self._turn(record) * 0.2 + self._patience
-        unchanged = self._life.unchanged(record.leader)
-        silent = self._life.silence(record.leader)
-        if unchanged > self._settings.heartbeat_ttl + turn:
-            return f"the coordinator {record.leader} has not changed its heartbeat for {unchanged:.1f} s"
-        if silent is not None and silent > self._settings.beat_silence + turn:
-            return f"no word from the coordinator {record.leader} for {silent:.1f} s"
-        return ""
-
-    def _turn(self, record: RoundRecord) -> int:
-        for index, member in enumerate(record.members):
-            if member.uid == self._info.uid:
-                return min(index, 20)
-        return 20 + min(self._info.node, 20)
-
-    def _look(self, record: RoundRecord) -> View:
-        """Collect what a decision needs: two listings, and one read per node that matters."""
-        here = read_claims(self._store, record.round)
-        joinable = record.status is Status.JOINABLE
-        beside = record.round - 1 if joinable else record.round + 1
-        other = read_claims(self._store, beside) if beside >= 0 else {}
-        self._listed = {record.round: here, beside: other}
-        self._claims_seen = sum(map(len, (*here.values(), *other.values())))
-        joined = (here if joinable else other).get("join", [])
-        failed_round, failed = (beside, other) if joinable else (record.round, here)
-        uids = {m.uid for m in record.members} | set(joined)
-        self._peers.learn(uids)
-        self._look_at(sorted(uids - {self._info.uid}))
-        self._seen_joining = frozenset(joined)
-        dead = frozenset(uid for uid in uids if self._life.is_dead(uid))
-        if dead - self._dead:
-            self._lost_since = self._life.mark
-        self._dead = dead
-        return View(
-            record=record,
-            joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
-            acked=read_confirmed(self._store, record, here.get("ack", ())),
-            failures=read_failures(self._store, failed_round, failed),
-            done=frozenset(here.get("done", ())),
-            leaving=dict.fromkeys(here.get("leave", ()), "left"),
-            gone=frozenset(int(n) for n in self._store.list("gone") if n.isdecimal()),
-            dead=dead,
-            silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),
-            answered=self._life.answered(record.suspects),
-            names=self._peers.names(),
-            since_status=self._life.mark - self._status_since,
-            since_lost=self._life.mark - self._lost_since,
-        )
-
-    def _look_at(self, uids: Iterable[str]) -> None:
-        gap = self._life.look_at(uids)
-        self._status_since += gap
-        self._lost_since += gap
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
@@ -487,11 +556,12 @@ class Participant:
                 self._log.compact()
 
     def _append(self, record: RoundRecord, event: str, fields: Mapping[str, Any]) -> bool:
-        if not self._log.append(record.number, record.to_json()):
-            self._read_log()  # somebody else has that number: what they wrote holds
+        if not self._log.append(record):
+            self._take_newest()  # somebody else has that number: what they wrote holds
             return False
         self._listener.on_event(event, fields)
         self._take_in(record)
         self._peers.learn(())
-        self._peers.ring_all(record_name(record.number))
+        silent = [m.uid for m in record.members if self._life.is_silent(m.uid)]
+        self._peers.ring_all(record_name(record.number), silent=silent)
         return True

@@ -1,23 +1,41 @@
-"""Who takes part and where their bells are: what each participant says of itself once, read once by the others."""
+"""Who takes part and where their bells are: what each participant says of itself once, in a name, so that one listing
+tells all about all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from hpc_elastic.rendezvous.claims import decode_object
-from hpc_elastic.rendezvous.state import NodeInfo, decode_node
+from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.uid import host_of, node_of
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.doorbell import Address
+from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
 
 _FOLDER = "node"
+DIRECT_RINGS = 48
+"""Nodes that are rung directly; of more, some are rung, and ring the others."""
+_MOST_ADDRESSES = 8
 
 
 class Bell(Protocol):
     """What a participant needs of `store.doorbell.Doorbell`."""
 
-    def ring(self, addresses: list[Address], about: str = "") -> None: ...
+    def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeatPlan:
+    """To whom a participant is to say that it lives."""
+
+    about: str = ""
+    """The key of the newest record that it has seen."""
+    heard: tuple[Address, ...] = ()
+    """Those whom it hears …"""
+    unheard: tuple[Address, ...] = ()
+    """… and those whom it does not."""
 
 
 class Peers:
@@ -32,52 +50,98 @@ class Peers:
     def announce(self) -> None:
         """Say who this is. Before any claim."""
         value = json.dumps(self._own.to_json(), separators=(",", ":"))
-        self._store.put_if_absent(f"{_FOLDER}/{self._own.uid}", value)
+        self._store.put_if_absent(f"{_FOLDER}/{announcement(self._own)}", value)
 
     def all_uids(self) -> list[str]:
         """Every participant that ever announced itself, observers too."""
-        return self._store.list(_FOLDER)
+        return [name.partition("+")[0] for name in self._store.list(_FOLDER)]
 
     def get(self, uid: str) -> NodeInfo | None:
         return self._known.get(uid)
 
     def learn(self, uids: Iterable[str]) -> None:
-        """Read about those that are not known yet, and with them about everybody new: observers want to be rung too."""
-        uids = set(uids)
+        """Learn about those that are not known yet, and with them about everybody new: observers want rings too."""
         if all(uid in self._known for uid in uids) and len(self._known) > 1:
             return
-        for uid in sorted({*uids, *self.all_uids()}):  # a listing may still miss one whose claim was seen
-            if uid not in self._known:
-                self._read(uid)
+        for name in self._store.list(_FOLDER):
+            uid, _, said = name.partition("+")
+            if uid not in self._known and (node := _understood(uid, said)) is not None:
+                self._known[uid] = node
 
     def names(self) -> dict[int, str]:
         """Node index → host name."""
         return {node.node: node.host for node in self._known.values()}
 
-    def ring(self, uid: str, about: str = "") -> None:
+    def ring(self, where: Sequence[Address], about: str = "") -> None:
         """Tell one of them to look now, for the key `about`."""
-        if self._bell is None or uid == self._own.uid:
-            return
-        node = self._known.get(uid) or self._read(uid)
-        if node is not None:
-            self._bell.ring(_addresses(node), about)
+        if self._bell is not None and where:
+            self._bell.ring(list(where), about)
 
-    def ring_all(self, about: str = "") -> None:
-        """Tell all that are known to look now, for the key `about`."""
-        if self._bell is not None:
-            self._bell.ring(self.addresses(self._known), about)
+    def ring_all(self, about: str = "", *, silent: Iterable[str] = ()) -> None:
+        """Tell all that are known to look now, for the key `about`.
+
+        Args:
+            about: The key that was written.
+            silent: Those who are not to be relied on to ring others.
+        """
+        if self._bell is None:
+            return
+        nodes = [_addresses(node) for uid, node in self._known.items() if uid != self._own.uid and node.port]
+        if len(nodes) <= DIRECT_RINGS:
+            self._bell.ring([address for addresses in nodes for address in addresses], about)
+            return
+        deaf = {self._known[uid].port and _addresses(self._known[uid])[0] for uid in silent if uid in self._known}
+        while nodes:
+            first = nodes.pop()
+            forward: list[Address] = []
+            while first[0] not in deaf and nodes and len(forward) + len(nodes[-1]) <= MOST_FORWARDED:
+                forward += nodes.pop()
+            self._bell.ring(first, about, forward)
 
     def addresses(self, uids: Iterable[str]) -> list[Address]:
         """Where the bells of those of `uids` are that are known; never this one's own."""
         known = (self._known.get(uid) for uid in uids if uid != self._own.uid)
         return [address for node in known if node is not None for address in _addresses(node)]
 
-    def _read(self, uid: str) -> NodeInfo | None:
-        value = decode_object(self._store.get(f"{_FOLDER}/{uid}"))
-        node = decode_node(uid, value) if value is not None else None
-        if node is not None:
-            self._known[uid] = node
-        return node
+
+def announcement(node: NodeInfo) -> str:
+    """``<uid>+<local world size>.<port>.<spare>[.<address>…]``: a name that says all that others need to know."""
+    addresses = []
+    for address in node.addresses[:_MOST_ADDRESSES]:
+        try:
+            addresses.append(socket.inet_aton(address).hex())
+        except OSError:
+            continue  # no IPv4 address: the bell could not be rung there
+    return f"{node.uid}+{'.'.join([str(node.local_world_size), str(node.port), str(int(node.spare)), *addresses])}"
+
+
+def _understood(uid: str, said: str) -> NodeInfo | None:
+    """None where it makes no sense: then it is as if the node had not come."""
+    try:
+        size, port, spare, *addresses = said.split(".")
+        return NodeInfo(
+            uid=uid,
+            node=node_of(uid),
+            host=host_of(uid),
+            local_world_size=int(size),
+            addresses=tuple(socket.inet_ntoa(bytes.fromhex(address)) for address in addresses),
+            port=int(port),
+            spare=bool(int(spare)),
+        )
+    except (ValueError, OSError):
+        return None
+
+
+def bell_of(node: NodeInfo) -> tuple[str, ...]:
+    """As a record tells it (`RoundRecord.bell`)."""
+    return (str(node.port), *node.addresses) if node.port else ()
+
+
+def addresses_of(bell: Sequence[str]) -> list[Address]:
+    """Of `bell_of`; none where it makes no sense."""
+    if not bell or not bell[0].isdecimal():
+        return []
+    return [(host, int(bell[0])) for host in bell[1:]]
 
 
 def _addresses(node: NodeInfo) -> list[Address]:

@@ -26,13 +26,20 @@ class RungAbout:
     """One participant's list."""
 
     def __init__(self) -> None:
-        self._keys: set[str] = set()
+        self.keys: set[str] = set()
+        self.newest_record = 0
+        """The highest number of a record that was named since the last `take_hidden`; 0: none was."""
 
     def add(self, keys: Iterable[str]) -> None:
         """As `record_name` or `claims.claim_key` make them; anything else is ignored."""
         for key in keys:
-            if len(self._keys) < MOST:
-                self._keys.add(key)
+            if len(self.keys) < MOST:
+                self.keys.add(key)
+                self.newest_record = max(self.newest_record, _number(key))
+
+    def add_news(self, keys: Iterable[str], *, newest: int) -> None:
+        """Of `keys`, those of records after number `newest`."""
+        self.add(key for key in keys if _number(key) > newest)
 
     def take_hidden(self, *, newest: int, claims: Mapping[int, Claims]) -> set[str]:
         """The folders to stir, after a look; nothing of the list is left.
@@ -41,7 +48,7 @@ class RungAbout:
             newest: The number of the newest record seen, 0 for none.
             claims: The rounds whose claims were listed, with what was found; none where this node does not coordinate.
         """
-        if not self._keys:
+        if not self.keys:
             return set()
         shown = {
             f"{claim_folder(index)}/{kind}+{uid}"
@@ -51,9 +58,16 @@ class RungAbout:
         }
         folders = {claim_folder(index) for index in claims}
         hidden = set()
-        for key in self._keys - shown:
-            folder, _, name = key.rpartition("/")
-            if folder in folders or (folder == _LOG and name.isdecimal() and len(name) < 20 and int(name) > newest):
+        for key in self.keys - shown:
+            folder = key.rpartition("/")[0]
+            if folder in folders or _number(key) > newest:
                 hidden.add(folder)
-        self._keys.clear()
+        self.keys.clear()
+        self.newest_record = 0
         return hidden
+
+
+def _number(key: str) -> int:
+    """Of a record, 0 where `key` is none's."""
+    folder, _, name = key.rpartition("/")
+    return int(name) if folder == _LOG and name.isdecimal() and len(name) < 20 else 0

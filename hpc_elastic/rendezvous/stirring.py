@@ -48,7 +48,10 @@ class Stirring:
             self._due = now + self._delay
         elif folders and now >= self._due:
             for folder in folders:
-                self._store.stir(folder)
+                # Records come from this node alone: when some stirs lay in different ticks, they have done their work.
+                # A stir costs each node that looks a listing.
+                if folder != "log" or record is None or self._delay < LAST_SECONDS:
+                    self._store.stir(folder)
             self._delay = min(2 * self._delay, LAST_SECONDS)
             self._due = now + self._delay
 

@@ -61,7 +61,9 @@ class Heard:
     alive: frozenset[str]
     """Uids of the senders, of rings too."""
     about: frozenset[str] = frozenset()
-    """The keys that were written, as the rings said; of beats, the newest record's."""
+    """The keys that were written, as the rings said."""
+    told: frozenset[str] = frozenset()
+    """The keys of the newest records, as the beats said."""
     hears: Mapping[str, bool] = field(default_factory=dict)
     """Who sent beats, and whether it hears this participant."""
     deaf: float = 0.0
@@ -172,6 +174,7 @@ class Doorbell:
         rung = False
         alive: set[str] = set()
         about: set[str] = set()
+        told: set[str] = set()
         hears: dict[str, bool] = {}
         for _ in range(1000):  # many valid ones must not keep the owner from its work either
             try:
@@ -192,13 +195,20 @@ class Doorbell:
             alive.add(sender)
             key = str(said.get("a", ""))
             if key:
-                about.add(key)
+                (about if kind == "ring" else told).add(key)
             if kind == "ring":
                 rung = True
                 self.ring(_unpack(said.get("f")), key)
             else:
                 hears[sender] = bool(said.get("h"))
-        return Heard(rung=rung, alive=frozenset(alive), about=frozenset(about), hears=hears, deaf=deaf)
+        return Heard(
+            rung=rung,
+            alive=frozenset(alive),
+            about=frozenset(about),
+            told=frozenset(told),
+            hears=hears,
+            deaf=deaf,
+        )
 
     def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
         """Sender, kind and all that was said; or why not."""

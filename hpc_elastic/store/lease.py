@@ -17,10 +17,17 @@ _FOLDER = "hb"
 class Heartbeat:
     """The owner's side: one cell, rewritten every `interval` seconds."""
 
-    def __init__(self, store: Store, uid: str, *, interval: float) -> None:
+    def __init__(self, store: Store, uid: str, *, interval: float, first: float | None = None) -> None:
+        """Args:
+        store: Where.
+        uid: Whose.
+        interval: Seconds; may be changed at any time.
+        first: When the first change is due, on the clock of `beat_if_due`. None: at once.
+        """
+        self.interval = interval
         self._store = store
         self._key = f"{_FOLDER}/{uid}"
-        self._interval = interval
+        self._first = first
         self._count = 0
         self._nonce = secrets.token_hex(4)
         self._renewed_at: float | None = None
@@ -37,11 +44,17 @@ class Heartbeat:
         Raises:
             OSError: the filesystem refused; the lease keeps ageing until a later call succeeds.
         """
-        due = now if self._renewed_at is None else self._renewed_at + self._interval
+        due = self.due(now)
         if now < due:
             return due - now
         self.beat_now(now)
-        return self._interval
+        return self.interval
+
+    def due(self, now: float) -> float:
+        """When the next change is."""
+        if self._renewed_at is not None:
+            return self._renewed_at + self.interval
+        return now if self._first is None else self._first
 
     def beat_now(self, now: float) -> None:
         """Change the cell, due or not: somebody asked whether this participant lives.

@@ -12,6 +12,9 @@ import pytest
 
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.pace import pace_of
+from hpc_elastic.rendezvous.peers import BeatPlan
+from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreError, StoreFullError
 from hpc_elastic.store.doorbell import Doorbell
@@ -28,6 +31,9 @@ class Stepped:
     def __init__(self, do: Callable[[int], float | None] | None = None) -> None:
         self.steps = 0
         self.asked: list[str] = []
+        self.rung: list[bool] = []
+        self.hearing: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
+        self.known = {""}
         self._do = do
         self.beaten_to: list[tuple[str, int]] = []
         self.heard_of: set[str] = set()
@@ -35,28 +41,36 @@ class Stepped:
         self.deaf = 0.0
         self.changed = threading.Condition()
 
-    def step(self) -> float:
+    pace = pace_of(RendezvousSettings(beat_interval=0.001))
+    looks_when_asked = False
+
+    def step(self, *, rung: bool) -> float:
         with self.changed:
             self.steps += 1
+            self.rung.append(rung)
             self.changed.notify_all()
         delay = self._do(self.steps) if self._do else None
         return LONG if delay is None else delay
 
-    def heard(self, uids: Iterable[str]) -> None:
+    def heard(self, uids: Iterable[str], *, hears_us: bool | None) -> None:
         with self.changed:
             self.heard_of |= set(uids)
+            self.hearing[hears_us] |= set(uids)
             self.changed.notify_all()
 
     def rung_about(self, keys: Iterable[str]) -> None:
         self.about |= set(keys)
+
+    def told_of(self, keys: Iterable[str]) -> bool:
+        return bool(set(keys) - self.known)
 
     def was_deaf(self, seconds: float) -> None:
         with self.changed:
             self.deaf += seconds
             self.changed.notify_all()
 
-    def beat_addresses(self) -> list[tuple[str, int]]:
-        return self.beaten_to
+    def beats(self) -> BeatPlan:
+        return BeatPlan(about="log/9", heard=tuple(self.beaten_to), unheard=tuple(self.beaten_to))
 
     def until(self, steps: int) -> None:
         with self.changed:

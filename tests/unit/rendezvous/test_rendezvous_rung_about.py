@@ -43,4 +43,4 @@ def test_nonsense_is_ignored() -> None:
 def test_the_list_has_an_end() -> None:
     about = RungAbout()
     about.add(record_name(number) for number in range(10 * MOST))
-    assert len(about._keys) == MOST
+    assert len(about.keys) == MOST

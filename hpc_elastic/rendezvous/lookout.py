@@ -1,0 +1,90 @@
+"""What the coordinator sees: the claims on two rounds, and who of those that made them lives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpc_elastic.rendezvous.claims import Claims, FailureReader, claim_folder, read_claims, read_confirmed
+from hpc_elastic.rendezvous.coordinator import View
+from hpc_elastic.rendezvous.life_signs import LifeSigns
+from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.store.base import Store, make_folder
+
+_GONE = "gone"
+
+
+def gone_key(node: int) -> str:
+    """Where it is said that a node will have no agent any more."""
+    return f"{_GONE}/{node:05d}"
+
+
+class Lookout:
+    """One participant's, used while it coordinates. The times are of its monotonic clock."""
+
+    def __init__(self, store: Store, uid: str, peers: Peers, life: LifeSigns) -> None:
+        self._store = store
+        self._uid = uid
+        self._peers = peers
+        self._life = life
+        self._failures = FailureReader(store)
+        self._dead: frozenset[str] = frozenset()
+        self._status_since = life.mark
+        self._lost_since = life.mark
+        self.joining: frozenset[str] = frozenset()
+        """Who wants to be in, at the last look."""
+        self.listed: Mapping[int, Claims] = {}
+        """The claims that this step has looked at."""
+        self.claims_seen = 0
+
+    def status_began(self, now: float) -> None:
+        """The round has a new status."""
+        self._status_since = now
+
+    def somebody_was_lost(self, now: float) -> None:
+        self._lost_since = now
+
+    def held_up(self, seconds: float) -> None:
+        """This process was, for so long: that is nobody's fault."""
+        self._status_since += seconds
+        self._lost_since += seconds
+
+    def prepare(self, round_index: int) -> None:
+        """Make the folders that are going to be looked into."""
+        for folder in (claim_folder(round_index), claim_folder(round_index + 1), _GONE):
+            make_folder(self._store, folder)
+
+    def look(self, record: RoundRecord) -> View:
+        """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""
+        self.prepare(record.round)
+        here = read_claims(self._store, record.round)
+        joinable = record.status is Status.JOINABLE
+        beside = record.round - 1 if joinable else record.round + 1
+        other = read_claims(self._store, beside) if beside >= 0 else {}
+        self.listed = {record.round: here, beside: other}
+        self.claims_seen = sum(map(len, (*here.values(), *other.values())))
+        joined = (here if joinable else other).get("join", [])
+        failed_round, failed = (beside, other) if joinable else (record.round, here)
+        uids = {m.uid for m in record.members} | set(joined)
+        self._peers.learn(uids)
+        self.held_up(self._life.look_at(sorted(uids - {self._uid})))
+        self.joining = frozenset(joined)
+        dead = frozenset(uid for uid in uids if self._life.is_dead(uid))
+        if dead - self._dead:
+            self._lost_since = self._life.mark
+        self._dead = dead
+        return View(
+            record=record,
+            joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
+            acked=read_confirmed(self._store, record, here.get("ack", ())),
+            failures=self._failures.read(failed_round, failed),
+            done=frozenset(here.get("done", ())),
+            leaving=dict.fromkeys(here.get("leave", ()), "left"),
+            gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
+            dead=dead,
+            silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),
+            answered=self._life.answered(record.suspects),
+            names=self._peers.names(),
+            since_status=self._life.mark - self._status_since,
+            since_lost=self._life.mark - self._lost_since,
+        )

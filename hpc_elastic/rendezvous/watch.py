@@ -1,0 +1,112 @@
+"""When a participant looks at the files by itself: at the log, and as coordinator at the claims."""
+
+from __future__ import annotations
+
+import random
+
+from hpc_elastic.rendezvous.ending import Ending
+from hpc_elastic.rendezvous.pace import Pace
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+
+_FIRST = 0.02
+_GROWTH = 1.5
+_SPREAD = 0.15
+"""Many nodes that looked at the same moment should not do it again."""
+
+
+class Watch:
+    """One participant's next looks, on its monotonic clock."""
+
+    def __init__(self, pace: Pace, rng: random.Random, now: float, *, observes: bool) -> None:
+        self._pace = pace
+        self._rng = rng
+        self._observes = observes
+        self._looked_at = now
+        self.look_due = now
+        """When the log is to be looked at without a ring."""
+        self._interval = _FIRST
+        self._in_touch = False
+        self._touched_at = float("-inf")
+        self._surveyed_at = float("-inf")
+        self._survey_due = now
+
+    def look_now(self, now: float, *, rung: bool, touch: bool) -> bool:
+        """Whether to look at the log, for which the next time is set then."""
+        if touch:
+            self._touched_at = now
+        elif self._in_touch:  # lost: the answer to a question may be due
+            self.look_due = min(self.look_due, now + self._spread(self._pace.poll_anxious))
+        self._in_touch = touch
+        if not rung and now < self.look_due:
+            return False
+        self._looked_at = now
+        self._interval = min(self._interval * _GROWTH, self._pace.poll)
+        self.look_due = float("inf")  # until `wait` has seen what came of it
+        return True
+
+    def survey_now(self, now: float, *, rung: bool) -> bool:
+        """Whether to look at the claims, as coordinator."""
+        if now < self._surveyed_at + self._pace.coordinator:
+            if rung:
+                self._survey_due = min(self._survey_due, self._surveyed_at + self._pace.coordinator)
+            return False
+        if not rung and now < self._survey_due:
+            return False
+        self._surveyed_at = now
+        self._survey_due = float("inf")
+        return True
+
+    def look_later(self, now: float) -> None:
+        """Not before a ring should have come."""
+        self.look_due = now + self._rng.uniform(0.5, 1.0) * self._pace.first_look
+
+    def new_record(self, now: float) -> None:
+        """Things are moving."""
+        self._interval = self._pace.poll_in_round
+
+    def hurry(self, now: float) -> None:
+        """Something was committed, or lost to another: more may be to be done at once."""
+        self._survey_due = now
+        if self.look_due == float("inf"):
+            self.look_due = now
+
+    def wait(self, now: float, record: RoundRecord | None, *, leads: bool, touch: bool, ending: Ending | None) -> float:
+        """Seconds until the next step.
+
+        Args:
+            now: Seconds.
+            record: The newest.
+            leads: Whether this node coordinates.
+            touch: Whether it and the coordinator hear each other.
+            ending: Where the run is closed: what there is to be waited for.
+        """
+        if self.look_due == float("inf"):
+            self.look_due = self._looked_at + self._spread(self._until_look(now, record, leads, touch, ending))
+        due = self.look_due
+        if leads and ending is None:
+            if self._survey_due == float("inf"):
+                assert record is not None
+                gathers = record.status in (Status.JOINABLE, Status.FROZEN)
+                self._survey_due = self._surveyed_at + (self._pace.gathering if gathers else self._pace.stride)
+            due = min(due, max(self._survey_due, self._surveyed_at + self._pace.coordinator))
+        return min(self._pace.stride, max(0.0, due - now))
+
+    def _until_look(
+        self, now: float, record: RoundRecord | None, leads: bool, touch: bool, ending: Ending | None
+    ) -> float:
+        if ending is not None and self._observes:
+            return self._pace.stride if ending.all_departed else 0.1 * self._pace.ending
+        if ending is not None and ending.awaits:
+            return 0.05 * self._pace.ending
+        if leads:
+            return self._pace.stride
+        if touch:
+            return self._pace.poll_in_touch
+        if now - self._touched_at < self._pace.anxious:
+            return self._pace.poll_anxious
+        return self._interval
+
+    def _spread(self, seconds: float) -> float:
+        if self._pace.ending <= 1.0:
+            return seconds
+        return seconds * self._rng.uniform(1.0 - _SPREAD, 1.0 + _SPREAD)
