@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FileThread
@@ -45,6 +46,8 @@ from hpc_elastic.store.ring_secret import read_secret
 logger = logging.getLogger(__name__)
 
 CLOSE_LOGS_SECONDS = 5.0
+READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
+"""Pauses before the run directory is read again that a fault of the filesystem kept from being read."""
 HUNG_LOGS_SECONDS = 1.0
 """The same where the filesystem has shown that it does not answer."""
 
@@ -59,10 +62,10 @@ def agent_main(argv: Sequence[str]) -> int:
     paths = RunPaths(Path(options.run_dir))
     attempt_paths = paths.attempt(options.attempt)
     env = dict(os.environ)
-    spec, attempt = _load(paths, options.attempt)
+    clock = SystemClock()
+    spec, attempt = _load(paths, options.attempt, clock)
     node = _node_index(attempt, options.node, env)
     host = attempt.nodes[node]
-    clock = SystemClock()
     uid = new_uid(node, host, clock, start=claim_start_number(attempt_paths.store, node, clock=clock))
     tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
     settings = rendezvous_settings(spec, attempt)
@@ -184,14 +187,20 @@ def _end_with(launcher_pid: int) -> bool:
     return os.getppid() == launcher_pid
 
 
-def _load(paths: RunPaths, number: int) -> tuple[RunSpec, AttemptInfo]:
-    try:
-        return load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)
-    except (UnreadableRunError, UnreadableAttemptError) as error:
-        raise UsageError(
-            f"{os.uname().nodename}: the run directory can't be read from this node: {error}; "
-            "it must lie on a filesystem that all nodes share (--runs-dir)"
-        ) from None
+def _load(paths: RunPaths, number: int, clock: Clock) -> tuple[RunSpec, AttemptInfo]:
+    for pause in (*READ_AGAIN_SECONDS, None):
+        try:
+            return load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)
+        except (UnreadableRunError, UnreadableAttemptError) as error:
+            # A node that says "usage" gets no agent any more: not for a fault that passes.
+            if pause is not None and "unreadable: [Errno" in str(error):
+                clock.wait(threading.Event(), pause)
+                continue
+            raise UsageError(
+                f"{os.uname().nodename}: the run directory can't be read from this node: {error}; "
+                "it must lie on a filesystem that all nodes share (--runs-dir)"
+            ) from None
+    raise AssertionError("the last try returns or raises")
 
 
 def _node_index(attempt: AttemptInfo, given: int | None, env: dict[str, str]) -> int:

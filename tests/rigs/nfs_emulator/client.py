@@ -309,7 +309,12 @@ class Client:
     def flush(self, node: Node) -> None:
         """At each close()."""
         if self.settings.close_to_open:
-            self._write_back(node)
+            try:
+                self._write_back(node)
+            except OSError as error:
+                # Also told at the next fsync: a forked child that closes its copy takes no error away from its parent.
+                node.write_error = error
+                raise
         if node.write_error is not None:
             error, node.write_error = node.write_error, None
             raise error
