@@ -217,12 +217,10 @@ def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> 
         now: On the beats' clock.
 
     Returns:
-        The furthest behind first. Never a worker that told nothing so far: many scripts let one rank tell for all.
+        The furthest behind first. Never a worker that told no step so far: many scripts let one rank tell for all.
     """
     least = age - max(SLACK_SECONDS, SLACK_SHARE * age)
-    behind = [
-        beat for beat in beats if beat.count and beat.step is not None and beat.step < step and beat.age(now) >= least
-    ]
+    behind = [beat for beat in beats if beat.step is not None and beat.step < step and beat.age(now) >= least]
     return tuple(sorted(behind, key=_lag))
 
 

@@ -12,7 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
@@ -46,25 +46,25 @@ class _Asked:
     text: str = ""
 
 
-def main_process(worker: WorkerProcess, speaker: int) -> int:
-    """The process of a worker that holds its Python stacks.
+def find_targets(workers: Sequence[tuple[WorkerProcess, int]]) -> list[Target]:
+    """Which process of each worker holds its Python stacks: one look at the process table for all.
 
     Args:
-        worker: The worker.
-        speaker: Who sends its heartbeats, 0 where nobody does.
-
-    Returns:
-        The speaker, where it is the worker's; else the worker itself where it is a Python, else the first Python below
-        it (a shell script around the training script).
+        workers: Each with the process that sends its heartbeats, 0 where none does. That is the one, where it is the
+            worker's; else the worker itself where it is a Python, else the first Python below it (a shell script around
+            the training script).
     """
     processes = tree.all_processes()
-    below = tree.subtree(processes, (worker.pid,))
+    return [Target(worker=worker, pid=_main_process(processes, worker.pid, speaker)) for worker, speaker in workers]
+
+
+def _main_process(processes: Mapping[int, Proc], pid: int, speaker: int) -> int:
+    if speaker == pid:
+        return pid
+    below = tree.subtree(processes, (pid,))
     if any(proc.pid == speaker for proc in below):
         return speaker
-    for pid in (worker.pid, *(proc.pid for proc in below)):
-        if _is_python(pid):
-            return pid
-    return worker.pid
+    return next((each for each in (pid, *(proc.pid for proc in below)) if _is_python(each)), pid)
 
 
 def _is_python(pid: int) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hpc_elastic.agent.hang_evidence import HungWorker, describe_hang, read_stacks, stack_of
-from hpc_elastic.agent.hang_stop import StacksThenStop, Target, main_process
+from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.ranks import RankLayout
 from hpc_elastic.atomic_file import make_private_dir
@@ -239,10 +239,8 @@ class LocalWorkers:
             [slot.process for slot in self._slots], grace=grace, clock=self._clock, excluding=self._excluding()
         )
         if self._wants_stacks:
-            running = [slot for slot in self._slots if slot.exit is None]
-            targets = [
-                Target(worker=slot.process, pid=main_process(slot.process, self._speaker(slot))) for slot in running
-            ]
+            running = [(slot.process, self._speaker(slot)) for slot in self._slots if slot.exit is None]
+            targets = find_targets(running)
             self._asked = self._stopper = StacksThenStop(targets, self._stopper, clock=self._clock)
         self._stopper.begin()
 
