@@ -12,9 +12,12 @@ command -v shellcheck >/dev/null 2>&1 || apt_install shellcheck || say "skipped:
 command -v fusermount3 >/dev/null 2>&1 || apt_install fuse3 || say "skipped: the tests on emulated NFS, which need root and Debian's fuse3"
 
 if [ "$(id -u)" != 0 ]; then
-    say "skipped: the real-Slurm tests, which need root to start a Slurm in network namespaces"
+    say "skipped: the real-Slurm tests and those on real network filesystems, which need root for namespaces and mounts"
 else
     log=$(mktemp)
+    if ! .venv/bin/python -m tests.rigs.network_mounts install </dev/null >"$log" 2>&1; then
+        say "skipped: tests on real network filesystems, which can't run here: $(tail -n 1 "$log")"
+    fi
     if ! .venv/bin/python -m tests.rigs.slurm_cluster install </dev/null >"$log" 2>&1; then
         say "skipped: the real-Slurm tests, which can't run here: $(tail -n 1 "$log")"
     fi

@@ -3,6 +3,7 @@
 python -m tests.rigs.network_mounts install
 python -m tests.rigs.network_mounts up glusterfs
 python -m tests.rigs.network_mounts down
+python -m tests.rigs.network_mounts measure sshfs
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 from tests.rigs.network_mounts.keeper import keep
 from tests.rigs.network_mounts.kinds import KINDS
 from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers, take_down, write_owner
+from tests.rigs.network_mounts.measure import measure
 from tests.rigs.network_mounts.prerequisites import install_prerequisites, missing_prerequisites
-from tests.rigs.network_mounts.rig import ROOT, keeper_command
+from tests.rigs.network_mounts.rig import ROOT, NetworkMounts, keeper_command
 
 _HAND = f"{PREFIX}hand-"
 
@@ -32,7 +34,8 @@ def main(argv: list[str]) -> int:
     commands.add_parser("install", help="install the Debian packages that are missing")
     up = commands.add_parser("up", help="bring one up; prints where its clients are mounted; stays until `down`")
     keeper = commands.add_parser("keep", help="(the rig's own first process)")
-    for command in (up, keeper):
+    measuring = commands.add_parser("measure", help="print how long changes take to show on another client")
+    for command in (up, keeper, measuring):
         command.add_argument("kind", choices=sorted(KINDS))
         command.add_argument("--mounts", type=int, default=2)
     up.add_argument("folder", nargs="?", type=Path, help="an empty folder of yours in which to link to the mounts")
@@ -49,6 +52,11 @@ def main(argv: list[str]) -> int:
         keep(options.kind, options.folder, mounts=options.mounts, until_signal=options.until_signal)
         return 0
     remove_leftovers()
+    if options.command == "measure":
+        with NetworkMounts(options.kind) as filesystem:
+            for what, (median, longest) in measure(filesystem.paths).items():
+                print(f"{options.kind}, {what}: median {median:.4f} s, longest {longest:.4f} s")
+        return 0
     if options.command == "down":
         for folder in Path(tempfile.gettempdir()).glob(f"{_HAND}*"):
             take_down(folder)

@@ -1,6 +1,6 @@
 """sshfs without ssh: each client talks to an sftp-server of its own, all of them on one folder.
 
-The directory cache, 20 s by default, is 3 s here. It knows nothing of other clients' changes: what it shows is as old.
+The directory cache, 20 s by default, is 2 s here. It knows nothing of other clients' changes: what it shows is as old.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from tests.rigs.network_mounts.location import Site
 
 SFTP_SERVER = "/usr/lib/openssh/sftp-server"
-CACHE_SECONDS = 3
+CACHE_SECONDS = 2
 
 
 def start(site: Site) -> None:
