@@ -22,14 +22,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import heartbeat, leftovers
+from tests.bench import heartbeat, leftovers, stop_everywhere
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-PARTS = ("plain", "torch", "help", "leftovers", "heartbeat")
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "stop")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,7 +65,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _progress(f"{system.name}, {ending.name}")
             left.setdefault(system.name, []).append(leftovers.measure(system, ending))
     beats = heartbeat.measure() if "heartbeat" in options.parts and OURS in systems else None
-    text = _report(facts, samples, helps, dict(sorted(left.items())), beats)
+    stops = {}
+    if "stop" in options.parts and OURS in systems:
+        stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
+    text = _report(facts, samples, helps, dict(sorted(left.items())), beats, stops)
     print(text)
     for trouble in samples.troubles:
         print(f"trouble: {trouble}", file=sys.stderr)
@@ -75,10 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"left by {system_name} after {one.ending}: {name}", file=sys.stderr)
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
-    _write_json(options.json, facts, samples, helps, left, beats)
+    _write_json(options.json, facts, samples, helps, left, beats, stops)
     if options.update_docs:
         update_document(DOCUMENT, text)
-    return 0 if samples.values or helps or left or beats else 1
+    return 0 if samples.values or helps or left or beats or stops else 1
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -99,6 +102,22 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+def _stops(deadline: float, samples: Samples, *, rounds: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    if why := stop_everywhere.why_not():
+        samples.troubles.append(f"how soon a failure stops all nodes is not measured: {why}")
+        return found
+    for variant in stop_everywhere.VARIANTS:
+        if _late(deadline, samples, f"stop: {variant.title}"):
+            break
+        _progress(f"a failure stops all nodes: {variant.title}")
+        try:
+            found[variant.title] = stop_everywhere.measure(variant, rounds)
+        except AssertionError as error:  # what should have happened did not
+            samples.troubles.append(f"stop: {variant.title}: {error}")
+    return found
+
+
 def _late(deadline: float, samples: Samples, what: str) -> bool:
     if time.monotonic() < deadline:
         return False
@@ -116,6 +135,7 @@ def _report(
     helps: dict[str, float],
     left: dict[str, list[leftovers.Left]],
     beats: heartbeat.HeartbeatFigures | None,
+    stops: dict[str, list[float]],
 ) -> str:
     where = f"{facts['date']}, {facts['cores']} cores, {facts['memory']}, Linux {facts['kernel']}, "
     where += f"Python {facts['python']}, torch {facts['torch']}; {NODES} nodes × 1 worker on one machine"
@@ -124,6 +144,8 @@ def _report(
         lines += ["", *leftovers_table(left)]
     if beats is not None:
         lines += ["", *heartbeat.lines(beats)]
+    if stops:
+        lines += ["", *stop_everywhere.table(stops)]
     return "\n".join(lines) + "\n"
 
 
@@ -134,6 +156,7 @@ def _write_json(
     helps: dict[str, float],
     left: dict[str, list[leftovers.Left]],
     beats: heartbeat.HeartbeatFigures | None,
+    stops: dict[str, list[float]],
 ) -> None:
     value: dict[str, Any] = {
         "version": 1,
@@ -152,6 +175,7 @@ def _write_json(
         "help_seconds": helps,
         "left": {name: [asdict(one) for one in rows] for name, rows in left.items()},
         "heartbeat_microseconds": asdict(beats) if beats is not None else None,
+        "stop_seconds": stops,
         "troubles": samples.troubles,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +202,8 @@ ratio is the median of the ratios of each repetition. torchrun runs as 4 agents 
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it, torchrun 2.13 gets no gloo process group again after a worker's
 SIGKILL); ours is `hpc-elastic run --cluster local --nodes 4 --nproc-per-node 1`. A first line is printed before the
 worker imports torch. What is left is counted while the machine goes on: processes that carry the job's mark,
-the sockets that they held, files in its temporary folder and its home.
+the sockets that they held, files in its temporary folder and its home. The last table: 8 agents, each with a network
+namespace and an emulated NFS mount of its own.
 """
 
 

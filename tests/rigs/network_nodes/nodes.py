@@ -31,7 +31,7 @@ from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "NETWORK_RUN_MARK"
 _POLL = 0.01
-_BOOT = 'hostname "$1"; mount --bind "$2" "$3"; shift 3; "$@" & wait'
+_BOOT = 'hostname "$1"; mount --bind "$2" "$3"; shift 3; "$@" & wait $!'
 
 _WORKER = """
 import os, signal, time
@@ -125,17 +125,7 @@ class NetworkRun:
             self._stack.enter_context(self.emulator)
             self._stack.enter_context(self.network)
             self._stack.callback(self._kill_all)
-            make_private_dir(self._server / "runs")
-            paths = create_run(self._spec, self._server / "runs").paths
-            attempt = claim_attempt(paths)
-            self._attempt = attempt
-            AttemptInfo(
-                number=attempt.number,
-                cluster="network",
-                nodes=tuple(f"n{node}" for node in range(self.nodes)),
-                batch_host="n0",
-                started_ns=time.time_ns(),
-            ).save(attempt.attempt_json)
+            self._attempt = self.make_attempt()
             for node in range(self.nodes):
                 self.start_agent(node)
         except BaseException:
@@ -145,6 +135,19 @@ class NetworkRun:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def make_attempt(self) -> AttemptPaths:
+        """The run directory and the attempt's in it, on the server; no process."""
+        make_private_dir(self._server / "runs")
+        attempt = claim_attempt(create_run(self._spec, self._server / "runs").paths)
+        AttemptInfo(
+            number=attempt.number,
+            cluster="network",
+            nodes=tuple(f"n{node}" for node in range(self.nodes)),
+            batch_host="n0",
+            started_ns=time.time_ns(),
+        ).save(attempt.attempt_json)
+        return attempt
 
     def start_agent(self, node: int) -> None:
         """On a node that has none."""
@@ -271,7 +274,7 @@ class NetworkRun:
         return self.log_path(node).read_text(errors="replace")
 
     def logs(self) -> str:
-        return "\n".join(f"n{node}: {line}" for node in range(self.nodes) for line in self.log(node).splitlines()[-8:])
+        return "\n".join(f"n{node}: {line}" for node in range(self.nodes) for line in self.log(node).splitlines()[-12:])
 
 
 def wait_for_deaths(workers: Iterable[Worker], *, within: float) -> dict[int, float]:
