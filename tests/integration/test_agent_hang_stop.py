@@ -1,0 +1,96 @@
+"""Asking real processes for their stacks before they are ended: those that answer, and those that don't."""
+
+from __future__ import annotations
+
+from tests.rigs.agent_stand_in import run_stand_in
+
+
+def test_those_that_answer_end_by_it_and_dump_no_core() -> None:
+    facts = run_stand_in(
+        """
+        import resource
+        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+        workers = [start('''
+            import faulthandler, resource
+            faulthandler.enable()
+            print("ready", flush=True)
+            time.sleep(600)
+        ''') for _ in range(3)]
+        for worker in workers:
+            read_line(worker.stdout_fd)
+        os.kill(workers[1].pid, signal.SIGSTOP)
+        stopper = StacksThenStop(
+            find_targets([(worker, 0) for worker in workers]),
+            stop.GroupStopper(workers, grace=30, clock=clock),
+            clock=clock,
+        )
+        stopper.begin()
+        result = finish(stopper)
+        report(
+            codes=[result.exits[w.pid].exitcode for w in workers],
+            cores=[result.exits[w.pid].core_dumped for w in workers],
+            killed=result.killed,
+            seconds=result.seconds,
+            states=[stopper.state_of(w.pid).state[0] for w in workers],
+        )
+        """
+    )
+    assert facts["codes"] == [-6] * 3
+    assert facts["cores"] == [False] * 3
+    assert facts["killed"] == 0
+    assert facts["states"] == ["S", "T", "S"]
+
+
+def test_one_that_does_not_answer_is_asked_with_py_spy_and_ended_as_always() -> None:
+    facts = run_stand_in(
+        """
+        import tempfile
+        from hpc_elastic.agent import hang_stop
+        hang_stop.ANSWER_SECONDS = 0.3
+        folder = tempfile.mkdtemp()
+        with open(folder + "/py-spy", "w") as file:
+            file.write("#!/bin/sh\\necho asked $@\\n")
+        os.chmod(folder + "/py-spy", 0o755)
+        os.environ["PATH"] = folder + ":" + os.environ["PATH"]
+        worker = start('''
+            signal.signal(signal.SIGABRT, signal.SIG_IGN)
+            print("ready", flush=True)
+            time.sleep(600)
+        ''')
+        read_line(worker.stdout_fd)
+        stopper = hang_stop.StacksThenStop(
+            hang_stop.find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
+        )
+        stopper.begin()
+        result = finish(stopper)
+        report(code=result.exits[worker.pid].exitcode, asked=stopper.py_spy_of(worker.pid), pid=worker.pid,
+               threads=stopper.state_of(worker.pid).threads)
+        """
+    )
+    assert facts["code"] == -15
+    assert facts["asked"] == f"asked dump --nonblocking --pid {facts['pid']}\n"
+    assert str(facts["pid"]) in facts["threads"][0]
+
+
+def test_a_hurry_gives_up_the_stacks() -> None:
+    facts = run_stand_in(
+        """
+        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+        worker = start('''
+            signal.signal(signal.SIGABRT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            print("ready", flush=True)
+            time.sleep(600)
+        ''')
+        read_line(worker.stdout_fd)
+        stopper = StacksThenStop(
+            find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
+        )
+        stopper.begin()
+        stopper.kill_now()
+        result = finish(stopper)
+        report(code=result.exits[worker.pid].exitcode, seconds=result.seconds)
+        """
+    )
+    assert facts["code"] == -9
+    assert facts["seconds"] < 2.0
