@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.network_mounts import NetworkMounts, require_mounts
+from tests.rigs.network_mounts import NetworkMounts, prerequisites, require_mounts
 from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers
 from tests.rigs.network_mounts.location import mounts_below
 
@@ -116,3 +116,11 @@ def test_a_frozen_server_holds_its_clients_up() -> None:
         assert done.wait(20.0)
         thread.join()
         assert "brick" in filesystem.logs()
+
+
+def test_a_filesystem_that_can_not_run_is_a_named_skip_and_in_ci_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prerequisites, "missing_prerequisites", lambda kind: "not installed: x")
+    for ci, outcome in (("", pytest.skip.Exception), ("true", pytest.fail.Exception)):
+        monkeypatch.setenv("CI", ci)
+        with pytest.raises(outcome, match="sshfs can't run: not installed: x"):
+            require_mounts("sshfs")
