@@ -19,6 +19,10 @@ class Outcome(str, Enum):
     """The time limit ended it."""
 
 
+STORE_LOST_CODE = 94
+"""Of an agent alone: the run's store is gone or was replaced, and another agent in its place could do no better."""
+
+
 class ExitCode(IntEnum):
     """Of every command that ends with a run's end. A run that a signal ended: 128 + the signal's number."""
 

@@ -25,12 +25,13 @@ from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.file_thread import FilesystemHangsError
-from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.outcome import STORE_LOST_CODE, ExitCode, Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
+from hpc_elastic.store.base import StoreWipedError
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +147,7 @@ class NodeAgent:
                 tell_coordination(self._.events, *notice, nodes=self._.attempt.nodes)
             else:
                 self._failure = notice
+                logger.error("%s", notice)
                 self._happens(Event.LEAVE, f"the store can't be used any more: {notice}")
 
     def _handle_record(self, record: RoundRecord) -> None:
@@ -475,6 +477,8 @@ class NodeAgent:
     def _exit_code(self) -> int:
         if self._ended_by is not None:
             return 128 + self._ended_by
+        if isinstance(self._failure, StoreWipedError):
+            return STORE_LOST_CODE
         if self._failure is not None:
             if not isinstance(self._failure, HpcElasticError):
                 logger.error("internal error: %r", self._failure)

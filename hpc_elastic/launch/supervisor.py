@@ -17,9 +17,10 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
-from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.outcome import STORE_LOST_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.store.base import StoreWipedError
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ AT_ONCE = 0.3
 """For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
 SILENT_SECONDS = 3.0
 """After the end of the run was asked for: how long the store may take to have it."""
+WIPED_SECONDS = 20.0
+"""How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
@@ -107,6 +110,8 @@ class Supervisor:
         self._started_at = clock.monotonic()
         self._told_waiting = False
         self._asked_to_close_at: float | None = None
+        self._has_lost_store = False
+        """Whether an agent has ended because the store was wiped: this process will see so too, if it was for all."""
         self._is_store_silent = False
         """Whether the end could not be written where the agents would read it."""
 
@@ -188,6 +193,8 @@ class Supervisor:
                 self._failure = notice
                 logger.error("the store can't be read any more: %s", notice)
                 self._set_end()
+                if isinstance(notice, StoreWipedError):
+                    self._launcher.terminate()
 
     def _handle_ended(self, ended: AgentEnded) -> None:
         name = self._attempt.nodes[ended.node]
@@ -200,6 +207,11 @@ class Supervisor:
         elif ended.code == ExitCode.USAGE:
             self._refused.add(ended.node)
             self._give_up(ended.node)  # it said why; it would say it again
+        elif ended.code == STORE_LOST_CODE:
+            logger.error("the agent on %s has lost the run's store", name)
+            self._has_lost_store = True
+            self._coordination.ask(lambda participant: participant.doubt_store())
+            self._give_up(ended.node)  # never with a new one: it would take an empty folder for a run that begins
         else:
             self._due[ended.node] = (self._clock.monotonic() + SETTLE_SECONDS, ended)
             self._coordination.ask(lambda participant: None)  # look now: it may have ended because the run has
@@ -272,6 +284,8 @@ class Supervisor:
             return True
         # No agent is left, and nobody has said how it ended: the record may still be on its way.
         self._orphaned_since = self._orphaned_since or now
+        if self._has_lost_store and now - self._orphaned_since <= WIPED_SECONDS:
+            return False
         if now - self._orphaned_since > ORPHANED_SECONDS:
             self._coordination.ask(lambda p: p.close(Outcome.FAILED, "all agents ended without a verdict"))
             return now - self._orphaned_since > ORPHANED_SECONDS + 1.0

@@ -41,7 +41,7 @@ from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.rendezvous.watch import Watch
-from hpc_elastic.store.base import Store, StoreWipedError
+from hpc_elastic.store.base import Store, wiped
 from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat
 
@@ -109,6 +109,7 @@ class Participant:
         """Until then there is nothing to do for a member that is in touch with the coordinator."""
         self._epoch: str | None = None
         self._epoch_missing_since: float | None = None
+        self._doubts_store = False
         self._record: RoundRecord | None = None
         self._started_at = now
         self._stirring = Stirring(store, info.uid, observes=self.observes)
@@ -159,6 +160,10 @@ class Participant:
     def give_up_node(self, node: int) -> None:
         """The launcher will bring no further agent to `node`."""
         self._claims.append((gone_key(node), "gone"))
+
+    def doubt_store(self) -> None:
+        """Somebody has lost the store: look whether it is still the one that was joined."""
+        self._doubts_store = True
 
     def say_goodbye(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
@@ -259,6 +264,9 @@ class Participant:
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self._life.begin_step()
+        if self._doubts_store:
+            self._check_epoch(now)
+            self._doubts_store = False
         if not rung and now < self._rests_until and self._in_touch() and not self._has_plans():
             self._lookout.held_up(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
@@ -331,7 +339,11 @@ class Participant:
         if now >= due or early:
             if self._leads() or self._heartbeat.age(now) == float("inf"):
                 self._check_epoch(now)
-            self._heartbeat.beat_now(now)
+            try:
+                self._heartbeat.beat_now(now)
+            except FileNotFoundError:
+                self._doubts_store = True  # for a moment, or for good
+                raise
 
     def _check_epoch(self, now: float) -> None:
         if self._epoch is None:
@@ -346,8 +358,7 @@ class Participant:
         else:
             self._epoch_missing_since = None
         if epoch != self._epoch:
-            why = "was removed" if epoch is None else f"was replaced (epoch {epoch}, was {self._epoch})"
-            raise StoreWipedError(root=self._run_id, why=f"it {why} while the run was going on")
+            raise wiped(self._store, epoch=self._epoch, found=epoch, otherwise=self._run_id)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
@@ -372,7 +383,7 @@ class Participant:
         if self._epoch is None:
             self._epoch = record.epoch
         if record.epoch != self._epoch:
-            raise StoreWipedError(root=self._run_id, why=f"its log is of epoch {record.epoch}, not {self._epoch}")
+            raise wiped(self._store, epoch=self._epoch, found=record.epoch, otherwise=self._run_id)
         self._record = record
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
@@ -520,7 +531,9 @@ class Participant:
             if self._bell is not None:
                 suspects = self._succession.whom_to_ask(record)
             self._life.forget(record.leader)
-        self._heartbeat.beat_now(self._clock.monotonic())
+        now = self._clock.monotonic()
+        self._check_epoch(now)  # the coordinator may have gone because of it
+        self._heartbeat.beat_now(now)
         successor = record.successor(term=record.term + 1, leader=me, bell=bell_of(self._info), suspects=suspects)
         logger.info("taking over as coordinator: %s", why)
         if self._append(successor, "coordinator_changed", {"round": record.round, "reason": why}):

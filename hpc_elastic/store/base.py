@@ -10,7 +10,7 @@ import builtins
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import HpcElasticError, UnsafePathError
 
 
 class StoreError(HpcElasticError):
@@ -25,6 +25,11 @@ class StoreFullError(StoreError):
 
 class StoreWipedError(StoreError):
     """The store that this participant joined is gone or was replaced: going on could contradict what others read."""
+
+    template = (
+        "the run's store {root} {why} while the run was going on, which can't go on without it; "
+        "start the run again, and keep whatever cleans up there away from it"
+    )
 
 
 class Store(Protocol):
@@ -107,6 +112,27 @@ def get_many(store: Store, keys: Sequence[str]) -> list[str | None]:
     if isinstance(store, BulkStore):
         return store.get_many(keys)
     return [store.get(key) for key in keys]
+
+
+def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> StoreWipedError:
+    """What to raise where a store's epoch is not the one that was joined.
+
+    Args:
+        store: It is looked at once more, to tell what happened.
+        epoch: The one that was joined.
+        found: The one that is there.
+        otherwise: What to call a store that has no place.
+    """
+    why = f"was replaced (its epoch is {found}, and was {epoch})" if found is not None else "has lost its epoch"
+    check = getattr(store, "check", None)
+    try:
+        if check is not None:
+            check()
+    except FileNotFoundError:
+        why = "was removed"
+    except (OSError, UnsafePathError) as error:
+        why = f"is not what it was ({error})"
+    return StoreWipedError(root=str(getattr(store, "root", otherwise)), why=why)
 
 
 def fits_key(name: str) -> bool:

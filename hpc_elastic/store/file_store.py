@@ -321,6 +321,11 @@ class FileStore:
             pass
         return True
 
+    @property
+    def root(self) -> str:
+        """Where it is."""
+        return self._root
+
     def check(self) -> None:
         """Refuse to go on over a store that somebody else put in this one's place.
 
