@@ -21,7 +21,7 @@ import pytest
 from hpc_elastic import atomic_file
 from hpc_elastic.errors import UsageError
 from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous import closing, errors, handler, run_folder
+from hpc_elastic.rendezvous import errors, handler, run_folder
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
@@ -146,7 +146,7 @@ def test_a_race_for_the_closing_record_that_is_lost_is_run_again(monkeypatch: py
             assert append(RecordLog(store), 1, record.to_json())
         return append(log, number, value)
 
-    monkeypatch.setattr(closing.RecordLog, "append", be_second)
+    monkeypatch.setattr(RecordLog, "append", be_second)
     close_run(store, "run", Outcome.CANCELLED, "a test")
     newest = RecordLog(store).latest()
     assert newest is not None
@@ -301,7 +301,7 @@ def test_every_error_pickles_and_is_one_of_the_three() -> None:
 
 
 def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig) -> None:
-    nodes = [rig.make(3, timeout=1.0 if index == 0 else 20.0) for index in range(3)]
+    nodes = [rig.make(3, timeout=4.0 if index == 0 else 20.0) for index in range(3)]
     rig.meet(*nodes)
     for node in nodes[1:]:
         node.withdraw()
@@ -311,7 +311,7 @@ def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig
     text = str(pickle.loads(pickle.dumps(caught.value)))
     assert "2 of 3 nodes" in text
     assert "here: host0" in text
-    assert "missing: host1, host2" in text
+    assert re.search(r"missing: (host1, host2|host2, host1)\)", text), "in the order of their arrival"
 
 
 # -- ids and extra data
