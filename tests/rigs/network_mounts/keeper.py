@@ -57,6 +57,9 @@ def _obey(command: str, site: Site) -> None:
     if command in ("freeze", "thaw"):
         for pid in site.server_pids():
             os.kill(pid, signal.SIGSTOP if command == "freeze" else signal.SIGCONT)
+        if command == "freeze":
+            for server in site.servers:  # until then some of its threads may still answer
+                os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         _answer()
     elif command == "logs":
         _answer(logs=site.log_tails())
