@@ -46,6 +46,7 @@ class Peers:
         self._own = own
         self._bell = bell
         self._known: dict[str, NodeInfo] = {own.uid: own}
+        self._stirred_for: set[str] = set()
 
     def announce(self) -> None:
         """Say who this is. Before any claim."""
@@ -61,8 +62,17 @@ class Peers:
 
     def learn(self, uids: Iterable[str]) -> None:
         """Learn about those that are not known yet, and with them about everybody new: observers want rings too."""
-        if all(uid in self._known for uid in uids) and len(self._known) > 1:
+        missing = {uid for uid in uids if uid not in self._known}
+        if not missing and len(self._known) > 1:
             return
+        self._read_names()
+        hidden = missing - set(self._known) - self._stirred_for
+        if hidden:  # they announced themselves before they claimed anything: a cache still has the listing of before
+            self._stirred_for |= hidden
+            self._store.stir(_FOLDER)
+            self._read_names()
+
+    def _read_names(self) -> None:
         for name in self._store.list(_FOLDER):
             uid, _, said = name.partition("+")
             if uid not in self._known and (node := _understood(uid, said)) is not None:
