@@ -134,7 +134,7 @@ def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
     """What the kernel tells of a process and its threads. Never raises, never waits for it."""
     state = _status(f"{proc}/{pid}/status").get("State", "")
     try:
-        names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (len(name), name))
+        names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (name != str(pid), len(name), name))
     except OSError:
         names = []
     threads = []

@@ -350,7 +350,7 @@ def test_a_store_that_is_gone_is_noticed_and_a_stale_look_is_not_taken_for_it(
     with pytest.raises(OSError, match="epoch"):
         first.participant.step()
     clock.now += 4
-    with pytest.raises(StoreWipedError, match="was removed"):
+    with pytest.raises(StoreWipedError, match="has lost its epoch while"):
         first.participant.step()
 
 
