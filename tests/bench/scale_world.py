@@ -9,10 +9,11 @@ A step's effects and looks happen at the simulated times of its operations, neve
 from __future__ import annotations
 
 import functools
+import gc
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import PurePosixPath
 from typing import Any
@@ -72,6 +73,7 @@ class Node:
         self.alive = True
         self.busy_until = world.now
         self.turn = 0
+        self.sent_about: dict[str, int] = {}
         self.rings: list[tuple[frozenset[str], tuple[Address, ...]]] = []
         self.final_at: dict[int, float] = {}
         self.closed_at: float | None = None
@@ -93,7 +95,12 @@ class Node:
 
     # -- the participant's bell
 
-    def ring(self, addresses: list[Address], about: str = "", forward: tuple[Address, ...] = ()) -> None:
+    def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+        forward = tuple(forward)
+        if about.startswith("log/"):
+            told = self.sent_about.setdefault(about, 0) + len(addresses)
+            self.sent_about[about] = told
+            self.world.most_sent_at_once = max(self.world.most_sent_at_once, told)
         for address in addresses:
             self.client.now += SEND
             self.world.send(self.client.now, self, address, about, forward)
@@ -139,6 +146,8 @@ class World:
         self.events: list[tuple[float, int, str]] = []
         self.steps = 0
         self.datagrams = 0
+        self.most_sent_at_once = 0
+        """Datagrams of one node about one record."""
         self._by_address: dict[Address, Node] = {}
         self._by_uid: dict[str, Node] = {}
         self._queue: list[tuple[float, int, Node | None, Callable[[], None]]] = []
@@ -161,6 +170,9 @@ class World:
             return known[key]
 
         patch(mock.patch.object(round_log, "decode_record", decode_once))
+        gc.collect()
+        gc.disable()  # millions of objects that live long: looking for cycles among them takes most of the time
+        self._stack.callback(gc.enable)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,7 +258,7 @@ class World:
 
         def do() -> None:
             command()
-            self._step(node, rung=True)
+            self._step(node, rung=node.participant.looks_when_asked)
 
         self._push(at, node, do)
 
@@ -255,8 +267,9 @@ class World:
 
     def _step(self, node: Node, *, rung: bool) -> None:
         node.client.now = max(node.client.now, self.now)
-        with self.on(node):
-            delay = node.participant.step(rung=rung)
+        self._os.client = node.client
+        delay = node.participant.step(rung=rung)
+        self._os.client = None
         self.steps += 1
         node.busy_until = node.client.now
         node.turn += 1
