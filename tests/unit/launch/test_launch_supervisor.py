@@ -22,16 +22,17 @@ from hpc_elastic.launch.supervisor import (
     LAUNCH_NEWS_SECONDS,
     RELAUNCHES_PER_NODE,
     SETTLE_SECONDS,
+    SILENT_SECONDS,
     AttemptResult,
     Supervisor,
 )
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
-from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.base import StoreError, StoreWipedError
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
 
 SETTINGS = RendezvousSettings(
@@ -48,6 +49,8 @@ class Look:
         self._fd = fd
         self._notices: deque[Any] = deque()
         self.failure: Exception | None = None
+        self.hangs = False
+        """The filesystem does not answer."""
         self.stopped = False
         info = NodeInfo(
             uid=new_uid(99999, "supervisor", world.clock),
@@ -87,7 +90,7 @@ class Look:
         if self.failure is not None:
             failure, self.failure = self.failure, None
             return [failure]
-        while self._participant.step() == 0.0:
+        while not self.hangs and self._participant.step() == 0.0:
             pass
         taken = list(self._notices)
         self._notices.clear()
@@ -95,8 +98,9 @@ class Look:
 
     def stop(self, *, within: float) -> bool:
         self.stopped = True
-        self._participant.step()
-        return True
+        if not self.hangs:
+            self._participant.step()
+        return not self.hangs
 
 
 class Agents:
@@ -110,6 +114,7 @@ class Agents:
         self.of: dict[int, Node] = {}
         self.relaunched: list[tuple[int, float]] = []
         self.ends: list[float] = []
+        self.terminated: list[float] = []
         self.stubborn = False
         self.silent = False
         """The launcher never says that somebody has ended."""
@@ -154,7 +159,7 @@ class Agents:
         return bool(self.of)
 
     def terminate(self) -> None:
-        pass
+        self.terminated.append(self._world.clock.now)
 
     def end(self, *, within: float) -> None:
         self.ends.append(within)
@@ -623,3 +628,55 @@ def test_who_waits_for_long_is_told_of_once(stage: Callable[..., Stage], caplog:
     said = [message for message in caplog.messages if "have not met after 30 s" in message]
     assert len(said) == 1
     assert module.logger.name == caplog.records[0].name
+
+
+# -- a store that is lost, or does not answer
+
+
+def test_an_agent_that_lost_the_store_is_not_started_again(stage: Callable[..., Stage]) -> None:
+    """A new one would take what it finds for a run that begins."""
+    s = stage()
+    s.run(3.0, lambda: s.agents.kill(1, STORE_LOST_CODE, detail="exit code 94"), 5.0, s.done)
+    assert s.agents.relaunched == []
+    assert "00001" in s.world.store.list("gone")
+
+
+def test_all_agents_lost_the_store_and_the_supervisor_sees_why(stage: Callable[..., Stage]) -> None:
+    s = stage()
+
+    def wipe() -> None:
+        for node in list(s.agents.of):
+            s.agents.kill(node, STORE_LOST_CODE, detail="exit code 94")
+
+    def see() -> None:
+        s.look.failure = StoreWipedError(root="/runs/x/store", why="was removed")
+
+    result = s.run(3.0, wipe, 8.0, see)
+    assert result.outcome is Outcome.FAILED
+    assert "/runs/x/store was removed" in result.reason
+    assert s.agents.relaunched == []
+    assert s.agents.terminated, "those that do not know yet hear of it by signal"
+
+
+def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(stage: Callable[..., Stage]) -> None:
+    s = stage()
+
+    def hang() -> None:
+        s.look.hangs = True
+        s.signals.append(signal.SIGINT)
+
+    def end() -> None:
+        assert s.agents.terminated
+        for node in list(s.agents.of):
+            s.agents.kill(node, 143, detail="exit code 143")
+
+    result = s.run(3.0, hang, SILENT_SECONDS + 1, end)
+    assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, signal.SIGINT)
+    assert len(s.agents.terminated) == 1
+    assert result.seconds < 3 + SILENT_SECONDS + 3, "and nothing more is waited for"
+
+
+def test_a_store_that_takes_the_end_spares_the_agents_the_signal(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.run(3.0, lambda: s.signals.append(signal.SIGINT))
+    assert s.agents.terminated == []
