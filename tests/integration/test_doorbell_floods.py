@@ -20,7 +20,7 @@ from tests.rigs.network_nodes.nodes import seconds_to_stop
 from tests.rigs.nfs_emulator import require_fuse
 
 NODES = 3
-FLOOD_SECONDS = 4.0
+FLOOD_SECONDS = 3.0
 MOST_CPU = 0.10
 """Of one core: the agent's, while it is flooded. The bell alone takes a hundredth."""
 
