@@ -81,7 +81,9 @@ def pace_of(settings: RendezvousSettings) -> Pace:
     poll = max(settings.poll_interval, WITHOUT_PACKETS * period)
     poll_in_touch = max(2 * settings.poll_interval, period)
     anxious = max(settings.poll_interval, hop)
-    answer = max(settings.suspect_answer, 4 * anxious)
+    stride = max(settings.poll_interval, hop)
+    # Who is in touch hears within a beat that it is not heard any more, notices that within a stride, and looks.
+    answer = max(settings.suspect_answer, beat + stride + 2 * anxious)
     heartbeat = max(settings.heartbeat_interval, WITHOUT_PACKETS * period)
     few = nodes <= FEW_NODES
     return Pace(
@@ -104,7 +106,7 @@ def pace_of(settings: RendezvousSettings) -> Pace:
         silence=silence,
         answer=answer,
         answer_unheard=max(answer, 1.2 * max(poll, poll_in_touch) + 2 * anxious),
-        stride=max(settings.poll_interval, hop),
+        stride=stride,
     )
 
 

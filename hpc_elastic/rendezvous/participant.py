@@ -8,11 +8,9 @@ another participant, goes on from what is there.
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import random
-import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -26,7 +24,9 @@ from hpc_elastic.rendezvous.coordinator import (
     next_proposal,
     rests_on_absence,
 )
+from hpc_elastic.rendezvous.decision_events import newly_lost, told
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
+from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.lookout import Lookout, gone_key
 from hpc_elastic.rendezvous.pace import pace_of
@@ -41,7 +41,7 @@ from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.rendezvous.watch import Watch
-from hpc_elastic.store.base import Store, wiped
+from hpc_elastic.store.base import Store
 from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat
 
@@ -107,8 +107,7 @@ class Participant:
         self._rung_for_joining = False
         self._rests_until = 0.0
         """Until then there is nothing to do for a member that is in touch with the coordinator."""
-        self._epoch: str | None = None
-        self._epoch_missing_since: float | None = None
+        self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
         self._doubts_store = False
         self._record: RoundRecord | None = None
         self._started_at = now
@@ -265,7 +264,7 @@ class Participant:
         """
         now = self._life.begin_step()
         if self._doubts_store:
-            self._check_epoch(now)
+            self._epoch.check(now)
             self._doubts_store = False
         if not rung and now < self._rests_until and self._in_touch() and not self._has_plans():
             self._lookout.held_up(self._life.look_at(()))
@@ -338,39 +337,24 @@ class Participant:
         early = now >= self._watch.look_due and due - now < self.pace.early * self._heartbeat.interval
         if now >= due or early:
             if self._leads() or self._heartbeat.age(now) == float("inf"):
-                self._check_epoch(now)
+                self._epoch.check(now)
             try:
                 self._heartbeat.beat_now(now)
             except FileNotFoundError:
                 self._doubts_store = True  # for a moment, or for good
                 raise
 
-    def _check_epoch(self, now: float) -> None:
-        if self._epoch is None:
-            return
-        epoch = self._store.get("epoch/id")
-        if epoch is None:
-            # A stale handle or directory entry reads the same for a moment: it has to last.
-            if self._epoch_missing_since is None:
-                self._epoch_missing_since = now
-            if now - self._epoch_missing_since < self._settings.heartbeat_interval:
-                raise OSError(errno.ESTALE, "the store's epoch can't be found")
-        else:
-            self._epoch_missing_since = None
-        if epoch != self._epoch:
-            raise wiped(self._store, epoch=self._epoch, found=epoch, otherwise=self._run_id)
-
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
-        told = self._rung_about.newest_record
-        news = told > self._newest_number
+        number = self._rung_about.newest_record
+        news = number > self._newest_number
         if rung and not news and self._rung_about.keys and self._record is not None:
             rung = False  # for a record that is known, or for a claim, which the log says nothing about
         if not self._watch.look_now(now, rung=rung or news, touch=self._in_touch()):
             return False
-        self._take_newest(told=told if news else 0)
+        self._take_newest(told=number if news else 0)
         if self._log.went_back:
-            self._check_epoch(now)
+            self._epoch.check(now)
         return True
 
     def _take_newest(self, *, told: int = 0) -> None:
@@ -380,10 +364,7 @@ class Participant:
 
     def _take_in(self, record: RoundRecord) -> None:
         before = self._record
-        if self._epoch is None:
-            self._epoch = record.epoch
-        if record.epoch != self._epoch:
-            raise wiped(self._store, epoch=self._epoch, found=record.epoch, otherwise=self._run_id)
+        self._epoch.accept(record.epoch)
         self._record = record
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
@@ -495,16 +476,12 @@ class Participant:
         now = self._clock.monotonic()
         if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
-        if self._epoch is None:
-            self._store.put_if_absent("epoch/id", secrets.token_hex(8))
-            self._epoch = self._store.get("epoch/id")
-            if self._epoch is None:
-                raise OSError(errno.EIO, "the store's epoch can't be read yet")
+        epoch = self._epoch.open()
         self._heartbeat.beat_now(now)
         self._lookout.prepare(0)
         record = RoundRecord(
             number=1,
-            epoch=self._epoch,
+            epoch=epoch,
             term=1,
             leader=self._info.uid,
             bell=bell_of(self._info),
@@ -532,7 +509,7 @@ class Participant:
                 suspects = self._succession.whom_to_ask(record)
             self._life.forget(record.leader)
         now = self._clock.monotonic()
-        self._check_epoch(now)  # the coordinator may have gone because of it
+        self._epoch.check(now)  # the coordinator may have gone because of it
         self._heartbeat.beat_now(now)
         successor = record.successor(term=record.term + 1, leader=me, bell=bell_of(self._info), suspects=suspects)
         logger.info("taking over as coordinator: %s", why)
@@ -543,27 +520,12 @@ class Participant:
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
         before = self._record
-        fields: dict[str, Any] = {"round": record.round, "reason": proposal.reason}
-        name = {
-            RoundEvent.FREEZE: "round_frozen",
-            RoundEvent.CONFIRM: "round_confirmed",
-            RoundEvent.REOPEN: "round_opened",
-            RoundEvent.ANNOUNCE: "nodes_waiting",
-            RoundEvent.ASK: "nodes_asked",
-            RoundEvent.CLOSE: "closed",
-            RoundEvent.TAKE_OVER: "coordinator_changed",
-        }[proposal.event]
-        fields["restarts_used"] = record.restarts_used
-        if proposal.event is RoundEvent.CLOSE and record.outcome is not None:
-            fields["outcome"] = record.outcome.value
-        if proposal.event is RoundEvent.FREEZE:
-            fields["nodes"] = [m.node for m in record.members]
+        name, fields = told(proposal)
         if self._append(record, name, fields) and before is not None:
-            for node in sorted(set(record.lost) - set(before.lost)):
-                uid = next((m.uid for m in before.members if m.node == node), None)
-                known = self._peers.get(uid) if uid else None
+            for node, member in newly_lost(before, record):
+                known = self._peers.get(member.uid) if member is not None else None
                 host = known.host if known else ""
-                age = round(self._life.unchanged(uid), 3) if uid else None
+                age = round(self._life.unchanged(member.uid), 3) if member is not None else None
                 self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
             if record.number % 16 == 0:
                 self._log.compact()

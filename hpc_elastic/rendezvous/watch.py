@@ -9,7 +9,7 @@ from hpc_elastic.rendezvous.pace import Pace
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 
 _FIRST = 0.02
-_GROWTH = 1.5
+_GROWTH = 2.0
 _SPREAD = 0.15
 """Many nodes that looked at the same moment should not do it again."""
 

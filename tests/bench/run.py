@@ -22,14 +22,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import heartbeat, leftovers, stop_everywhere
+from tests.bench import heartbeat, leftovers, rendezvous_scale, stop_everywhere
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
+from tests.bench.scale_plot import plot
 from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "stop")
+SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "stop", "scale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
     text = _report(facts, samples, helps, dict(sorted(left.items())), beats, stops)
     print(text)
+    if "scale" in options.parts and OURS in systems:
+        _scale(facts, quick=options.quick, update=options.update_docs)
     for trouble in samples.troubles:
         print(f"trouble: {trouble}", file=sys.stderr)
     for system_name, rows in left.items():
@@ -79,9 +83,29 @@ def main(argv: Sequence[str] | None = None) -> int:
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
     _write_json(options.json, facts, samples, helps, left, beats, stops)
-    if options.update_docs:
+    if options.update_docs and set(options.parts) != {"scale"}:
         update_document(DOCUMENT, text)
-    return 0 if samples.values or helps or left or beats or stops else 1
+    return 0 if samples.values or helps or left or beats or stops or "scale" in options.parts else 1
+
+
+def _scale(facts: dict[str, str], *, quick: bool, update: bool) -> None:
+    """Many nodes, simulated and on emulated NFS: beside another way to meet, not beside torchrun itself."""
+    rows = rendezvous_scale.measure_all(rendezvous_scale.QUICK_SIZES if quick else rendezvous_scale.SIZES, _progress)
+    emulated = rendezvous_scale.emulate_all(rendezvous_scale.EMULATED_SIZES[: 2 if quick else None], _progress)
+    lines = rendezvous_scale.table(rows)
+    if emulated:
+        lines += [
+            "",
+            "Counted on emulated NFS, each node with a mount of its own, on one machine and by its clock:",
+            "",
+        ]
+        lines += rendezvous_scale.emulated_table(emulated)
+    text = f"{facts['date']}, Python {facts['python']}\n\n" + "\n".join(lines) + "\n"
+    print(text)
+    if update:
+        update_document(SCALE_DOCUMENT, text)
+        drawn = plot(rendezvous_scale.panels(rows), ours="this rendezvous", theirs="one document, compare-and-swap")
+        SCALE_PLOT.write_text(drawn)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

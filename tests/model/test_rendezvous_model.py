@@ -186,10 +186,12 @@ def _scenario(world: World) -> bool:
     return False
 
 
-@pytest.mark.parametrize("beats", [False, True])
+@pytest.mark.parametrize("way", ["polled", "beats", "driven, no packets", "driven"])
 @pytest.mark.parametrize("seed", range(60))
-def test_random_crashes_freezes_and_returns(seed: int, beats: bool) -> None:
+def test_random_crashes_freezes_and_returns(seed: int, way: str) -> None:
+    """Stepped at each tick, or as the thread does it, where most rings are lost; each case comes again by its seed."""
     rng = random.Random(seed)
+    beats, driven = way in ("beats", "driven"), way.startswith("driven")
     size = rng.randint(2, 6)
     settings = RendezvousSettings(
         **{
@@ -201,7 +203,7 @@ def test_random_crashes_freezes_and_returns(seed: int, beats: bool) -> None:
             "last_call_timeout": 1000,
         }
     )
-    world = World(settings, beats=beats)
+    world = World(settings, beats=beats, driven=driven, loses=lambda: rng.random() < 0.7)
     if beats and rng.random() < 0.5:
         world.cut = {(rng.randrange(size), rng.randrange(size)) for _ in range(rng.randrange(4))}
     for index in range(size):
@@ -319,6 +321,112 @@ def test_everybody_frozen_at_once_evicts_nobody_with_beats_either() -> None:
     world.clock.now += 60
     world.run(lambda: False, seconds=30)
     assert world.newest().round == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_crash_after_any_single_write_stops_nobody_else_with_rare_heartbeats(victim: int) -> None:
+    """As above, driven as by their threads and in touch: only who is asked shows by the files that it lives."""
+    effects = 0
+    while True:
+        world = World(SETTINGS, beats=True, driven=True)
+        for index in range(3):
+            world.start(index)
+        world.nodes[victim].crash_after = effects
+        ended = world.run(lambda world=world: _scenario(world), seconds=200)
+        assert ended, f"node {victim} crashed after effect {effects}: {world.newest()}"
+        if world.nodes[victim].alive:
+            break
+        effects += 1
+    assert effects > 8, "the scenario is too short to say anything"
+
+
+def in_touch(nodes: int = 3, **more: float) -> World:
+    """Driven by their threads, running, and hearing each other."""
+    settings = RendezvousSettings(**{**_as_dict(SETTINGS), "max_nodes": nodes, "expected_nodes": nodes, **more})
+    world = World(settings, beats=True, driven=True)
+    for index in range(nodes):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=5)
+    return world
+
+
+def beaten(world: World, node: int) -> str | None:
+    return world.store.get(f"hb/{world.nodes[node].info.uid}")
+
+
+def test_who_is_heard_rewrites_its_heartbeat_rarely_and_stays_in() -> None:
+    world = in_touch()
+    number = world.newest().number  # type: ignore[union-attr]
+    seen, at = set(), world.clock.now
+    while world.clock.now < at + 300:
+        seen.add(beaten(world, 1))
+        world.run(lambda: False, seconds=1)
+    assert len(seen) <= 300 / 30 + 2
+    assert world.newest().number == number  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("cut", [(1, 0), (0, 1)])
+def test_who_is_not_heard_any_more_goes_back_to_frequent_heartbeats(cut: tuple[int, int]) -> None:
+    """Long before they would be missed; in either direction."""
+    world = in_touch()
+    world.cut = {cut}
+    world.run(lambda: False, seconds=8)
+    seen = set()
+    for _ in range(20):
+        seen.add(beaten(world, 1))
+        world.run(lambda: False, seconds=1)
+    assert len(seen) >= 15
+    record = world.newest()
+    assert record is not None
+    assert (record.round, record.suspects, record.lost) == (0, (), ())
+
+
+def test_a_network_that_comes_and_goes_puts_nobody_out() -> None:
+    world = in_touch(4)
+    rng = random.Random(1)
+    for _ in range(40):
+        world.cut = {(rng.randrange(4), rng.randrange(4)) for _ in range(rng.randrange(8))}
+        world.run(lambda: False, seconds=rng.uniform(0.5, 12))
+    record = world.newest()
+    assert record is not None
+    assert (record.round, record.lost) == (0, ())
+
+
+def test_a_member_that_was_frozen_past_its_lease_comes_back_as_one() -> None:
+    world = in_touch()
+    world.nodes[1].frozen = True
+    assert world.run(lambda: world.all_running_in_one_round() and world.newest().lost == (1,), seconds=60)  # type: ignore[union-attr]
+    world.nodes[1].frozen = False
+    assert world.run(lambda: world.all_running_in_one_round() and len(world.newest().members) == 3, seconds=60)  # type: ignore[union-attr]
+
+
+def test_a_coordinator_that_was_frozen_commits_nothing_as_one() -> None:
+    world = in_touch()
+    world.nodes[0].frozen = True
+    assert world.run(lambda: world.all_running_in_one_round() and len(world.newest().members) == 2, seconds=60)  # type: ignore[union-attr]
+    term = world.newest().term  # type: ignore[union-attr]
+    world.nodes[0].frozen = False
+    assert world.run(lambda: world.all_running_in_one_round() and len(world.newest().members) == 3, seconds=60)  # type: ignore[union-attr]
+    assert world.newest().term == term  # type: ignore[union-attr]
+    assert world.newest().leader != world.nodes[0].info.uid  # type: ignore[union-attr]
+
+
+def test_a_lost_ring_is_made_up_for_by_the_next_beat() -> None:
+    world = in_touch()
+    world.loses = lambda: True
+    world.nodes[0].participant.report_failure(0, failure(0))
+    world.nodes[0].rung = True
+    at = world.clock.now
+    assert world.run(lambda: all(node.participant.record.round == 1 for node in world.nodes), seconds=30)  # type: ignore[union-attr]
+    assert world.clock.now - at <= 1.5
+
+
+def test_a_hung_filesystem_under_the_coordinator_is_noticed_though_its_beats_go_on() -> None:
+    world = in_touch()
+    hung = world.nodes[0]
+    hung.step = lambda **_: 0.0  # type: ignore[method-assign]
+    assert world.run(lambda: world.newest().leader != hung.info.uid, seconds=60)  # type: ignore[union-attr]
 
 
 def _as_dict(settings: RendezvousSettings) -> dict[str, float]:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -23,9 +25,9 @@ from hpc_elastic.rendezvous.state import (
     Status,
     decode_record,
 )
-from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.rendezvous.uid import new_uid, supersedes
+from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.memory_store import MemoryStore
-from hpc_elastic.store.record_log import RecordLog
 from tests.rigs.fake_clock import FakeClock
 
 
@@ -87,6 +89,10 @@ class Node:
     """Confirmed, or running."""
     running_round: int | None = None
     finals: list[RoundRecord] = field(default_factory=list)
+    due: float = 0.0
+    """When it is to be stepped, where the world drives it as its thread would."""
+    rung: bool = True
+    was_frozen: bool = False
 
     def __post_init__(self) -> None:
         clock = self.world.clock
@@ -96,8 +102,8 @@ class Node:
             node=self.index,
             host=f"n{self.index}",
             local_world_size=1,
-            addresses=(),
-            port=0,
+            addresses=(f"10.0.0.{self.index}",) if self.world.driven else (),
+            port=len(self.world.nodes) + 1 if self.world.driven else 0,
         )
         self.participant = Participant(
             run_id="model",
@@ -108,7 +114,7 @@ class Node:
             clock=clock,
             rng=random.Random(self.index),
             listener=self,
-            bell=SilentBell() if self.world.beats else None,
+            bell=(Bell(self) if self.world.driven else SilentBell()) if self.world.beats else None,
         )
         self.participant.join()
 
@@ -137,25 +143,58 @@ class Node:
     def on_event(self, event: str, fields: object) -> None:
         self.world.events.append((self.index, event, fields))
 
-    def step(self) -> float:
+    def step(self, *, rung: bool = True) -> float:
+        self.rung = False
+        joined = self.world.joined_before_a_step()
         try:
-            return self.participant.step()
+            delay = self.participant.step(rung=rung)
         except Crash:
             return 0.0
+        finally:
+            self.world.check_freeze(joined)
+        self.due = self.world.clock.now + delay
+        return delay
+
+
+class Bell:
+    """One whose rings the world delivers, or loses."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def ring(self, addresses: Sequence[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+        for address in (*addresses, *forward):
+            self._node.world.deliver(self._node, address, about)
 
 
 class SilentBell:
     """A bell that nobody hears: `World.beat` carries the beats, and rings are left to polling."""
 
-    def ring(self, addresses: object, about: str = "") -> None:
+    def ring(self, addresses: object, about: str = "", forward: object = ()) -> None:
         pass
 
 
 class World:
     def __init__(
-        self, settings: RendezvousSettings, *, settle: Callable[..., Settlement] | None = None, beats: bool = False
+        self,
+        settings: RendezvousSettings,
+        *,
+        settle: Callable[..., Settlement] | None = None,
+        beats: bool = False,
+        driven: bool = False,
+        loses: Callable[[], bool] = lambda: False,
     ) -> None:
+        """Args:
+        settings: Of all participants.
+        settle: What the restart policy says.
+        beats: Whether packets come through.
+        driven: Whether a participant is stepped when it asked for it or is rung, as its thread does; else at each tick,
+            and told to look.
+        loses: Whether the next ring is lost.
+        """
         self.beats = beats
+        self.driven = driven
+        self.loses = loses
         self.cut: set[tuple[int, int]] = set()
         """(from, to): node indexes between which no packet comes through."""
         self.settings = settings
@@ -166,6 +205,7 @@ class World:
         self.events: list[tuple[int, str, object]] = []
         self.on_effect: Callable[[Node, str], None] = lambda node, where: None
         self.history: dict[int, RoundRecord] = {}
+        self._next_beat = 0.0
 
     def start(self, index: int) -> Node:
         node = Node(self, index)
@@ -173,6 +213,8 @@ class World:
         return node
 
     def live(self) -> list[Node]:
+        for node in self.nodes:
+            node.was_frozen = node.was_frozen or node.frozen
         return [node for node in self.nodes if node.alive and not node.frozen]
 
     def run(
@@ -189,14 +231,23 @@ class World:
             if rng is not None:
                 rng.shuffle(order)
             for node in order:
-                if node.alive and not node.frozen:
+                if not node.alive or node.frozen:
+                    continue
+                if not self.driven:
                     node.step()
-                    self.check()
+                elif node.rung or self.clock.now >= node.due:
+                    node.step(rung=node.rung)
+                else:
+                    continue
+                self.check()
             self.clock.now += tick
         return True
 
     def beat(self) -> None:
         """Every live participant says to the coordinator, and the coordinator to all, that it lives."""
+        if self.driven:
+            self._beat_as_planned()
+            return
         live = {node.info.uid: node for node in self.live()}
         for node in live.values():
             record = node.participant.record
@@ -206,11 +257,57 @@ class World:
             for uid in hearers:
                 other = live.get(uid)
                 if other is not None and other is not node and (node.index, other.index) not in self.cut:
-                    other.participant.heard([node.info.uid])
+                    hears = node.participant._life.hears(uid)
+                    other.participant.heard([node.info.uid], hears_us=hears)
+
+    def _beat_as_planned(self) -> None:
+        if self.clock.now < self._next_beat:
+            return
+        self._next_beat = self.clock.now + self.settings.beat_interval
+        for node in self.live():
+            plan = node.participant.beats()
+            for hears, addresses in ((True, plan.heard), (False, plan.unheard)):
+                for address in addresses:
+                    other = self._reached(node, address)
+                    if other is not None:
+                        other.participant.heard([node.info.uid], hears_us=hears)
+                        other.rung = other.participant.told_of([plan.about]) or other.rung
+
+    def deliver(self, sender: Node, address: Address, about: str) -> None:
+        """A ring, where it is not lost."""
+        other = self._reached(sender, address)
+        if other is not None and not self.loses():
+            other.participant.heard([sender.info.uid], hears_us=None)
+            other.participant.rung_about([about] if about else [])
+            other.rung = True
+
+    def _reached(self, sender: Node, address: Address) -> Node | None:
+        for node in self.live():
+            if (node.info.addresses[0], node.info.port) == address:
+                return None if (sender.index, node.index) in self.cut else node
+        return None
+
+    def joined_before_a_step(self) -> tuple[int, set[str]]:
+        """The round that is joinable, -1 for none, and who has claimed a place in it."""
+        record = self.newest()
+        if record is None or record.status is not Status.JOINABLE:
+            return -1, set()
+        return record.round, set(read_claims(self.store, record.round).get("join", ()))
+
+    def check_freeze(self, joined: tuple[int, set[str]]) -> None:
+        """Who claimed a place before the step that froze the round began is in it, if it lives and there is room."""
+        record = self.newest()
+        if record is None or (record.status, record.round) != (Status.FROZEN, joined[0]):
+            return
+        if len(record.members) == self.settings.max_nodes:
+            return
+        for node in self.nodes:
+            newer = any(supersedes(other.info.uid, node.info.uid) for other in self.nodes)
+            if node.info.uid in joined[1] and node.alive and not (node.frozen or node.was_frozen or newer):
+                assert record.member(node.info.uid) is not None, f"{node.info.uid} was overlooked"
 
     def newest(self) -> RoundRecord | None:
-        found = RecordLog(self.store).latest()
-        return decode_record(found.number, found.value, run_id="model") if found else None
+        return RoundLog(self.store, "model").latest()
 
     def all_running_in_one_round(self) -> bool:
         record = self.newest()
@@ -226,8 +323,9 @@ class World:
     def check(self) -> None:
         """The invariants of the log."""
         numbers = sorted(int(name) for name in self.store.list("log"))
+        new = set(numbers) - set(self.history)
         for number in numbers:
-            if number not in self.history:
+            if number in new:
                 value = json.loads(self.store.get(f"log/{number:016d}") or "")
                 self.history[number] = decode_record(number, value, run_id="model")
         records = [self.history[number] for number in sorted(self.history)]
@@ -238,10 +336,19 @@ class World:
             assert after.round >= before.round, "rounds never go back"
             assert after.leader == before.leader or after.term > before.term, "a deposed coordinator committed"
             assert before.status is not Status.CLOSED, "something was written after the end"
+            if after.number in new:
+                self._check_losses(before, after)
         for record in records:
             if record.status in (Status.FROZEN, Status.FINAL):
+                assert [record.rank(m.uid) for m in record.members] == [*range(len(record.members))]
                 uids = tuple(m.uid for m in record.members)
                 assert len(set(uids)) == len(uids), "a node has two ranks"
                 assert len({m.node for m in record.members}) == len(uids)
                 assert members_of.setdefault(record.round, uids) == uids, "a round has two member lists"
                 assert self.settings.min_nodes <= len(uids) <= self.settings.max_nodes
+
+    def _check_losses(self, before: RoundRecord, after: RoundRecord) -> None:
+        """Nobody is taken for lost that has lived and run all the time, whatever packets were lost."""
+        for node in self.nodes:
+            if node.index in after.lost and node.index not in before.lost and before.member(node.info.uid) is not None:
+                assert not node.alive or node.frozen or node.was_frozen, f"{node.info.uid} lives and was taken for lost"

@@ -1,0 +1,43 @@
+"""How a coordinator's decisions are told as events. docs/reference/events.md lists them."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from hpc_elastic.rendezvous.coordinator import Proposal
+from hpc_elastic.rendezvous.state import Member, RoundRecord
+from hpc_elastic.rendezvous.transitions import RoundEvent
+
+EVENT_NAMES = MappingProxyType(
+    {
+        RoundEvent.FREEZE: "round_frozen",
+        RoundEvent.CONFIRM: "round_confirmed",
+        RoundEvent.REOPEN: "round_opened",
+        RoundEvent.ANNOUNCE: "nodes_waiting",
+        RoundEvent.ASK: "nodes_asked",
+        RoundEvent.CLOSE: "closed",
+        RoundEvent.TAKE_OVER: "coordinator_changed",
+    }
+)
+
+
+def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
+    """An event's name and fields."""
+    record = proposal.record
+    fields: dict[str, Any] = {
+        "round": record.round,
+        "reason": proposal.reason,
+        "restarts_used": record.restarts_used,
+    }
+    if proposal.event is RoundEvent.CLOSE and record.outcome is not None:
+        fields["outcome"] = record.outcome.value
+    if proposal.event is RoundEvent.FREEZE:
+        fields["nodes"] = [m.node for m in record.members]
+    return EVENT_NAMES[proposal.event], fields
+
+
+def newly_lost(before: RoundRecord, after: RoundRecord) -> list[tuple[int, Member | None]]:
+    """Nodes that `after` calls lost and `before` did not, with what they were in the round."""
+    members = {m.node: m for m in before.members}
+    return [(node, members.get(node)) for node in sorted(set(after.lost) - set(before.lost))]
