@@ -48,6 +48,7 @@ class LocalLauncher:
         """pidfd → node, process."""
         self._failed: list[AgentEnded] = []
         self._dead_since: dict[int, float] = {}
+        self._has_killed = False
 
     def launch(self) -> None:
         for node in range(self._nodes):
@@ -85,7 +86,7 @@ class LocalLauncher:
     def _is_hung_dead(self, pid: int) -> bool:
         """Whether an agent has ended but for a thread that a mount holds: the kernel lets nobody wait for it then."""
         proc = tree.look_at(pid)
-        if proc is None or not proc.is_dead:
+        if proc is None or not (proc.is_dead or (self._has_killed and proc.state == "D")):
             self._dead_since.pop(pid, None)
             return False
         return time.monotonic() - self._dead_since.setdefault(pid, time.monotonic()) > HUNG_DEAD_SECONDS
@@ -103,6 +104,7 @@ class LocalLauncher:
             self._wait_all(within)
             for _, process in self._agents.values():
                 process.kill()  # its guardian ends what it leaves
+            self._has_killed = True
             self._wait_all(KILL_SECONDS)
         self._wait_for_leftovers(KILL_SECONDS)
 

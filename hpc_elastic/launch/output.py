@@ -10,7 +10,7 @@ from hpc_elastic.processes.job_log import JobLog
 
 _MOST_BYTES = 16 << 20
 """That wait: a report of a large run and whatever was said before it."""
-_HUNG_SECONDS = 3.0
+_HUNG_SECONDS = 2.0
 """How long a file is waited for in the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
 """A terminal, or a reader at a pipe's other end, takes the time that it wants."""

@@ -39,6 +39,8 @@ AT_ONCE = 0.3
 """For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
 SILENT_SECONDS = 3.0
 """After the end of the run was asked for: how long the store may take to have it."""
+SILENT_RESERVE = 5.0
+"""Where it does not take it: how long agents may take to end beyond the workers' grace."""
 WIPED_SECONDS = 20.0
 """How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
@@ -267,6 +269,8 @@ class Supervisor:
             self._shutdown_timeout,
         )
         self._launcher.terminate()
+        if self._end_by is not None:
+            self._end_by = min(self._end_by, self._clock.monotonic() + self._shutdown_timeout + SILENT_RESERVE)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
