@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.rigs import debian_packages
 from tests.rigs.network_mounts.kinds import KINDS
 
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -50,32 +51,7 @@ def install_prerequisites() -> None:
         PermissionError: not root.
         subprocess.CalledProcessError: apt-get failed; its output is on stderr.
     """
-    if os.geteuid() != 0:
-        raise PermissionError("only root may install packages")
-    packages = {package for kind in KINDS.values() for package in kind.packages.values()} | set(_EVERY_KIND.values())
-    wanted = sorted(package for package in packages if not _is_installed(package))
-    if not wanted:
-        return
-    # No daemon of the machine's own may start, nor fail the installation where there is no init: the rig runs its own.
-    policy = "/usr/sbin/policy-rc.d"
-    made_policy = not os.path.exists(policy)
-    if made_policy:
-        with open(policy, "w") as file:
-            file.write("#!/bin/sh\nexit 101\n")
-        os.chmod(policy, 0o755)
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        subprocess.run(["apt-get", "update", "-q"], check=True, env=environment, stdout=sys.stderr)
-        install = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *wanted]
-        subprocess.run(install, check=True, env=environment, stdout=sys.stderr)
-    finally:
-        if made_policy:
-            os.unlink(policy)
-    missing_prerequisites.cache_clear()
-
-
-def _is_installed(package: str) -> bool:
-    done = subprocess.run(
-        ["dpkg-query", "--show", "--showformat=${Status}", package], capture_output=True, text=True, check=False
+    debian_packages.install(
+        {package for kind in KINDS.values() for package in kind.packages.values()} | set(_EVERY_KIND.values())
     )
-    return done.returncode == 0 and done.stdout.endswith(" installed")
+    missing_prerequisites.cache_clear()

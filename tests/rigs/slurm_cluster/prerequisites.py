@@ -9,6 +9,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
+from tests.rigs import debian_packages
+
 REQUIRE_VARIABLE = "HPC_ELASTIC_REQUIRE_SLURM"
 
 PACKAGES = {
@@ -66,32 +68,5 @@ def install_prerequisites() -> None:
         PermissionError: Not root.
         subprocess.CalledProcessError: apt-get failed; its output is on stderr.
     """
-    if os.geteuid() != 0:
-        raise PermissionError("only root may install packages")
-    wanted = [*PACKAGES.values(), *OTHER_PACKAGES]
-    if all(_is_installed(package) for package in wanted):
-        return
-    # A refused service start (a container has no init) must not fail the installation, nor must daemons of the
-    # machine's own start: the rig runs its own.
-    policy = "/usr/sbin/policy-rc.d"
-    made_policy = not os.path.exists(policy)
-    if made_policy:
-        with open(policy, "w") as file:
-            file.write("#!/bin/sh\nexit 101\n")
-        os.chmod(policy, 0o755)
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        subprocess.run(["apt-get", "update", "-q"], check=True, env=environment, stdout=sys.stderr)
-        install = ["apt-get", "install", "-q", "-y", "--no-install-recommends", *wanted]
-        subprocess.run(install, check=True, env=environment, stdout=sys.stderr)
-    finally:
-        if made_policy:
-            os.unlink(policy)
+    debian_packages.install((*PACKAGES.values(), *OTHER_PACKAGES))
     missing_prerequisites.cache_clear()
-
-
-def _is_installed(package: str) -> bool:
-    done = subprocess.run(
-        ["dpkg-query", "--show", "--showformat=${Status}", package], capture_output=True, text=True, check=False
-    )
-    return done.returncode == 0 and done.stdout.endswith(" installed")
