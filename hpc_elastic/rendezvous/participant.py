@@ -8,15 +8,13 @@ another participant, goes on from what is there.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
-from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
+from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import (
     Proposal,
     SettleFailures,
@@ -29,6 +27,7 @@ from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.lookout import Lookout, gone_key
+from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
 from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -42,7 +41,6 @@ from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.rendezvous.watch import Watch
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.lease import Heartbeat
 
 logger = logging.getLogger(__name__)
@@ -99,12 +97,10 @@ class Participant:
         first = now + rng.uniform(0.25, 1.0) * self.pace.heartbeat
         self._heartbeat = Heartbeat(store, info.uid, interval=self.pace.heartbeat, first=first)
         self._answered_number = 0
-        self._claims: deque[tuple[str, str]] = deque()
+        self._claims = OwnClaims(store, info.uid)
         self._closing: tuple[Outcome, str] | None = None
         self._announced = False
         self._wants_in = False
-        self._joined_round = -1
-        self._rung_for_joining = False
         self._rests_until = 0.0
         """Until then there is nothing to do for a member that is in touch with the coordinator."""
         self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
@@ -134,31 +130,31 @@ class Participant:
 
     def confirm(self, round_index: int, master: str) -> None:
         """This node is ready for the frozen round; `master` is ``host:port`` from the first slot, else empty."""
-        self._claim(round_index, ClaimKind.ACK, {"master": master})
+        self._claims.add(round_index, ClaimKind.ACK, {"master": master})
 
     def report_failure(self, round_index: int, failure: NodeFailure) -> None:
         """A worker of this node failed: the round is over for all, as soon as the coordinator reads it."""
-        self._claim(round_index, ClaimKind.FAIL, failure.to_json())
+        self._claims.add(round_index, ClaimKind.FAIL, failure.to_json())
 
     def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
         """What the failures on this node were, once its workers have ended and the evidence is written.
 
         To be said before `join`: the coordinator settles a round's failures when the next one is frozen.
         """
-        self._claim(round_index, ClaimKind.SUM, failure.to_json())
+        self._claims.add(round_index, ClaimKind.SUM, failure.to_json())
 
     def report_done(self, round_index: int) -> None:
         """All workers of this node ended with 0."""
-        self._claim(round_index, ClaimKind.DONE, {})
+        self._claims.add(round_index, ClaimKind.DONE, {})
 
     def leave(self, round_index: int, reason: str) -> None:
         """This node takes itself out."""
         self._wants_in = False
-        self._claim(round_index, ClaimKind.LEAVE, {"reason": reason[:300]})
+        self._claims.add(round_index, ClaimKind.LEAVE, {"reason": reason[:300]})
 
     def give_up_node(self, node: int) -> None:
         """The launcher will bring no further agent to `node`."""
-        self._claims.append((gone_key(node), "gone"))
+        self._claims.add_key(gone_key(node), "gone")
 
     def doubt_store(self) -> None:
         """Somebody has lost the store: look whether it is still the one that was joined."""
@@ -166,7 +162,7 @@ class Participant:
 
     def say_goodbye(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
-        self._claims.append((goodbye_key(self._info.uid), "bye"))
+        self._claims.add_key(goodbye_key(self._info.uid), "bye")
 
     def see_to_the_end(self, turn: int) -> None:
         """The run is closed: find out whether somebody writes the verdict and gives the allocation back, or do it here.
@@ -181,10 +177,6 @@ class Participant:
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
         self._closing = self._closing or (outcome, reason)
-
-    def _claim(self, round_index: int, kind: ClaimKind, value: Mapping[str, Any]) -> None:
-        key = claim_key(round_index, kind, self._info.uid)
-        self._claims.append((key, json.dumps(value, separators=(",", ":"))))
 
     def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
         """Datagrams of these have come in: they live.
@@ -214,25 +206,15 @@ class Participant:
         record = self._record
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
-        # Thousands that have just claimed a place wait for the next record: this one would tell them nothing.
+        # Thousands that have just claimed a place wait for the next record: the first would tell them nothing.
         about = record_name(record.number) if record.number > 1 else ""
-        if record.leader != self._info.uid:
-            addresses = tuple(addresses_of(record.bell))
-            if self._life.hears(record.leader):
-                return BeatPlan(about=about, heard=addresses)
-            return BeatPlan(about=about, unheard=addresses)
-        uids = {m.uid for m in record.members} | self._lookout.joining
+        uids = {m.uid for m in record.members} | self._lookout.joining if self._leads() else {record.leader}
         heard = {uid for uid in uids if self._life.hears(uid)}
-        return BeatPlan(
-            about=about,
-            heard=tuple(self._peers.addresses(heard)),
-            unheard=tuple(self._peers.addresses(uids - heard)),
-        )
-
-    def beat_addresses(self) -> list[Address]:
-        """All of `beats`."""
-        plan = self.beats()
-        return [*plan.heard, *plan.unheard]
+        if self._leads():
+            whom = [tuple(self._peers.addresses(some)) for some in (heard, uids - heard)]
+        else:
+            whom = [tuple(addresses_of(record.bell)), ()] if heard else [(), tuple(addresses_of(record.bell))]
+        return BeatPlan(about=about, heard=whom[0], unheard=whom[1])
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
@@ -266,7 +248,8 @@ class Participant:
         if self._doubts_store:
             self._epoch.check(now)
             self._doubts_store = False
-        if not rung and now < self._rests_until and self._in_touch() and not self._has_plans():
+        plans = bool(self._claims) or self._closing is not None or self._wants_in
+        if not (rung or plans) and now < self._rests_until and self._in_touch():
             self._lookout.held_up(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
         self._lookout.listed = {}
@@ -275,8 +258,7 @@ class Participant:
         self._say_that_it_lives(now)
         looked = self._read_log(now, rung=rung)
         self._answer_if_asked(now)
-        said = self._flush_claims()
-        said = self._join_if_wanted() or said
+        said = any([self._say_what_waits(), self._join_if_wanted()])
         self._lookout.held_up(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
         progress = self._close_if_asked() or self._coordinate(looked=looked, survey=survey)
@@ -295,9 +277,6 @@ class Participant:
         self._rests_until = 0.0 if self._leads() or closed is not None else until
         return max(0.0, min(wait, self._heartbeat.due(now) - now))
 
-    def _has_plans(self) -> bool:
-        return bool(self._claims or self._closing or self._wants_in)
-
     def _stir_what_is_hidden(self, *, surveyed: bool) -> bool:
         """Returns whether to look again at once."""
         if self._leads() and not surveyed:
@@ -314,13 +293,12 @@ class Participant:
         round is frozen tells them all that they need to know.
         """
         self._peers.announce()
-        if self._info.node > 0 and self._wants_in and self.pace.first_look:
-            self._claim_place(0)
+        later = self._info.node > 0 and self._wants_in and self.pace.first_look > 0
+        if later:
+            self._claims.join(0)
             self._watch.look_later(now)
-            self._announced = True
-            return False
         self._announced = True
-        return True
+        return not later
 
     def _in_touch(self) -> bool:
         record = self._record
@@ -394,13 +372,9 @@ class Participant:
         if self._record is not None and not self._leads():
             self._peers.ring(addresses_of(self._record.bell), about)
 
-    def _flush_claims(self) -> bool:
-        """Returns whether something was said."""
-        key = ""
-        while self._claims:
-            key, value = self._claims[0]
-            self._store.put_if_absent(key, value)
-            self._claims.popleft()
+    def _say_what_waits(self) -> bool:
+        """Returns whether there was something."""
+        key = self._claims.flush()
         if key:
             self._ring_coordinator(key)
         return bool(key)
@@ -408,29 +382,13 @@ class Participant:
     def _join_if_wanted(self) -> bool:
         """Returns whether it claimed a place."""
         record = self._record
-        if not self._wants_in or (record is not None and record.status is Status.CLOSED):
+        target = round_to_join(record, self._info.uid) if self._wants_in else None
+        if target is None:
             return False
-        if record is None:
-            target = 0  # where it turns out to be another one, this claim is nobody's concern
-        elif record.status is Status.JOINABLE:
-            target = record.round
-        elif record.member(self._info.uid) is None:
-            target = record.round + 1
-        else:
-            return False
-        claimed = self._claim_place(target)
-        if record is not None and not self._rung_for_joining and target == self._joined_round:
-            self._rung_for_joining = True
-            self._ring_coordinator(claim_key(target, ClaimKind.JOIN, self._info.uid))
+        claimed = self._claims.join(target)
+        if record is not None and (key := self._claims.untold_join(target)):
+            self._ring_coordinator(key)
         return claimed
-
-    def _claim_place(self, target: int) -> bool:
-        if target <= self._joined_round:
-            return False
-        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._info.uid), "in")
-        self._joined_round = target
-        self._rung_for_joining = False
-        return True
 
     def _close_if_asked(self) -> bool:
         if self._closing is None or self._record is None:

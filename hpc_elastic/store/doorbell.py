@@ -39,6 +39,8 @@ MOST_TOLD = 16
 MOST_FORWARDED = 20
 """Addresses that a ring can carry on."""
 _LONGEST_KEY = 120
+_LONGEST_FORWARDED_KEY = 40
+"""With addresses beside it: both have to fit into a datagram."""
 _MAC_BYTES = 32
 _REASONS = {
     "oversized": f"longer than {MAX_DATAGRAM} bytes",
@@ -127,7 +129,7 @@ class Doorbell:
             about: The key that was written, so that they look past their caches for it; empty: none in particular.
             forward: Whom they shall ring in their turn, `MOST_FORWARDED` at most.
         """
-        more = {"a": about} if 0 < len(about) <= _LONGEST_KEY else {}
+        more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
         if forward:
             more["f"] = _pack(forward[:MOST_FORWARDED])
         self._send("ring", addresses, more)

@@ -1,56 +1,101 @@
-"""Who takes part: one listing tells, also where a cache still has the listing of before."""
+"""Who takes part, told in names; and how thousands are rung."""
 
 from __future__ import annotations
 
-from hpc_elastic.rendezvous.peers import Peers, announcement
+from collections.abc import Sequence
+
+import pytest
+
+from hpc_elastic.rendezvous.peers import DIRECT_RINGS, Peers, addresses_of, announcement, bell_of
 from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.store.base import fits_key
+from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
 from hpc_elastic.store.memory_store import MemoryStore
 
 
-class CachedStore(MemoryStore):
-    """Trusts its first listing of a folder until it stirs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cached: dict[str, list[str]] = {}
-        self.stirred = 0
-
-    def list(self, folder: str) -> list[str]:
-        return self.cached.setdefault(folder, super().list(folder))
-
-    def stir(self, folder: str) -> None:
-        self.stirred += 1
-        self.cached.pop(folder, None)
-
-
-def node(index: int) -> NodeInfo:
+def info(node: int, *, port: int = 7000, addresses: tuple[str, ...] | None = None, host: str = "") -> NodeInfo:
     return NodeInfo(
-        uid=f"{index:05d}-n{index}-00000000000000aa-bbbb",
-        node=index,
-        host=f"n{index}",
-        local_world_size=1,
-        addresses=(f"10.0.0.{index}",),
-        port=100 + index,
+        uid=f"{node:05d}-{host or f'n{node}'}-{node:016x}-0000",
+        node=node,
+        host=host or f"n{node}",
+        local_world_size=8,
+        addresses=(f"10.0.{node // 250}.{node % 250 + 1}",) if addresses is None else addresses,
+        port=port,
     )
 
 
-def test_one_whose_announcement_a_cache_hides_is_found_and_stirred_for_once() -> None:
-    store = CachedStore()
-    peers = Peers(store, node(1), None)
-    peers.learn([])
-    store.put_if_absent(f"node/{announcement(node(2))}", "{}")
-    peers.learn([node(2).uid])
-    assert peers.get(node(2).uid) == node(2)
-    assert store.stirred == 1
-    for _ in range(3):
-        peers.learn([node(2).uid, "00003-nonsense"])
-    assert store.stirred == 2, "once for each"
+class Rung:
+    def __init__(self) -> None:
+        self.rings: list[tuple[list[Address], str, list[Address]]] = []
+
+    def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+        self.rings.append((addresses, about, list(forward)))
 
 
-def test_where_nothing_is_hidden_nothing_is_stirred() -> None:
-    store = CachedStore()
-    store.put_if_absent(f"node/{announcement(node(2))}", "{}")
-    peers = Peers(store, node(1), None)
-    peers.learn([node(2).uid])
-    assert peers.addresses([node(2).uid]) == [("10.0.0.2", 102)]
-    assert store.stirred == 0
+def test_one_listing_tells_all_about_all() -> None:
+    class NoReads(MemoryStore):
+        def get(self, key: str) -> str | None:
+            raise AssertionError(f"{key} is read")
+
+    store = NoReads()
+    others = [info(n, host=f"rack-{n}.example") for n in range(1, 6)]
+    for other in others:
+        Peers(store, other, None).announce()
+    peers = Peers(store, info(0), None)
+    peers.learn([other.uid for other in others])
+    assert [peers.get(other.uid) for other in others] == others
+    assert sorted(peers.all_uids()) == sorted(other.uid for other in others)
+    assert peers.names()[3] == "rack-3.example"
+
+
+@pytest.mark.parametrize("addresses", [0, 1, 8, 30])
+def test_a_name_fits(addresses: int) -> None:
+    node = info(99999, host="h" * 64, port=65535, addresses=tuple(f"10.0.0.{n}" for n in range(addresses)))
+    assert fits_key(announcement(node))
+
+
+@pytest.mark.parametrize("said", ["", "8", "8.7000", "8.x.0", "8.7000.0.zz", "8.7000.0.0a0000", "x.7000.0"])
+def test_nonsense_is_as_if_nobody_had_come(said: str) -> None:
+    store = MemoryStore()
+    uid = info(1).uid
+    store.put_if_absent(f"node/{uid}+{said}", "x")
+    peers = Peers(store, info(0), None)
+    peers.learn([uid])
+    assert peers.get(uid) is None
+
+
+def test_where_a_bell_is_comes_back_from_a_record() -> None:
+    assert addresses_of(bell_of(info(1))) == [("10.0.0.2", 7000)]
+    assert addresses_of(bell_of(info(1, port=0))) == []
+    assert addresses_of(["x", "10.0.0.2"]) == []
+
+
+@pytest.mark.parametrize("count", [1, DIRECT_RINGS, DIRECT_RINGS + 1, 1000])
+def test_everybody_is_rung_once(count: int) -> None:
+    store, bell = MemoryStore(), Rung()
+    for n in range(1, count + 1):
+        Peers(store, info(n), None).announce()
+    peers = Peers(store, info(0), bell)
+    peers.learn([info(1).uid])
+    peers.ring_all("log/7")
+    direct = [address for addresses, _, _ in bell.rings for address in addresses]
+    forwarded = [address for _, _, forward in bell.rings for address in forward]
+    assert sorted(direct + forwarded) == sorted((info(n).addresses[0], 7000) for n in range(1, count + 1))
+    assert {about for _, about, _ in bell.rings} == {"log/7"}
+    assert all(len(forward) <= MOST_FORWARDED for _, _, forward in bell.rings)
+    assert len(direct) <= max(DIRECT_RINGS, count // 20 + 1)
+
+
+def test_who_is_silent_is_rung_and_nobody_through_it() -> None:
+    store, bell = MemoryStore(), Rung()
+    for n in range(1, 101):
+        Peers(store, info(n), None).announce()
+    peers = Peers(store, info(0), bell)
+    peers.learn([info(1).uid])
+    silent = {info(n).uid for n in range(50, 101)}
+    peers.ring_all("log/7", silent=silent)
+    for addresses, _, forward in bell.rings:
+        if forward:
+            assert addresses[0][0] not in {info(n).addresses[0] for n in range(50, 101)}
+    rung = {a for addresses, _, forward in bell.rings for a in (*addresses, *forward)}
+    assert len(rung) == 100

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpc_elastic.store.doorbell import MAX_DATAGRAM, MOST_REJECTED, MOST_TOLD, PERIOD, Doorbell, open_doorbell
+from hpc_elastic.store.doorbell import (
+    MAX_DATAGRAM,
+    MOST_FORWARDED,
+    MOST_REJECTED,
+    MOST_TOLD,
+    PERIOD,
+    Doorbell,
+    open_doorbell,
+)
 from tests.rigs.fake_clock import FakeClock
 
 SECRET = b"s" * 32
@@ -370,3 +378,38 @@ def test_a_bell_that_can_be_is_opened(caplog: pytest.LogCaptureFixture) -> None:
     assert bell.port > 0
     bell.close()
     assert not caplog.records
+
+
+def test_a_ring_is_carried_on_to_those_that_it_names(make_bell: MakeBell) -> None:
+    a, b, c = make_bell("a"), make_bell("b"), make_bell("c")
+    a.ring([at(b)], "log/7", forward=[at(c)])
+    select.select([b], [], [], 5)
+    assert b.drain().about == {"log/7"}
+    select.select([c], [], [], 5)
+    found = c.drain()
+    assert found.rung
+    assert (found.about, found.alive) == ({"log/7"}, {"b"})
+
+
+def test_the_longest_ring_fits_into_a_datagram(make_bell: MakeBell) -> None:
+    a, b = make_bell("a" * 92), make_bell("b")
+    addresses = [("255.255.255.255", 65535)] * MOST_FORWARDED
+    sent: list[bytes] = []
+    b.ring = lambda found, about="", forward=(): sent.append(str(found).encode())  # type: ignore[assignment,method-assign]
+    for key in ("log/9999999999999999", f"round/000000/join+{'u' * 92}"):
+        a.ring([at(b)], key, forward=addresses)
+        select.select([b], [], [], 5)
+        assert b.drain().rung
+    assert sent == [str(addresses).encode()] * 2
+
+
+def test_a_beat_says_whether_its_sender_hears_and_which_record_is_the_newest(make_bell: MakeBell) -> None:
+    a, b = make_bell("a"), make_bell("b")
+    for hears in (True, False):
+        a.beat([at(b)], "log/9", hears=hears)
+        select.select([b], [], [], 5)
+        found = b.drain()
+        assert not found.rung
+        assert found.hears == {"a": hears}
+        assert found.told == {"log/9"}
+        assert not found.about
