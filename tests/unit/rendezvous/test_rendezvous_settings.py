@@ -21,11 +21,13 @@ def test_each_key_is_taken() -> None:
         "heartbeat_interval": "2",
         "heartbeat_ttl": "9",
         "poll_interval": "0.5",
+        "operations_per_second": "1500",
         "doorbell": "off",
     }
     found = settings_from_conf(conf, BASE)
     assert (found.timeout, found.last_call_timeout, found.heartbeat_interval) == (90, 1.5, 2)
     assert (found.heartbeat_ttl, found.poll_interval, found.doorbell) == (9, 0.5, False)
+    assert found.operations_per_second == 1500
     assert (found.min_nodes, found.max_nodes, found.expected_nodes) == (2, 4, 4)
 
 
