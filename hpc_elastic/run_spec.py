@@ -13,6 +13,7 @@ from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.log_pieces import DEFAULT_PIECES, PieceLimit
 
 VERSION = 1
 
@@ -96,6 +97,10 @@ class RunSpec:
     is shown; files are always written."""
     local_ranks_filter: tuple[int, ...] | None = None
     """Only these local ranks reach the job log; None: all."""
+    log_max_size: int | None = None
+    """Bytes from which on a worker's output file is rotated; None: never."""
+    log_max_files: int = DEFAULT_PIECES
+    """Pieces of it that are kept."""
     master_addr: str | None = None
     master_port: int | None = None
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
@@ -105,6 +110,11 @@ class RunSpec:
     sbatch_args: tuple[str, ...] = ()
     """What was passed to sbatch, for the record."""
     srun_args: tuple[str, ...] = ()
+
+    @property
+    def log_limit(self) -> PieceLimit | None:
+        """When the workers' output files are rotated; None: never."""
+        return PieceLimit(size=self.log_max_size, count=self.log_max_files) if self.log_max_size else None
 
     def save(self, path: Path) -> None:
         """Write run.json."""

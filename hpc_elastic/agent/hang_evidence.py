@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from hpc_elastic.failures.stacks import (
 )
 from hpc_elastic.failures.traceback_text import TEXT_LIMIT, cut_middle
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.log_pieces import EndReader
 from hpc_elastic.run_paths import RankPaths
 
 HANG_FINGERPRINT = "hang:"
@@ -127,13 +127,7 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
 
 def _tail(path: Path) -> str:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with EndReader(path) as file:
+            return file.read(DUMP_LIMIT).decode("utf-8", "replace")
     except OSError:
         return ""
-    try:
-        size = os.fstat(fd).st_size
-        return os.pread(fd, DUMP_LIMIT, max(0, size - DUMP_LIMIT)).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    finally:
-        os.close(fd)

@@ -119,6 +119,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             if not was_subreaper:
                 linux.set_child_subreaper(on=False)
             self._pump.close(_CLOSE_LOGS_SECONDS)
+            self._pump.take_losses()
             self._job_log.close(_CLOSE_LOGS_SECONDS)
             if self._call is not None:
                 self._call.close()
@@ -219,6 +220,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         workers, self._workers = self._workers, None
         if workers is None:
             return
+        if self._pump is not None:
+            self._pump.take_losses()  # which says so in the job log
         workers.begin_stop(grace=self._shutdown_timeout)
         while not isinstance(result := workers.step_stop(), Stopped):
             self._local_clock.wait(self._never, result)

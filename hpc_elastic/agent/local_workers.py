@@ -20,6 +20,7 @@ from hpc_elastic.failures.cgroup import oom_kill_count
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_exit, describe_failure, write_evidence
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
@@ -50,6 +51,8 @@ class Pump(Protocol):
     def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> None: ...
 
     def drained(self, pid: int, timeout: float) -> bool: ...
+
+    def take_losses(self) -> LossEpisode | None: ...
 
 
 @dataclass(slots=True)

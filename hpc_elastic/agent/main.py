@@ -20,6 +20,7 @@ from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.node_agent import NodeAgent
+from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.start_number import claim_start_number
@@ -83,7 +84,7 @@ def agent_main(argv: Sequence[str]) -> int:
     _log_to(job_log, host)
     for proc in left:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
-    pump = LogPump(host=host, clock=clock, job_log=job_log)
+    pump = LogPump(host=host, clock=clock, job_log=job_log, limit=spec.log_limit)
     events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock, files=files)
     events.write("agent_started", pid=os.getpid(), version=__version__)
 
@@ -155,6 +156,7 @@ def agent_main(argv: Sequence[str]) -> int:
         doorbell.log_rejections()
     is_clean = not agent.hangs
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
+    tell_losses(events, pump)
     events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     is_clean &= files.settle(0.0)
     is_clean &= job_log.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)

@@ -17,6 +17,7 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import falls_to_us, finish_attempt
 from hpc_elastic.agent.local_workers import LocalWorkers, sum_up
+from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.ranks import assign_ranks
 from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_round, tell_stacks
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
@@ -101,6 +102,7 @@ class NodeAgent:
             self._handle_notices()
             self._handle_stop()
             self._handle_store()
+            tell_losses(self._.events, self._.pump)
         return self._leave()
 
     # -- what comes in -------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 from hpc_elastic.agent.hang import parse_section_timeouts
 from hpc_elastic.cli.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
+from hpc_elastic.log_pieces import parse_count, parse_size
 from hpc_elastic.processes.std_streams import parse_local_ranks, parse_std_streams
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.run_spec import EntryKind, Entrypoint
@@ -78,6 +79,14 @@ OPTIONS = (
         group=GROUP, names=("--local-ranks-filter",), dest="local_ranks_filter", metavar="RANKS",
         env="PET_LOCAL_RANKS_FILTER",
         help="only these local ranks reach the job log, as in 0,1",
+    ),
+    Option(
+        group=GROUP, names=("--log-max-size",), dest="log_max_size", metavar="SIZE",
+        help="rotate a worker's stdout.log or stderr.log at this size, as in 1G (default: never, however long)",
+    ),
+    Option(
+        group=GROUP, names=("--log-max-files",), dest="log_max_files", metavar="N",
+        help="with --log-max-size: keep so many pieces of each, the first and the latest (default 5)",
     ),
     Option(
         group=GROUP, names=("--shutdown-timeout",), dest="shutdown_timeout", metavar="SECONDS",
@@ -177,12 +186,25 @@ def worker_fields(parsed: Parsed) -> dict[str, Any]:
         if text is not None:
             parse_std_streams(text, option=parsed.source(dest, ""))
             fields[dest] = text
+    fields.update(_log_limit(parsed))
     ranks = parsed.get("local_ranks_filter")
     if ranks is not None:
         fields["local_ranks_filter"] = parse_local_ranks(ranks, option=parsed.source("local_ranks_filter", ""))
     conf = parsed.get("rdzv_conf")
     if conf is not None:
         fields["rdzv_conf"] = _conf(conf, parsed.source("rdzv_conf", ""))
+    return fields
+
+
+def _log_limit(parsed: Parsed) -> dict[str, int]:
+    size, count = parsed.get("log_max_size"), parsed.get("log_max_files")
+    fields = {}
+    if size is not None:
+        fields["log_max_size"] = parse_size(size, option=parsed.source("log_max_size", ""))
+    if count is not None:
+        fields["log_max_files"] = parse_count(count, option=parsed.source("log_max_files", ""))
+        if size is None:
+            raise UsageError(f"--log-max-files {count}: nothing is rotated without a size; give --log-max-size too")
     return fields
 
 

@@ -30,6 +30,7 @@ from hpc_elastic.failures.traceback_text import (
     find_python_traceback,
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.log_pieces import EndReader
 
 __all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
 
@@ -137,15 +138,15 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
 
 
 def _describe(facts: ExitFacts, error_file: str, stderr_log: str) -> WorkerFailure:
-    raw, size, problem = _read_tail(stderr_log)
+    raw, has_more, problem = _read_tail(stderr_log)
     text = raw.decode("utf-8", "replace")
     tail = _last_lines(text)
     file = read_error_file(error_file)
     if file.found:
         return _from_error_file(facts, error_file, file, stderr_tail=tail)
     found = _find_in_text(facts, text)
-    if found is None and facts.exitcode > 0 and size > len(raw):
-        found = _find_far_back(stderr_log, size)
+    if found is None and facts.exitcode > 0 and has_more:
+        found = _find_far_back(stderr_log)
     if file.problem != "missing":
         problem = file.problem
     return _build(
@@ -287,38 +288,32 @@ def _find_in_text(facts: ExitFacts, text: str) -> FailureText | None:
     )
 
 
-def _read_tail(path: str) -> tuple[bytes, int, str]:
+def _read_tail(path: str) -> tuple[bytes, bool, str]:
+    """The end of it, whether there is more before that, and what went wrong."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with EndReader(path) as file:
+            return file.read(_TAIL), file.has(_TAIL), ""
     except FileNotFoundError:
-        return b"", 0, "stderr.log is missing"
+        return b"", False, "stderr.log is missing"
     except OSError as error:
-        return b"", 0, f"stderr.log is unreadable: {error}"
-    try:
-        size = os.fstat(fd).st_size
-        return os.pread(fd, _TAIL, max(0, size - _TAIL)), size, ""
-    except OSError as error:
-        return b"", 0, f"stderr.log is unreadable: {error}"
-    finally:
-        os.close(fd)
+        return b"", False, f"stderr.log is unreadable: {error}"
 
 
-def _find_far_back(path: str, size: int) -> FailureText | None:
+def _find_far_back(path: str) -> FailureText | None:
     """A traceback whose header lies before the tail, because its message is megabytes long."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        step, end = 1 << 20, size
-        while end > 0 and size - end < _SCAN_BACK:
-            start = max(0, end - step)
-            at = os.pread(fd, end - start + len(_HEADER), start).rfind(_HEADER)
+    step, end = 1 << 20, 0
+    with EndReader(path) as file:
+        while end < _SCAN_BACK and file.has(end):
+            part = file.read(step + len(_HEADER), before=max(0, end - len(_HEADER)))
+            at = part.rfind(_HEADER)
             if at >= 0:
                 # Back to the start of its line and of the one before: "Exception ignored in" would stand there.
-                first = max(0, start + at - 4096)
-                text = os.pread(fd, 256 << 10, first).decode("utf-8", "replace")
-                return find_python_traceback(text)
-            end = start
-    finally:
-        os.close(fd)
+                header_from_end = max(0, end - len(_HEADER)) + len(part) - at
+                first = header_from_end + 4096
+                count = min(first, 256 << 10)
+                found = file.read(count, before=first - count)
+                return find_python_traceback(found.decode("utf-8", "replace"))
+            end += step
     return None
 
 

@@ -2,7 +2,7 @@
 
 The agent's stdout ends in a pipe to slurmstepd and srun; when these don't read, a write blocks for as long as they
 like. Only this thread is held up then: what is over the bound is dropped, counted, and told of in its place. Each
-source has its own share, so that one rank's flood drops that rank's lines and not another's traceback.
+source has its own share, so that some ranks' floods drop those ranks' lines and not another's traceback.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import select
 import threading
 from collections import deque
 
+from hpc_elastic.processes.ansi import readable
 from hpc_elastic.processes.log_lines import with_prefix
 
 _ITEM_COST = 200  # bytes of bookkeeping per queued item, so that many small ones don't exceed the bound
 _PIECE = 64 << 10
+_RESERVE = 16 << 10
+"""What each source may have waiting however many others flood."""
 
 
 class JobLogSource:
@@ -36,7 +39,7 @@ class JobLogSource:
 class JobLog:
     """The one writer of a job log. Its methods don't block (but for `close` and patience); any thread may call them.
 
-    Memory: `total_bytes`, and one piece of a source more.
+    Memory: `total_bytes`, 16 KiB for each source and, for the piece that is being written, some hundred KiB.
     """
 
     def __init__(self, fd: int, *, total_bytes: int = 2 << 20, source_bytes: int = 512 << 10) -> None:
@@ -97,7 +100,7 @@ class JobLog:
         had_room = True
         start = 0
         while start < len(lines):
-            # In pieces, since a prefix before each of many short lines makes them many times as long.
+            # In pieces, since a prefix before each of many short lines makes them many times as long when written.
             end = len(lines)
             if end - start > _PIECE:
                 end = lines.rfind(b"\n", start, start + _PIECE) + 1 or lines.index(b"\n", start) + 1
@@ -106,11 +109,13 @@ class JobLog:
         return had_room
 
     def _write_piece(self, source: JobLogSource, lines: bytes, patience: float) -> bool:
-        size = len(lines) + lines.count(b"\n") * len(source.prefix)
+        size = len(lines) + _ITEM_COST
 
         def has_room() -> bool:
             if self._is_broken or self._is_closing:
                 return False
+            if source.pending + size <= _RESERVE:
+                return True
             is_in_share = not source.pending or source.pending + size <= self._source_bytes
             return is_in_share and self._pending < self._total_bytes
 
@@ -118,7 +123,7 @@ class JobLog:
             had_room = has_room()
             if had_room or (patience > 0 and self._freed.wait_for(has_room, patience)):
                 self._queue_notice(source)
-                self._append(source, with_prefix(lines, source.prefix))
+                self._append(source, lines)
             else:
                 self._drop(source, len(lines))
         return had_room
@@ -159,7 +164,7 @@ class JobLog:
         if source.unsaid:
             text = f"[… {source.unsaid} bytes dropped: the job log could not keep up]\n"
             source.unsaid = 0
-            self._append(source, with_prefix(text.encode(), source.prefix))
+            self._append(source, text.encode())
 
     def _run(self) -> None:
         while True:
@@ -170,14 +175,17 @@ class JobLog:
                     return
                 source, data = self._queue.popleft()
                 self._in_flight = len(data)
-            lost = self._write(data)
+            # What is never written need not be made fit for it: so here, not where the workers' pipes wait.
+            shown = with_prefix(readable(data), source.prefix)
+            rest = self._write(shown)
+            lost = -(-len(data) * rest // len(shown)) if rest else 0
             with self._changed:
                 cost = len(data) + _ITEM_COST
                 source.pending -= cost
                 self._pending -= cost
                 self._in_flight = 0
                 self._freed.notify()
-                self.written += len(data) - lost
+                self.written += len(shown) - rest
                 if lost:
                     self._drop(source, lost)
 

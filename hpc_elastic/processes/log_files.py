@@ -1,13 +1,14 @@
 """The workers' output files, and the thread that alone writes them.
 
 A shared filesystem may hang for a minute, and a disk may be full. Neither must reach the worker's ``print``: bytes
-wait in a bounded queue. A slow disk slows the worker down in the end, as any redirection does; but where the disk makes
-no progress at all for `PATIENCE_S`, or refuses, bytes are counted as lost, and the file says so in their place as soon
-as it can be written again.
+wait in a bounded queue. A slow disk slows the worker down in the end, as any redirection does; but where it takes less
+than 1 MiB/s, after `PATIENCE_S` at most, or refuses, bytes are counted as lost, and the file says so in their place as
+soon as it can be written again.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import threading
@@ -18,67 +19,143 @@ from pathlib import Path
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.log_pieces import PieceLimit, find_pieces, piece_path, to_remove
 
 PATIENCE_S = 5.0
+"""How long workers that print are held up by a disk that takes nothing."""
+SLOWEST_DISK = 1 << 20
+"""Bytes per second from which on a disk is slow, not hung, and workers wait for it as long as it takes."""
 _RETRY_S = 1.0
 _ITEM_COST = 200
 _TOTAL_BYTES = 4 << 20
 _FILE_BYTES = 512 << 10
+HANGS = "the disk hangs"
 
 
 class LogFile:
     """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
 
-    __slots__ = ("_fd", "_on_end", "_retry_at", "_unsaid", "failure", "lost", "path", "pending", "skipped", "written")
+    __slots__ = (
+        "_at", "_fd", "_limit", "_on_end", "_pieces", "_retry_at", "_rotate_at", "_unsaid",
+        "failure", "on_loss", "path", "pending", "skipped", "written",
+    )  # fmt: skip
 
-    def __init__(self, path: Path, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_end: Callable[[], None],
+        on_loss: Callable[[int, str], None],
+        limit: PieceLimit | None = None,
+    ) -> None:
+        """Args:
+        path: Of the piece that is being written, where it is rotated.
+        on_end: It is closed.
+        on_loss: So many bytes will never be in it, and why. From any thread.
+        limit: When it is rotated; None: never.
+        """
         self.path = path
         self.pending = 0
         """Bytes in the queue."""
         self.skipped = 0
         """Bytes that were not queued, since the last item that was."""
         self.written = 0
-        self.lost = 0
-        """Bytes that will never be in the file."""
         self.failure: str | None = None
         """Why it cannot be written at the moment."""
+        self.on_loss = on_loss
+        self._limit = limit
+        self._pieces: list[int] | None = None
         self._fd = -1
+        self._at = 0
+        """Size of the piece that is being written."""
         self._unsaid = 0
         self._retry_at = 0.0
+        self._rotate_at = 0.0
         self._on_end = on_end
 
     def write(self, data: bytes, *, now: float) -> None:
         """Write all of `data`, or count what could not be written. Blocks as long as the disk does."""
         if self.failure is not None and now < self._retry_at:
-            self.drop(len(data))
+            self._lose(len(data))
             return
-        view = memoryview(data)
+        done = 0
         try:
-            if self._fd < 0:
-                self._fd = _open_for_append(self.path)
+            self._open()
             if self._unsaid:
-                notice = f"\n[… {self._unsaid} bytes lost here: {self.failure or 'the disk hung'}]\n".encode()
-                _write_all(self._fd, memoryview(notice))
+                notice = f"\n[… {self._unsaid} bytes lost here: {self.failure or HANGS}]\n".encode()
+                self._at += _write_all(self._fd, memoryview(notice))
                 self._unsaid = 0
-            while view:
-                count = os.write(self._fd, view)
+            while done < len(data):
+                end = len(data) if self._limit is None else self._piece_end(data, done, self._limit, now)
+                count = os.write(self._fd, memoryview(data)[done:end])
                 self.written += count
-                view = view[count:]
+                self._at += count
+                done += count
             self.failure = None
         except (OSError, UnsafePathError) as error:
             self.failure = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             self._retry_at = now + _RETRY_S
-            self.drop(len(view))
+            self._lose(len(data) - done)
 
-    def drop(self, count: int) -> None:
-        """Count bytes that are lost."""
-        self.lost += count
+    def skip(self, count: int) -> None:
+        """In the place of `count` bytes that were given up, and counted, before they came here."""
         self._unsaid += count
+
+    def _lose(self, count: int) -> None:
+        self._unsaid += count
+        if count:
+            self.on_loss(count, self.failure or HANGS)
+
+    def _open(self) -> None:
+        if self._fd < 0:
+            self._fd = _open_for_append(self.path)
+            self._at = os.lseek(self._fd, 0, os.SEEK_CUR) if self._limit is not None else 0
+
+    def _piece_end(self, data: bytes, done: int, limit: PieceLimit, now: float) -> int:
+        """Up to where `data` goes into this piece: to the end of a line, where there is one. Rotates before, if due."""
+        end = done + limit.size - self._at
+        if end >= len(data):
+            return len(data)
+        cut = data.rfind(b"\n", done, end) + 1 if end > done else 0
+        if cut > done:
+            return cut
+        is_due = self._at >= limit.size or self._at > limit.size // 2 or data.find(b"\n", done) >= 0
+        if self._at and is_due and now >= self._rotate_at:
+            self._rotate(limit, now)
+            if not self._at:
+                return self._piece_end(data, done, limit, now)
+        return end if end > done else len(data)
+
+    def _rotate(self, limit: PieceLimit, now: float) -> None:
+        """Make the piece that is being written a full one, begin the next, and remove what is too many.
+
+        What can't be renamed is written on: rather too large a file than a loss.
+        """
+        try:
+            if self._pieces is None:
+                self._pieces = find_pieces(self.path)
+            number = self._pieces[-1] + 1 if self._pieces else 0
+            os.rename(self.path, piece_path(self.path, number))
+        except OSError:
+            self._rotate_at = now + _RETRY_S
+            return
+        self._pieces.append(number)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        for old in to_remove(self._pieces, limit.count):
+            try:
+                os.unlink(piece_path(self.path, old))
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue  # with the next one
+            self._pieces.remove(old)
+        self._open()
 
     def finish(self) -> None:
         """Close it, with a last word on what it lacks."""
         if self._fd < 0 or self._unsaid:
-            self.write(b"", now=float("inf"))  # a silent worker has its empty file
+            self.write(b"", now=math.inf)  # a silent worker has its empty file
         if self._fd >= 0:
             try:
                 os.close(self._fd)
@@ -115,25 +192,53 @@ def _open_for_append(path: Path) -> int:
     return fd
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def _write_all(fd: int, view: memoryview) -> int:
+    size = len(view)
     while view:
         view = view[os.write(fd, view) :]
+    return size
 
 
 def _cost(item: bytes | int | None) -> int:
     return (len(item) if isinstance(item, bytes) else 0) + _ITEM_COST
 
 
+class HoldBudget:
+    """How long workers that print may still be held up by a disk. Pure.
+
+    `PATIENCE_S` at first; each second of it that is used up comes back with a MiB that the disk takes.
+    """
+
+    def __init__(self, *, now: float) -> None:
+        self._left = PATIENCE_S
+        self._at = now
+        self._written = 0
+
+    def may_hold(self, *, now: float, written: int, holding: bool) -> bool:
+        """Whether anybody may be held up, or go on being so.
+
+        Args:
+            now: Seconds, monotonic.
+            written: Bytes that the disk has taken so far.
+            holding: Whether somebody was held up since the last call.
+        """
+        self._left += (written - self._written) / SLOWEST_DISK
+        if holding:
+            self._left -= now - self._at
+        self._left = min(self._left, PATIENCE_S)
+        self._at, self._written = now, written
+        return self._left > 0
+
+
 class FileWriter:
     """The queue and the thread. `on_room` is called from that thread when a full queue has room again."""
 
-    def __init__(self, *, clock: Clock, on_room: Callable[[], None], on_failure: Callable[[LogFile], None]) -> None:
+    def __init__(self, *, clock: Clock, on_room: Callable[[], None]) -> None:
         self._clock = clock
         self._on_room = on_room
-        self._on_failure = on_failure
         self._queue: deque[tuple[LogFile, bytes | int | None]] = deque()  # to write; skipped; None: the end
         self._pending = 0
-        self._progress_at = clock.monotonic()
+        self._in_flight: tuple[LogFile, int] | None = None
         self._changed = threading.Condition()
         self._is_closing = False
         self._had_no_room = False
@@ -150,11 +255,6 @@ class FileWriter:
             self._had_no_room = True
             return False
 
-    def is_hung(self) -> bool:
-        """Whether the disk has taken nothing for `PATIENCE_S` though something waits."""
-        with self._changed:
-            return self._pending > 0 and self._clock.monotonic() - self._progress_at > PATIENCE_S
-
     def write(self, file: LogFile, data: bytes) -> None:
         """Queue `data`; the caller has asked `has_room`."""
         with self._changed:
@@ -165,6 +265,7 @@ class FileWriter:
         with self._changed:
             file.skipped += count
             self.lost += count
+        file.on_loss(count, file.failure or HANGS)
 
     def end(self, file: LogFile) -> None:
         """No more for `file`: close it behind what is queued."""
@@ -178,16 +279,19 @@ class FileWriter:
             self._changed.notify()
         self._thread.join(max(0.0, timeout))
         with self._changed:
-            self.lost += sum(len(item) for _, item in self._queue if isinstance(item, bytes))
+            left = [(file, len(item)) for file, item in self._queue if isinstance(item, bytes)]
+            if self._in_flight is not None:
+                left.insert(0, self._in_flight)
             self._queue.clear()
+            self.lost += sum(count for _, count in left)
+        for file, count in left:
+            file.on_loss(count, file.failure or HANGS)
         return not self._thread.is_alive()
 
     def _put(self, file: LogFile, item: bytes | int | None) -> None:
         if file.skipped:
             count, file.skipped = file.skipped, 0
             self._put(file, count)
-        if not self._pending:
-            self._progress_at = self._clock.monotonic()
         file.pending += _cost(item)
         self._pending += _cost(item)
         self._queue.append((file, item))
@@ -201,25 +305,25 @@ class FileWriter:
                 if not self._queue:
                     return
                 file, item = self._queue.popleft()
+                self._in_flight = (file, len(item)) if isinstance(item, bytes) else None
             self._do(file, item)
 
     def _do(self, file: LogFile, item: bytes | int | None) -> None:
-        before, lost_before, failed_before = file.written, file.lost, file.failure is not None
+        before = file.written
         if item is None:
             file.finish()
         elif isinstance(item, int):
-            file.drop(item)
-            lost_before = file.lost  # `skip` has counted it
+            file.skip(item)
         else:
             file.write(item, now=self._clock.monotonic())
+        written = file.written - before
         with self._changed:
             file.pending -= _cost(item)
             self._pending -= _cost(item)
-            self.written += file.written - before
-            self.lost += file.lost - lost_before
-            self._progress_at = self._clock.monotonic()
+            self.written += written
+            if isinstance(item, bytes):
+                self.lost += len(item) - written
+            self._in_flight = None
             tell_room, self._had_no_room = self._had_no_room, False
-        if file.failure is not None and not failed_before:
-            self._on_failure(file)
         if tell_room:
             self._on_room()

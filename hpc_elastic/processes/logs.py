@@ -3,13 +3,18 @@
 Three threads, so that nothing waits for what may hang: the pump reads the pipes, `log_files.FileWriter` writes the
 per-rank files, `job_log.JobLog` the agent's stdout. Supervision (the main thread) waits for none of them.
 
-Memory, whatever the workers print: 4 MiB for the files, 2 MiB for the job log, 16 KiB per stream for a line that has
-begun, and 256 KiB for the read that is under way.
+What a worker's ``print`` may be held up for, at most: 0.5 s by a job log that is not read, and 1/50 of the time in the
+long run; 5 s by files on a disk that takes nothing, and as long as it takes by one that takes more than 1 MiB/s. The
+rest is lost, counted, and told (`log_losses`).
+
+Memory, whatever the workers print: 4 MiB for the files, 2 MiB for the job log, 64 KiB per stream for lines that have
+begun and for its reserve, and some hundred KiB for what is being read and written.
 """
 
 from __future__ import annotations
 
 import fcntl
+import math
 import os
 import select
 import sys
@@ -17,17 +22,22 @@ import termios
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.log_pieces import PieceLimit
 from hpc_elastic.processes.job_log import JobLog, JobLogSource
-from hpc_elastic.processes.log_files import FileWriter, LogFile
+from hpc_elastic.processes.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.processes.log_lines import LineSplitter
+from hpc_elastic.processes.log_losses import LossBook, LossEpisode, StreamAccount
 from hpc_elastic.processes.spawn import WorkerProcess
 from hpc_elastic.processes.std_streams import Std
 
 _READ_BYTES = 256 << 10
 _PARTIAL_S = 1.0
+_AGAIN_S = 5.0
+"""Between two states of a progress bar in the job log."""
 _NAP_S = 0.01
 _PAUSED_LOOK_S = 0.5
 # How long the pump, and so a worker that prints without end, may be held up by a job log that cannot keep up: half a
@@ -71,15 +81,18 @@ class _Output:
 
 
 class _Stream:
-    __slots__ = ("fd", "file", "flood", "partial_since", "source", "splitter")
+    __slots__ = ("account", "fd", "file", "flood", "partial_since", "shown_again_at", "source", "splitter")
 
-    def __init__(self, fd: int, file: LogFile, source: JobLogSource | None) -> None:
+    def __init__(self, fd: int, file: LogFile, account: StreamAccount) -> None:
         self.fd = fd
         self.file = file
-        self.source = source
+        self.account = account
+        self.source = account.source
         """None: not shown in the job log."""
         self.splitter = LineSplitter()
         self.partial_since: float | None = None
+        self.shown_again_at = -math.inf
+        """When later states of what was shown were shown last."""
         try:
             capacity: int = fcntl.fcntl(fd, _F_GETPIPE_SZ)
         except OSError:
@@ -91,17 +104,21 @@ class _Stream:
 class LogPump:
     """Moves the output of a node's workers. Its methods are for the main thread; only `drained` and `close` wait."""
 
-    def __init__(self, *, host: str, clock: Clock, job_log: JobLog) -> None:
+    def __init__(self, *, host: str, clock: Clock, job_log: JobLog, limit: PieceLimit | None = None) -> None:
         """
         Args:
             host: For the prefix ``[host:rank] ``.
             clock: For waits, and to tell a slow disk from a hung one.
             job_log: Where shown lines go; not closed here.
+            limit: When the workers' files are rotated; None: never.
         """
         self._host = host
         self._clock = clock
         self._job_log = job_log
-        self._files = FileWriter(clock=clock, on_room=self._wake, on_failure=self._say_failure)
+        self._limit = limit
+        self._files = FileWriter(clock=clock, on_room=self._wake)
+        self._losses = LossBook(clock=clock, say=lambda line: job_log.say(f"[{host}] {line}"))
+        self._budget = HoldBudget(now=clock.monotonic())
         self._streams: dict[int, _Stream] = {}
         self._paused: set[_Stream] = set()
         self._outputs: dict[int, _Output] = {}
@@ -112,7 +129,7 @@ class LogPump:
         self._epoll.register(self._wake_r, select.EPOLLIN)
         self._hurry = threading.Event()
         self._close_by: float | None = None
-        self._has_said_failure = False
+        self._is_closed = False
         self._read = 0
         self._patience = _PATIENCE_S
         self._patience_at = clock.monotonic()
@@ -137,8 +154,17 @@ class LogPump:
 
         output = self._outputs[pid] = _Output(forget)
         for fd, path, std in zip(worker.take_output(), (stdout, stderr), (Std.OUT, Std.ERR), strict=True):
-            source = self._job_log.source(f"[{self._host}:{rank}] ") if std & shown else None
-            self._streams[fd] = _Stream(fd, LogFile(path, output.one_ended), source)
+            account = self._losses.open(
+                StreamAccount(
+                    rank=rank,
+                    stream="stdout" if std is Std.OUT else "stderr",
+                    path=path,
+                    source=self._job_log.source(f"[{self._host}:{rank}] ") if std & shown else None,
+                )
+            )
+            on_loss = partial(self._losses.lose, account)
+            file = LogFile(path, on_end=output.one_ended, on_loss=on_loss, limit=self._limit)
+            self._streams[fd] = _Stream(fd, file, account)
             self._epoll.register(fd, select.EPOLLIN)
 
     def drained(self, pid: int, timeout: float) -> bool:
@@ -166,8 +192,12 @@ class LogPump:
             open_streams=len(self._streams),
         )
 
+    def take_losses(self) -> LossEpisode | None:
+        """What was lost, where an episode of losses has ended: to be asked every few seconds, and after `close`."""
+        return self._losses.settle(final=self._is_closed)
+
     def close(self, timeout: float) -> bool:
-        """Move what is in the pipes now, write it out, and end. What was lost is said in the job log.
+        """Move what is in the pipes now, write it out, and end. `take_losses` says what was lost, in the job log too.
 
         Args:
             timeout: Seconds for all of it. A hung disk is left to itself after that.
@@ -182,8 +212,7 @@ class LogPump:
         self._thread.join(timeout)
         is_moved = not self._thread.is_alive()
         is_written = self._files.close(max(0.0, deadline - self._clock.monotonic()))
-        if self._files.lost:
-            self._job_log.say(f"[{self._host}] {self._files.lost} bytes of the workers' output are not in their files")
+        self._is_closed = True
         if is_moved and is_written:
             self._epoll.close()
             for fd in (self._wake_r, self._wake_w):
@@ -225,7 +254,7 @@ class LogPump:
     def _move(self, stream: _Stream) -> bool:
         """One read of one stream. Returns whether the pipe fills so fast that it must be looked at again at once."""
         has_room = self._files.has_room(stream.file)
-        if not has_room and not self._files.is_hung():
+        if not has_room and self._may_hold():
             # Not merely masked: epoll reports a hang-up always.
             self._epoll.unregister(stream.fd)
             self._paused.add(stream)
@@ -255,19 +284,26 @@ class LogPump:
 
     def _resume(self) -> None:
         for stream in list(self._paused):
-            if self._files.has_room(stream.file) or self._files.is_hung():
-                self._paused.discard(stream)
+            if self._files.has_room(stream.file) or not self._may_hold():
                 self._epoll.register(stream.fd, select.EPOLLIN)
+                self._paused.discard(stream)
+
+    def _may_hold(self) -> bool:
+        now = self._clock.monotonic()
+        return self._budget.may_hold(now=now, written=self._files.written, holding=bool(self._paused))
 
     def _flush_partials(self, now: float) -> None:
         for stream in list(self._streams.values()):
             if stream.partial_since is not None and now >= stream.partial_since + _PARTIAL_S:
-                self._flush_partial(stream)
+                self._flush_partial(stream, now)
 
-    def _flush_partial(self, stream: _Stream) -> None:
-        stream.partial_since = None
+    def _flush_partial(self, stream: _Stream, now: float) -> None:
+        again = now >= stream.shown_again_at + _AGAIN_S
+        if again:
+            stream.shown_again_at = now
         if stream.source is not None:
-            self._show(stream.source, stream.splitter.flush())
+            self._show(stream.source, stream.splitter.flush(again=again))
+        stream.partial_since = now if stream.splitter.has_partial else None
 
     def _show(self, source: JobLogSource, lines: bytes) -> None:
         """Write to the job log, and let a burst pass: wait a little for room, but on the whole for next to nothing."""
@@ -285,8 +321,8 @@ class LogPump:
             self._patience -= self._clock.monotonic() - began
 
     def _end(self, stream: _Stream) -> None:
-        self._flush_partial(stream)
         if stream.source is not None:
+            self._show(stream.source, stream.splitter.flush(final=True))
             self._job_log.forget(stream.source)
         # Out of our table before its number is free: the main thread may get the same one for the next worker.
         del self._streams[stream.fd]
@@ -299,20 +335,13 @@ class LogPump:
             self._epoll.unregister(stream.fd)
         os.close(stream.fd)
         self._files.end(stream.file)
+        self._losses.end(stream.account)
 
     def _wake(self) -> None:
         try:
             os.write(self._wake_w, b".")
         except BlockingIOError:
             pass  # it is full of wake-ups
-
-    def _say_failure(self, file: LogFile) -> None:
-        if not self._has_said_failure:
-            self._has_said_failure = True
-            self._job_log.say(
-                f"[{self._host}] {file.path}: {file.failure}; "
-                "the workers run on, and what they print is lost until it can be written again"
-            )
 
 
 def _empty(fd: int) -> None:

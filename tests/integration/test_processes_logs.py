@@ -52,7 +52,11 @@ def run(code, rank=0, shown=Std.ALL, wait=True, stdout=None):
 
 def finished():
     done = pump.close(10)
-    return dict(closed=done, logged=log.close(10), text=sink.end(), stats={k: getattr(pump.stats(), k) for k in (
+    lost = pump.take_losses()
+    streams = lost.streams if lost else ()
+    losses = [(one.rank, one.stream, one.not_in_file, one.not_in_job_log) for one in streams]
+    facts = dict(closed=done, losses=losses, why=lost.reason if lost else "", logged=log.close(10), text=sink.end())
+    return dict(facts, stats={k: getattr(pump.stats(), k) for k in (
         "read", "file_written", "file_lost", "job_log_written", "job_log_dropped", "open_streams")})
 """
 
@@ -207,10 +211,13 @@ report(code=worker.exit_status.exitcode, **finished())
     )
     assert facts["code"] == 0
     assert facts["stats"]["file_lost"] == 20_000_000
-    lines = facts["text"].splitlines()
-    assert len(lines) == 2
-    assert "/dev/full: No space left on device" in lines[0]
-    assert "20000000 bytes of the workers' output are not in their files" in lines[1]
+    assert facts["text"].splitlines() == [
+        "[n01] /dev/full: No space left on device; the workers run on, and what they print is lost until it can be"
+        " written again",
+        "[n01] 20000000 bytes of the workers' output are not in their files: rank 0 stdout 20000000"
+        " (No space left on device)",
+    ]
+    assert facts["losses"] == [[0, "stdout", 20_000_000, 0]]
 
 
 def test_disk_that_has_room_again_is_used_again(tmp_path: Path) -> None:

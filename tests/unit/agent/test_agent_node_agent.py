@@ -289,7 +289,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             clock=FakeClock(),
             coordination=script,  # type: ignore[arg-type]
             doorbell=None,
-            pump=SimpleNamespace(),  # type: ignore[arg-type]
+            pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
             store_server=server,  # type: ignore[arg-type]
             torch_available=lambda: True,
             events=SimpleNamespace(write=lambda event, **fields: events.append((event, fields))),  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""Terminal control in the workers' output, made fit for a log that many of them share. Pure; bytes in, bytes out.
+
+Colours stay, and end with their line, so that one rank's red is not the next one's. Whatever else steers a terminal
+(cursor movements, titles, bells, other character sets) is taken out: in a file it is noise, and on the terminal where
+the job log is read it would draw over another rank's lines.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ESCAPE = re.compile(
+    rb"\x1b(?:\[[0-?]*[ -/]*[@-~]?"  # CSI: colours, cursor, erasing
+    rb"|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC and the like: titles, links
+    rb"|[ -/]*[0-~])?"  # two or three bytes; or the beginning of none
+)
+_COLOUR = re.compile(rb"\x1b\[[0-9;:]*m\Z")
+_BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
+_RESETS = re.compile(rb"\x1b\[(?:[0-9;:]*;)?0*m\Z")
+_RESET = b"\x1b[0m"
+_NOISE = bytes([*range(8), *range(11, 13), *range(14, 27), *range(28, 32), 127])
+_STEERING = (b"\x1b", b"\b", b"\a", b"\x0e")
+"""What makes a closer look necessary."""
+_LONGEST_HELD = 256
+
+
+def readable(lines: bytes) -> bytes:
+    """Take out of whole lines (without carriage returns) what is not for a log.
+
+    Args:
+        lines: Empty, or ending with a line feed.
+    """
+    if not any(byte in lines for byte in _STEERING):
+        return lines
+    return b"".join(_line(line) + b"\n" for line in lines[:-1].split(b"\n"))
+
+
+def unfinished(text: bytes) -> int:
+    """How many bytes at the end of `text` are the beginning of an escape sequence, or of a character in UTF-8."""
+    escape = text.rfind(b"\x1b", max(0, len(text) - _LONGEST_HELD))
+    if escape >= 0:
+        if text[escape:] == b"\x1b":
+            # It may close a title that an earlier one opened.
+            before = text.rfind(b"\x1b", max(0, escape - _LONGEST_HELD), escape)
+            if before >= 0 and _BEGUN.match(text, before):
+                return len(text) - before
+        if _BEGUN.match(text, escape):
+            return len(text) - escape
+    for back in range(1, min(3, len(text)) + 1):
+        byte = text[-back]
+        if byte >= 0xC0:
+            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2
+            return back if byte < 0xF8 and length > back else 0
+        if byte < 0x80:
+            return 0
+    return 0
+
+
+def _line(line: bytes) -> bytes:
+    if b"\x1b" in line:
+        last = b""
+
+        def keep(match: re.Match[bytes]) -> bytes:
+            nonlocal last
+            if not _COLOUR.match(match[0]):
+                return b""
+            last = match[0]
+            return last
+
+        line = _ESCAPE.sub(keep, line)
+        if last and not _RESETS.match(last):
+            line += _RESET
+    if b"\b" in line:
+        line = _rubbed_out(line)
+    return line.translate(None, _NOISE)
+
+
+def _rubbed_out(line: bytes) -> bytes:
+    """`line` with the characters gone that a backspace went back over (a spinner's)."""
+    first, *rest = line.split(b"\b")
+    drawn = bytearray(first)
+    for piece in rest:
+        while drawn and 0x80 <= drawn[-1] < 0xC0:
+            del drawn[-1]
+        del drawn[-1:]
+        drawn += piece
+    return bytes(drawn)
