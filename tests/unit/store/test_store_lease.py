@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.store.lease import Heartbeat, Liveness
+from hpc_elastic.store.lease import STIR_SECONDS, Heartbeat, Liveness
 from hpc_elastic.store.memory_store import MemoryStore
 
 
@@ -105,6 +105,46 @@ def test_a_cell_that_is_missing_ages_like_any_other_value() -> None:
     heartbeat.beat_if_due(1.0)
     liveness.look("a", 521.0)
     assert liveness.age("a") == 0.0
+
+
+class ForgetfulStore(MemoryStore):
+    """Goes on not to find what it once did not find, until the folder is stirred: NFS, with times by the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.missing: set[str] = set()
+        self.stirs: list[str] = []
+
+    def version(self, key: str) -> str | None:
+        if key not in self.missing and super().version(key) is None:
+            self.missing.add(key)
+        return None if key in self.missing else super().version(key)
+
+    def stir(self, folder: str) -> None:
+        self.stirs.append(folder)
+        self.missing = {key for key in self.missing if not key.startswith(f"{folder}/")}
+
+
+def test_a_first_beat_that_a_cache_hides_is_found() -> None:
+    """Or a node that was looked for before its first beat would be taken for lost, however often it beats."""
+    store = ForgetfulStore()
+    heartbeat, liveness = Heartbeat(store, "a", interval=1.0), Liveness(store)
+    liveness.look("a", 500.0)
+    heartbeat.beat_now(0.0)
+    for tenth in range(1, 31):
+        heartbeat.beat_if_due(tenth / 10)
+        liveness.look("a", 500.0 + tenth / 10)
+    assert liveness.age("a") <= 1.0
+
+
+def test_looking_for_those_that_are_not_there_costs_one_stir_a_second() -> None:
+    store = ForgetfulStore()
+    liveness = Liveness(store)
+    for tenth in range(50):
+        for uid in "abc":
+            liveness.look(uid, 500.0 + tenth / 10)
+    assert store.stirs == ["hb"] * 5
+    assert STIR_SECONDS == 1.0
 
 
 def test_not_being_able_to_look_is_no_evidence() -> None:
