@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 RELAUNCHES_PER_NODE = 3
 SETTLE_SECONDS = 0.3
 """Between an agent's end and its restart: the news of the run's end may just be on its way."""
+NEWS_SECONDS = 10.0
+"""The same where the store does not answer whether the run has ended."""
 ORPHANED_SECONDS = 5.0
 """With no agent left and no verdict: how long one is still waited for."""
 END_RESERVE = 15.0
@@ -44,6 +46,16 @@ SILENT_RESERVE = 5.0
 WIPED_SECONDS = 20.0
 """How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Relaunch:
+    """An agent that is to be started again, unless the run has ended."""
+
+    at: float
+    look: int
+    """The look at the log that has to come first: the agent may have ended because the run has."""
+    ended: AgentEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +111,9 @@ class Supervisor:
         self.superseded = False
         """An agent saw to the end while this host could not be reached: the verdict is written, the job dealt with."""
         self._relaunches: dict[int, int] = {}
-        self._due: dict[int, tuple[float, AgentEnded]] = {}
+        self._due: dict[int, _Relaunch] = {}
+        self._looks_asked = 0
+        self._looks_done = 0
         self._given_up: set[int] = set()
         self._refused: set[int] = set()
         """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
@@ -185,7 +199,9 @@ class Supervisor:
                 if notice.status is Status.CLOSED:
                     self._set_end()
             elif isinstance(notice, tuple):
-                if notice[0] == "end_taken_over":
+                if notice[0] == "looked_anew":
+                    self._looks_done = notice[1]["serial"]
+                elif notice[0] == "end_taken_over":
                     self.superseded = True
                     self._end_by = self._clock.monotonic()
                 elif notice[0] == "agents_departed":
@@ -215,18 +231,20 @@ class Supervisor:
             self._coordination.ask(lambda participant: participant.doubt_store())
             self._give_up(ended.node)  # never with a new one: it would take an empty folder for a run that begins
         else:
-            self._due[ended.node] = (self._clock.monotonic() + SETTLE_SECONDS, ended)
-            self._coordination.ask(lambda participant: None)  # look now: it may have ended because the run has
+            look = self._looks_asked = self._looks_asked + 1
+            self._due[ended.node] = _Relaunch(at=self._clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
+            self._coordination.ask(lambda participant: participant.look_anew(look))
 
     def _relaunch_due(self) -> None:
         now = self._clock.monotonic()
-        for node, (due, ended) in list(self._due.items()):
+        for node, due in list(self._due.items()):
             if self._is_ending():
                 self._due.clear()
                 return
-            if now < due:
+            if now < due.at or (due.look > self._looks_done and now < due.at + NEWS_SECONDS):
                 continue
             del self._due[node]
+            ended = due.ended
             used = self._relaunches.get(node, 0)
             name = self._attempt.nodes[node]
             if used >= RELAUNCHES_PER_NODE:

@@ -105,6 +105,7 @@ class Participant:
         """Until then there is nothing to do for a member that is in touch with the coordinator."""
         self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
         self._doubts_store = False
+        self._look_anew = 0
         self._record: RoundRecord | None = None
         self._started_at = now
         self._stirring = Stirring(store, info.uid, observes=self.observes)
@@ -159,6 +160,10 @@ class Participant:
     def doubt_store(self) -> None:
         """Somebody has lost the store: look whether it is still the one that was joined."""
         self._doubts_store = True
+
+    def look_anew(self, serial: int) -> None:
+        """Look at the log past all caches; the listener hears ``looked_anew`` with the serial when that is done."""
+        self._look_anew = serial
 
     def say_goodbye(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
@@ -324,6 +329,11 @@ class Participant:
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
+        if self._look_anew:
+            self._store.stir("log")
+            self._take_newest()
+            self._listener.on_event("looked_anew", {"serial": self._look_anew})
+            self._look_anew = 0
         number = self._rung_about.newest_record
         news = number > self._newest_number
         if rung and not news and self._rung_about.keys and self._record is not None:

@@ -20,6 +20,7 @@ from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
     LAUNCH_NEWS_SECONDS,
+    NEWS_SECONDS,
     RELAUNCHES_PER_NODE,
     SETTLE_SECONDS,
     SILENT_SECONDS,
@@ -33,6 +34,7 @@ from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.store.base import StoreError, StoreWipedError
+from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
 
 SETTINGS = RendezvousSettings(
@@ -40,6 +42,28 @@ SETTINGS = RendezvousSettings(
 )
 TICK = 0.1
 """Seconds that pass with each turn of the supervisor's loop."""
+
+
+class StaleStore:
+    """The supervisor's view of the store through a cache that shows no new record until the folder is stirred."""
+
+    def __init__(self, inner: MemoryStore) -> None:
+        self._inner = inner
+        self._kept: list[str] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def keep(self) -> None:
+        """From now on."""
+        self._kept = self._inner.list("log")
+
+    def list(self, folder: str) -> list[str]:
+        return self._inner.list(folder) if folder != "log" or self._kept is None else self._kept
+
+    def stir(self, folder: str) -> None:
+        if self._kept is not None and folder == "log":
+            self.keep()
 
 
 class Look:
@@ -52,6 +76,7 @@ class Look:
         self.hangs = False
         """The filesystem does not answer."""
         self.stopped = False
+        self.store = StaleStore(world.store)
         info = NodeInfo(
             uid=new_uid(99999, "supervisor", world.clock),
             node=OBSERVER_NODE,
@@ -62,7 +87,7 @@ class Look:
         )
         self._participant = Participant(
             run_id="unit",
-            store=world.store,
+            store=self.store,  # type: ignore[arg-type]
             info=info,
             settings=world.settings,
             settle=settle_always_restarting,
@@ -416,6 +441,40 @@ def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(sta
     s = stage()
     s.run(3.0, lambda: (s.agents.kill(1), s.signals.append(signal.SIGTERM)))
     assert s.agents.relaunched == []
+
+
+@pytest.mark.parametrize(("outcome", "code"), [(Outcome.SUCCEEDED, 0), (Outcome.FAILED, 1)])
+def test_nobody_is_started_again_for_an_end_that_a_cache_hides(
+    stage: Callable[..., Stage], outcome: Outcome, code: int
+) -> None:
+    s = stage()
+
+    def close() -> None:
+        s.look.store.keep()
+        s.agents.of[0].participant.close(outcome, "over")
+
+    result = s.run(3.0, close)
+    assert result.outcome is outcome
+    assert s.agents.relaunched == []
+    assert {event["code"] for event in s.names("agent_ended")} == {code}
+
+
+def test_a_store_that_does_not_answer_delays_a_restart_and_prevents_none(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    at: list[float] = []
+
+    def kill() -> None:
+        at.append(s.world.clock.now)
+        s.look.hangs = True
+        s.agents.kill(1)
+
+    def thaw() -> None:
+        s.look.hangs = False
+
+    s.run(3.0, kill, NEWS_SECONDS + 2.0, thaw, 3.0, s.done)
+    ((node, when),) = s.agents.relaunched
+    assert node == 1
+    assert NEWS_SECONDS <= when - at[0] < NEWS_SECONDS + SETTLE_SECONDS + 3 * TICK
 
 
 def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
