@@ -29,7 +29,7 @@ from tests.bench.scale_world import Node, World, failure
 
 SIZES = (8, 64, 1024, 8192)
 QUICK_SIZES = (8, 64, 512)
-EMULATED_SIZES = (8, 16, 32)
+EMULATED_SIZES = (8, 32, 64)
 SPREAD = 0.1
 """Seconds within which all nodes start."""
 MOST_CAS_OPERATIONS = 1_500_000
