@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-IN_MEMORY = {"agents_departed", "end_seen_to", "end_is_ours"}
+IN_MEMORY = {"agents_departed", "end_seen_to", "end_is_ours", "looked_anew"}
 """What the participant tells the supervisor alone, which does not write it."""
 READ_ONLY = {"restart_decision"}
 """What the report understands, and this version does not write."""
