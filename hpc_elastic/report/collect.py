@@ -25,6 +25,7 @@ from hpc_elastic.report.history import (
     RunHistory,
     StackGroup,
 )
+from hpc_elastic.report.output_losses import OutputLoss, read_loss
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
 
 _JSON_LIMIT = 4 << 20
@@ -232,6 +233,7 @@ class _AttemptBuilder:
     agent_ends: list[AgentEnd] = field(default_factory=list)
     relaunched: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    output_lost: list[OutputLoss] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     closed_outcome: str = ""
     closed_reason: str = ""
@@ -276,6 +278,7 @@ class _AttemptBuilder:
             agent_ends=tuple(self.agent_ends),
             relaunched=tuple(self.relaunched),
             notices=tuple(dict.fromkeys(self.notices)),
+            output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
         )
 
@@ -381,6 +384,10 @@ def _attempt_ended(builder: _AttemptBuilder, event: dict[str, Any], when: int) -
     builder.exit_code = _integer(event.get("exit_code"))
 
 
+def _output_lost(builder: _AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.output_lost.append(read_loss(event, when))
+
+
 # The supervisor's `node` field is the node that the event is about; an agent's is its own.
 _HANDLERS = {
     ("supervisor", "attempt_started"): _attempt_started,
@@ -390,6 +397,7 @@ _HANDLERS = {
     ("supervisor", "verdict"): _verdict,
     ("supervisor", "requeue_decision"): _requeue_decision,
     ("supervisor", "attempt_ended"): _attempt_ended,
+    ("agent", "output_lost"): _output_lost,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.output_losses import OutputLoss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,8 @@ class AttemptHistory:
     """Names of the nodes whose agent was started again."""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
+    output_lost: tuple[OutputLoss, ...] = ()
+    """What of the workers' output was lost."""
     problems: tuple[str, ...] = ()
     """What could not be read."""
 

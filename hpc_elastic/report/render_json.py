@@ -7,6 +7,7 @@ from typing import Any
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.output_losses import losses_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Verdict
 
@@ -76,6 +77,7 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         "exit_code": attempt.exit_code,
         "decision": attempt.decision or None,
         "notices": list(attempt.notices),
+        "output_lost": losses_json(attempt.output_lost),
         "agents_ended": [
             {"node": end.node, "name": end.name, "code": end.code, "seen_ns": end.seen_ns} for end in attempt.agent_ends
         ],

@@ -13,6 +13,7 @@ from hpc_elastic.failures.traceback_text import clean_text, find_python_tracebac
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Cause, Verdict
 
@@ -102,6 +103,8 @@ def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, su
         lines.append("  One failure was survived; the run went on and succeeded.")
     elif survived:
         lines.append(f"  {survived} failures were survived, of which the last is told here; the run succeeded.")
+    if attempt is not None:
+        lines += [_fit(f"  output lost  : {_clean(line)}", width) for line in describe_losses(attempt.output_lost)]
     problems = [*history.problems, *(attempt.problems if attempt is not None else ())]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

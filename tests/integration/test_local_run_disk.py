@@ -83,7 +83,18 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, tiny_disk: Tiny
         assert run.finish() == ExitCode.OK
         assert {event["round"] for event in run.events("round_final")} == {0}
         told = [line for line in run.log().splitlines() if "No space left on device" in line]
-        assert len(told) <= 4  # each agent once for its workers' output, once for the store
+        # Each agent twice for its workers' output (it begins; what it came to), once for the store.
+        assert len(told) <= 6
+        lost = run.events("output_lost")
+        assert {(one["rank"], one["stream"]) for event in lost for one in event["streams"]} == {
+            (0, "stdout"),
+            (1, "stdout"),
+        }
+        assert {event["reason"] for event in lost} == {"No space left on device"}
+        size = sum(len(f"step {step} {'x' * 80}\n") for step in range(300))
+        assert 0 < sum(event["not_in_files"] for event in lost) <= 2 * size
+        (line,) = (line for line in run.attempt().report_text.read_text().splitlines() if "output lost" in line)
+        assert line.endswith("bytes of the output of ranks 0-1 are in no file: No space left on device")
         assert all(f"[node{rank}:{rank}] step 299" in run.log() for rank in range(2))
 
 
