@@ -101,6 +101,33 @@ class FailureReader:
                 self._read[kind, uid] = failure
 
 
+class LeaveReader:
+    """Why nodes take themselves out of a round. What was read once is not read again: claims never change."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._round = -1
+        self._read: dict[str, str] = {}
+
+    def read(self, round_index: int, claims: Claims) -> dict[str, str]:
+        """Uid → reason.
+
+        Args:
+            round_index: Which round's.
+            claims: What its folder's listing gave.
+        """
+        if round_index != self._round:
+            self._round, self._read = round_index, {}
+        leaving = claims.get(ClaimKind.LEAVE.value, ())
+        unread = [uid for uid in leaving if uid not in self._read]
+        keys = [claim_key(round_index, ClaimKind.LEAVE, uid) for uid in unread]
+        for uid, raw in zip(unread, get_many(self._store, keys), strict=True):
+            value = decode_object(raw)
+            if value is not None:
+                self._read[uid] = str(value.get("reason", ""))
+        return {uid: self._read.get(uid, "") for uid in leaving}
+
+
 def read_failures(store: Store, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
     """The failures of a round, by uid."""
     return FailureReader(store).read(round_index, claims)

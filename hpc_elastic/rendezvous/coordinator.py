@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.slots import assign_slots
@@ -90,6 +90,8 @@ class Proposal:
     event: RoundEvent
     record: RoundRecord
     reason: str
+    left: Mapping[int, str] = field(default_factory=dict)
+    """Nodes that took themselves out, with their reason."""
 
 
 def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
@@ -106,7 +108,7 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
         return None
     suspects = _suspects(view)
     if proposal is not None:
-        return replace(proposal, record=replace(proposal.record, suspects=suspects))
+        return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view))
     if suspects == view.record.suspects:
         return None
     return Proposal(
@@ -147,7 +149,8 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     here = frozenset(member.node for member in present)
     dead_nodes = {m.node for m in record.members if m.uid in view.dead}
     dead_nodes |= {info.node for uid, info in view.joined.items() if uid in view.dead}
-    away = (view.gone | frozenset(record.lost) | dead_nodes) - here
+    left = frozenset(_left(view))
+    away = (view.gone | frozenset(record.lost) | dead_nodes | left) - here
     awaited = frozenset(range(settings.expected_nodes)) - here - away
     stopping = awaited & {m.node for m in record.members}  # alive, still ending their workers
     enough = len(present) >= settings.min_nodes
@@ -159,7 +162,7 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     if not settings.give_up:
         return None
     if not enough and not awaited:
-        hopeless = len(away - view.gone) == 0 or view.since_lost >= settings.last_call_timeout
+        hopeless = len(away - view.gone - left) == 0 or view.since_lost >= settings.last_call_timeout
         if hopeless:
             return _close(
                 record,
@@ -193,7 +196,7 @@ def _freeze(
             record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
         )
     members = assign_slots(record.members, present, max_nodes=settings.max_nodes)
-    without = ", ".join(_name(node, view) for node in sorted(awaited | away))
+    without = ", ".join(_name_and_why(node, view) for node in sorted(awaited | away))
     missing = f"; without {without}" if without else ""
     return Proposal(
         event=RoundEvent.FREEZE,
@@ -270,7 +273,7 @@ def _lost_members(view: View) -> dict[int, str]:
     out: dict[int, str] = {}
     for member in view.record.members:
         if member.uid in view.leaving:
-            out[member.node] = f"left: {view.leaving[member.uid]}"
+            out[member.node] = _left_because(view.leaving[member.uid])
         elif member.node not in view.gone and any(supersedes(uid, member.uid) for uid in view.joined):
             out[member.node] = "has a new agent"
         elif member.uid in view.dead:
@@ -282,6 +285,21 @@ def _lost_members(view: View) -> dict[int, str]:
 
 def _name(node: int, view: View) -> str:
     return view.names.get(node, f"node {node}")
+
+
+def _left(view: View) -> dict[int, str]:
+    """Nodes that have taken themselves out, and why; not those where a new agent has come."""
+    here = {info.node for uid, info in view.joined.items() if uid not in view.leaving}
+    return {node_of(uid): why for uid, why in view.leaving.items() if node_of(uid) not in here}
+
+
+def _left_because(why: str) -> str:
+    return f"left: {why}" if why else "left"
+
+
+def _name_and_why(node: int, view: View) -> str:
+    left = _left(view)
+    return f"{_name(node, view)} ({_left_because(left[node])})" if node in left else _name(node, view)
 
 
 def _told(nodes: Mapping[int, str], view: View) -> str:
@@ -341,8 +359,9 @@ def closed_after(
 
 def _named(nodes: frozenset[int], view: View) -> str:
     """By name those that have ever said theirs, the others by index; of many, some: a reason has to stay short."""
-    unknown = [node for node in nodes if node not in view.names]
-    known = [view.names[node] for node in sorted(nodes) if node in view.names]
+    told = view.names.keys() | _left(view).keys()
+    unknown = [node for node in nodes if node not in told]
+    known = [_name_and_why(node, view) for node in sorted(nodes) if node in told]
     words = [f"node {_ranges(unknown)}"] if unknown else []
     words += known[:_MOST_NAMES]
     if len(known) > _MOST_NAMES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_elastic.rendezvous.claims import Claims, FailureReader, claim_folder, read_claims, read_confirmed
+from hpc_elastic.rendezvous.claims import Claims, FailureReader, LeaveReader, claim_folder, read_claims, read_confirmed
 from hpc_elastic.rendezvous.coordinator import View
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Peers
@@ -28,6 +28,7 @@ class Lookout:
         self._peers = peers
         self._life = life
         self._failures = FailureReader(store)
+        self._leaving = LeaveReader(store)
         self._dead: frozenset[str] = frozenset()
         self._status_since = life.mark
         self._lost_since = life.mark
@@ -79,7 +80,7 @@ class Lookout:
             acked=read_confirmed(self._store, record, here.get("ack", ())),
             failures=self._failures.read(failed_round, failed),
             done=frozenset(here.get("done", ())),
-            leaving=dict.fromkeys(here.get("leave", ()), "left"),
+            leaving=self._leaving.read(record.round, here),
             gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
             dead=dead,
             silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),

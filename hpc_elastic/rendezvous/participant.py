@@ -493,6 +493,10 @@ class Participant:
             for node, member in newly_lost(before, record):
                 known = self._peers.get(member.uid) if member is not None else None
                 host = known.host if known else ""
+                if node in proposal.left:
+                    left = {"round": before.round, "node": node, "host": host, "reason": proposal.left[node]}
+                    self._listener.on_event("node_left", left)
+                    continue
                 age = round(self._life.unchanged(member.uid), 3) if member is not None else None
                 self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
             if record.number % 16 == 0:

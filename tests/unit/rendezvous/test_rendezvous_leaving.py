@@ -1,0 +1,62 @@
+"""Nodes that take themselves out: nobody waits for them, and their reason goes where the decision goes."""
+
+from __future__ import annotations
+
+from hpc_elastic.rendezvous.claims import ClaimKind, LeaveReader, claim_key, read_claims
+from hpc_elastic.rendezvous.coordinator import next_proposal
+from hpc_elastic.rendezvous.state import Outcome, Status
+from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.store.memory_store import MemoryStore
+from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, Settle, record, uid, view
+
+ALL = tuple(uid(node) for node in range(4))
+WHY = "health check failed: GPU 2 has 3 uncorrectable ECC errors"
+BROKEN = record(Status.JOINABLE, *ALL)
+"""Opened because of a failure; all four were members of the round before."""
+
+
+def test_a_member_that_leaves_before_it_joined_again_is_not_waited_for() -> None:
+    proposal = next_proposal(view(BROKEN, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, Settle())
+    assert proposal is not None
+    assert proposal.event is RoundEvent.FREEZE
+    assert [member.node for member in proposal.record.members] == [0, 1, 2]
+    assert proposal.record.lost == (3,)
+    assert proposal.left == {3: WHY}
+    assert f"without nid003 (left: {WHY})" in proposal.reason
+
+
+def test_a_node_that_leaves_before_its_first_round_is_not_waited_for() -> None:
+    start = record(Status.JOINABLE)
+    assert next_proposal(view(start, joined=ALL[:3]), SETTINGS, Settle()) is None
+    proposal = next_proposal(view(start, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, Settle())
+    assert proposal is not None
+    assert proposal.event is RoundEvent.FREEZE
+
+
+def test_a_new_agent_on_a_node_that_left_is_taken_in() -> None:
+    newer = uid(3, start=2)
+    proposal = next_proposal(view(BROKEN, joined=(*ALL[:3], newer), leaving={uid(3): WHY}), SETTINGS, Settle())
+    assert proposal is not None
+    assert [member.uid for member in proposal.record.members] == [*ALL[:3], newer]
+    assert proposal.left == {}
+
+
+def test_too_few_are_left_at_once_with_the_reason() -> None:
+    seen = view(BROKEN, joined=ALL[:1], leaving=dict.fromkeys(ALL[1:], WHY))
+    proposal = next_proposal(seen, SETTINGS, Settle())
+    assert proposal is not None
+    assert proposal.event is RoundEvent.CLOSE
+    assert proposal.record.outcome is Outcome.TOO_FEW_NODES
+    assert proposal.record.retryable
+    assert f"nid003 (left: {WHY})" in proposal.reason
+
+
+def test_the_reason_is_read_once() -> None:
+    store = MemoryStore()
+    store.put_if_absent(claim_key(2, ClaimKind.LEAVE, uid(3)), '{"reason":"no GPU"}')
+    store.put_if_absent(claim_key(2, ClaimKind.LEAVE, uid(1)), "nonsense")
+    reader = LeaveReader(store)
+    assert reader.read(2, read_claims(store, 2)) == {uid(3): "no GPU", uid(1): ""}
+    store.delete(claim_key(2, ClaimKind.LEAVE, uid(3)))
+    assert reader.read(2, {"leave": [uid(3)]}) == {uid(3): "no GPU"}
+    assert reader.read(3, {}) == {}
