@@ -14,6 +14,11 @@ def own_command(*arguments: str) -> list[str]:
     Not ``python -m``: that puts the working directory first on the path, where a user's ``json.py`` would be imported
     in place of Python's.
     """
+    return [*module_command("hpc_elastic.cli.main", "console_main"), *arguments]
+
+
+def module_command(module: str, function: str) -> list[str]:
+    """The same for a function of one of this package's modules, which takes no arguments."""
     parent = str(Path(hpc_elastic.__file__).resolve().parent.parent)
-    boot = f"import sys; sys.path[0] = {parent!r}; from hpc_elastic.cli.main import console_main; console_main()"
-    return [sys.executable, "-c", boot, *arguments]
+    boot = f"import sys; sys.path[0] = {parent!r}; from {module} import {function}; {function}()"
+    return [sys.executable, "-c", boot]

@@ -19,6 +19,36 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
     Returns:
         The counter, or None where no cgroup with one can be read: then nothing can be said about OOM kills.
     """
+    found = _memory_cgroup(pid, proc)
+    if found is None:
+        return None
+    folder, _, is_v2 = found
+    return _counter(folder, "memory.events" if is_v2 else "memory.oom_control")
+
+
+def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tuple[str, bool]]:
+    """The memory cgroup of a process and all above it that can be seen from here, the closest first.
+
+    Args:
+        pid: Whose.
+        proc: Where procfs is mounted.
+
+    Returns:
+        (folder, whether it is of version 2); empty where there is none.
+    """
+    found = _memory_cgroup(pid, proc)
+    if found is None:
+        return []
+    folder, top, is_v2 = found
+    folders = [(folder, is_v2)]
+    while folder != top and folder.startswith(top):
+        folder = os.path.dirname(folder)
+        folders.append((folder, is_v2))
+    return folders
+
+
+def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
+    """(folder, mount point, whether it is of version 2)."""
     try:
         memberships = _read(os.path.join(proc, str(pid), "cgroup"))
         mounts = _read(os.path.join(proc, "self", "mountinfo"))
@@ -35,11 +65,11 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
             v1_path = parts[2]
     # With both mounted (hybrid), the memory controller is where v1 lists it.
     if v1_path is not None:
-        folder = _folder(mounts, "cgroup", v1_path, controller="memory")
-        return _counter(folder, "memory.oom_control")
+        where = _folder(mounts, "cgroup", v1_path, controller="memory")
+        return (*where, False) if where is not None else None
     if v2_path is not None:
-        folder = _folder(mounts, "cgroup2", v2_path, controller=None)
-        return _counter(folder, "memory.events")
+        where = _folder(mounts, "cgroup2", v2_path, controller=None)
+        return (*where, True) if where is not None else None
     return None
 
 
@@ -48,8 +78,8 @@ def _read(path: str) -> str:
         return file.read(1 << 20).decode("utf-8", "replace")
 
 
-def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> str | None:
-    """Where the cgroup `path` is mounted: mountinfo's fields 4 (root) and 5 (mount point), proc(5)."""
+def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tuple[str, str] | None:
+    """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5)."""
     for line in mounts.splitlines():
         left, separator, right = line.partition(" - ")
         fields, after = left.split(" "), right.split(" ")
@@ -67,7 +97,7 @@ def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> str
                 relative = path[len(root) :] or "/"
         if "/../" in relative + "/":  # a cgroup outside our cgroup namespace
             continue
-        return point + ("" if relative == "/" else relative)
+        return point + ("" if relative == "/" else relative), point
     return None
 
 
@@ -77,9 +107,7 @@ def _unescape(field: str) -> str:
     return field
 
 
-def _counter(folder: str | None, name: str) -> int | None:
-    if folder is None:
-        return None
+def _counter(folder: str, name: str) -> int | None:
     try:
         text = _read(os.path.join(folder, name))
     except OSError:

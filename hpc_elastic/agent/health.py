@@ -1,0 +1,363 @@
+"""Whether a node is fit for a round: pure decisions, from what was measured and what was asked for to a reason.
+
+The defaults are floors that no node falls below on which a training could still start: they find the full, the dead and
+the broken, and leave taste to whoever asks for more.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+
+from hpc_elastic.errors import UsageError
+
+MIB = 1 << 20
+
+
+class Check(str, Enum):
+    """What can be looked at."""
+
+    TMP = "tmp"
+    """Room on the node's own disk: TMPDIR, or /tmp."""
+    SHM = "shm"
+    """Room in /dev/shm."""
+    MEMORY = "memory"
+    """Memory that can still be had: the node's, and below the cgroup's limits."""
+    SHARED = "shared"
+    """The run directory takes a small file and gives it back."""
+    CLOCK = "clock"
+    """The wall clock against that of the run directory's server: a warning, never more."""
+    GPU = "gpu"
+    """The node's GPUs, as NVML sees them."""
+
+
+DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
+    {
+        Check.TMP: 16 * MIB,
+        Check.SHM: 1 * MIB,
+        Check.MEMORY: 64 * MIB,
+        Check.SHARED: 120.0,
+        Check.CLOCK: 60.0,
+        Check.GPU: 1.0,
+    }
+)
+"""Bytes that must be free; seconds within which the run directory must have answered, and that clocks may be apart;
+uncorrectable ECC errors that make a GPU unfit."""
+CHECK_SECONDS = 10.0
+"""How long a look at the node's own disk or memory may take."""
+GPU_SECONDS = 60.0
+"""How long NVML may take: without persistence mode it starts every GPU first, seconds each."""
+SCRIPT_SECONDS = 30.0
+_SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_MOST_REASONS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPlan:
+    """What is looked at before this node joins a round."""
+
+    limits: Mapping[Check, float] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    """The user's own check; empty: none."""
+    command_seconds: float = SCRIPT_SECONDS
+
+
+def parse_health_checks(text: str, *, option: str = "--health-checks") -> dict[Check, float]:
+    """Read ``none``, or a list as in ``default,tmp=10G,shared=30``: those that are named, ``default`` for all.
+
+    Args:
+        text: Empty for the default.
+        option: How the user called it.
+
+    Raises:
+        UsageError: names the part that can't be right.
+    """
+    if text == "none":
+        return {}
+    limits: dict[Check, float] = {}
+    for part in (text or "default").split(","):
+        name, equals, value = part.strip().partition("=")
+        if name == "default" and not equals:
+            limits = {**DEFAULT_LIMITS, **limits}
+            continue
+        try:
+            check = Check(name)
+        except ValueError:
+            known = ", ".join(item.value for item in Check)
+            raise UsageError(f"{option} {text}: {name!r} is no check; there are {known}, default and none") from None
+        limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
+    return limits
+
+
+def _limit(check: Check, value: str, text: str, option: str) -> float:
+    unit = value[-1:].upper() if check in _SIZES and value[-1:].isalpha() else ""
+    try:
+        number = float(value[: len(value) - len(unit)]) * _UNITS[unit]
+    except (ValueError, KeyError):
+        number = -1.0
+    if not 0 <= number < 1e18 or (number == 0 and check not in _SIZES):
+        wanted = "a size, as in 500M or 10G" if check in _SIZES else "a number above 0"
+        raise UsageError(f"{option} {text}: {check.value}={value} is not {wanted}")
+    return number
+
+
+def parse_health_command(text: str, *, option: str = "--health-check") -> tuple[str, ...]:
+    """The user's own check as an argument list: a program and its arguments, quoted as for a shell; none is started.
+
+    Raises:
+        UsageError: empty, or a quote that is not closed.
+    """
+    try:
+        argv = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from None
+    if not argv or not argv[0]:
+        raise UsageError(f"{option} {text!r}: give a command, as in '/path/check.sh --fast'")
+    return argv
+
+
+# -- what was measured ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoomFacts:
+    """One filesystem of the node's own."""
+
+    path: str
+    free: int = 0
+    """Bytes, for this user."""
+    has_inodes: bool = True
+    error: str = ""
+    """Why it could not be asked; empty: it could."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryFacts:
+    """What can still be had."""
+
+    free: int
+    """Bytes."""
+    limited_by: str = ""
+    """``the cgroup's limit of 8.0 GiB``; empty: the node's own memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """How far the server's clock is ahead of this host's, at least and at most, seconds; below 0: behind."""
+
+    least: float
+    most: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFacts:
+    """What the run directory's filesystem said."""
+
+    path: str
+    error: str = ""
+    is_full: bool = False
+    """There was no room: that stops recording, not training."""
+    clock: ClockOffset | None = None
+    """Where its stamps are the server's; a client that stamps by itself shows no offset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuDevice:
+    """One GPU by NVML. None: it can't say."""
+
+    index: int
+    uuid: str = ""
+    uncorrectable: int | None = None
+    """ECC errors since the driver was loaded or the GPU was reset."""
+    waits_for_reset: bool | None = None
+    """Pages or rows of its memory are to be retired or remapped at the next reset."""
+    remap_failed: bool | None = None
+    error: str = ""
+    """What NVML says in place of an answer: ``GPU is lost``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFacts:
+    """All of a node that NVML shows to this process."""
+
+    devices: tuple[GpuDevice, ...] = ()
+    error: str = ""
+    """Why NVML could not be asked although it is there; empty: it could, or there is none."""
+    is_there: bool = True
+    """Whether this node has NVML's library."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptFacts:
+    """How the user's own check ended."""
+
+    exitcode: int
+    """As `subprocess` has it."""
+    last_line: str = ""
+    """The last on its stderr that is not empty."""
+
+
+# -- what follows from it ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one check says."""
+
+    check: str
+    reason: str = ""
+    """Why the node is unfit; empty: it is fit."""
+    warning: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthVerdict:
+    """What all of them say."""
+
+    reason: str = ""
+    """``health check failed: …``; empty: the node is fit."""
+    checks: tuple[str, ...] = ()
+    """Those that failed."""
+    warnings: Mapping[str, str] = field(default_factory=dict)
+    """Check → what it warns of."""
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.reason
+
+
+def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
+    """One verdict, with one reason that names all that is wrong."""
+    bad = [finding for finding in findings if finding.reason]
+    reasons = [finding.reason for finding in bad]
+    more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
+    return HealthVerdict(
+        reason=f"health check failed: {'; '.join(reasons[:_MOST_REASONS])}{more}" if bad else "",
+        checks=tuple(finding.check for finding in bad),
+        warnings={finding.check: finding.warning for finding in findings if finding.warning},
+    )
+
+
+def judge_room(check: Check, facts: RoomFacts, *, least: float) -> Finding:
+    """Is there room on one of the node's own filesystems?"""
+    if facts.error:
+        return Finding(check=check.value, reason=f"{facts.path} does not work: {facts.error}")
+    if facts.free < least:
+        return Finding(check=check.value, reason=f"{facts.path} has {size(facts.free)} free, less than {size(least)}")
+    if not facts.has_inodes and least:
+        return Finding(check=check.value, reason=f"{facts.path} has no inode free")
+    return Finding(check=check.value)
+
+
+def judge_memory(facts: MemoryFacts | None, *, least: float) -> Finding:
+    """Is there memory for workers? None: nobody can say, which is no fault of the node."""
+    if facts is None or facts.free >= least:
+        return Finding(check=Check.MEMORY.value)
+    below = f" below {facts.limited_by}" if facts.limited_by else ""
+    return Finding(
+        check=Check.MEMORY.value, reason=f"{size(facts.free)} of memory are free{below}, less than {size(least)}"
+    )
+
+
+def judge_shared(facts: SharedFacts) -> Finding:
+    """Does the run directory take a file and give it back? A full one is warned of: training goes on without."""
+    if facts.is_full:
+        return Finding(check=Check.SHARED.value, warning=f"{facts.path} is full: {facts.error}")
+    reason = f"the run directory can't be written: {facts.error} ({facts.path})" if facts.error else ""
+    return Finding(check=Check.SHARED.value, reason=reason)
+
+
+def judge_clock(offset: ClockOffset | None, *, most: float) -> Finding:
+    """Is the wall clock far off for certain? No decision rests on it, but the times in logs and reports mislead."""
+    if offset is None or (offset.least <= most and offset.most >= -most):
+        return Finding(check=Check.CLOCK.value)
+    ahead = offset.least > 0
+    apart = offset.least if ahead else -offset.most
+    way = "behind" if ahead else "ahead of"
+    return Finding(
+        check=Check.CLOCK.value,
+        warning=f"this node's clock is at least {apart:.0f} s {way} the run directory's server's: "
+        "times in logs and reports mislead",
+    )
+
+
+def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> Finding:
+    """Are the GPUs of this job fit, and all there?
+
+    Args:
+        facts: What NVML shows; where Slurm does not confine devices, also GPUs of other jobs.
+        given: How many Slurm gave this node; None: there is no Slurm.
+        visible: CUDA_VISIBLE_DEVICES, where it is set.
+        least_errors: So many uncorrectable ECC errors make a GPU unfit.
+    """
+    if given == 0 or not facts.is_there:
+        return Finding(check=Check.GPU.value)  # none of ours; or none of NVIDIA's, or a container without the library
+    if facts.error:
+        return Finding(check=Check.GPU.value, reason=f"NVML does not work: {facts.error}")
+    reasons = []
+    if given is not None and len(facts.devices) < given:
+        reasons.append(f"Slurm gave {given} GPUs, and {len(facts.devices)} are there")
+    for device in _ours(facts.devices, given, visible):
+        reasons += _faults(device, least_errors)
+    return Finding(check=Check.GPU.value, reason=", ".join(reasons))
+
+
+def _ours(devices: Sequence[GpuDevice], given: int | None, visible: str | None) -> Sequence[GpuDevice]:
+    """The job's own, where that can be told; else none: another job's broken GPU is no reason to leave."""
+    if given is None and visible is None:
+        return devices
+    if given is not None and len(devices) <= given:
+        return devices
+    entries = [entry.strip() for entry in (visible or "").split(",") if entry.strip()]
+    found = [
+        device
+        for device in devices
+        if any(entry == str(device.index) or (device.uuid and _names_gpu(entry, device.uuid)) for entry in entries)
+    ]
+    return found if len(found) == len(entries) else []
+
+
+def _names_gpu(entry: str, uuid: str) -> bool:
+    # CUDA takes any beginning of it that is unambiguous.
+    return entry.startswith("GPU-") and uuid.startswith(entry)
+
+
+def _faults(device: GpuDevice, least_errors: float) -> list[str]:
+    name = f"GPU {device.index}"
+    if device.error:
+        return [f"{name}: {device.error}"]
+    faults = []
+    if device.uncorrectable is not None and device.uncorrectable >= least_errors:
+        plural = "" if device.uncorrectable == 1 else "s"
+        faults.append(f"{name} has {device.uncorrectable} uncorrectable ECC error{plural}")
+    if device.remap_failed:
+        faults.append(f"{name}'s memory could not be repaired (row remapping failed)")
+    elif device.waits_for_reset:
+        faults.append(f"{name} has to be reset (pages or rows of its memory are to be retired)")
+    return faults
+
+
+def judge_script(facts: ScriptFacts, *, command: str) -> Finding:
+    """What the user's own check says: its last line on stderr is the reason."""
+    if facts.exitcode == 0:
+        return Finding(check="script")
+    how = f"exit code {facts.exitcode}" if facts.exitcode > 0 else f"signal {-facts.exitcode}"
+    return Finding(check="script", reason=facts.last_line or f"{command} ended with {how}")
+
+
+def did_not_answer(check: str, what: str, seconds: float) -> Finding:
+    """A check that hangs says that the node is unfit."""
+    return Finding(check=check, reason=f"{what} has not answered for {seconds:g} s")
+
+
+def size(count: float) -> str:
+    """``1.5 GiB``."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

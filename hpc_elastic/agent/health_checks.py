@@ -1,0 +1,416 @@
+"""A node's health checks, all at once and each bounded, while the agent's loop goes on.
+
+What touches a disk has a thread of its own, since a dead mount answers never; NVML and the user's own check are
+processes, started from the agent's main thread and attended by a thread, and ended with all that they started.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_elastic.agent.health import (
+    CHECK_SECONDS,
+    GPU_SECONDS,
+    Check,
+    Finding,
+    HealthPlan,
+    HealthVerdict,
+    ScriptFacts,
+    did_not_answer,
+    judge_clock,
+    judge_gpus,
+    judge_memory,
+    judge_room,
+    judge_script,
+    judge_shared,
+    sum_up_findings,
+)
+from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure_shared
+from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.processes import tree
+from hpc_elastic.processes.command_path import WorkerStartError
+from hpc_elastic.processes.spawn import Inherited, WorkerProcess, start_worker
+from hpc_elastic.self_command import module_command
+
+TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_CHECK"
+"""Marks a check's process and all that it starts; another value each time."""
+AGAIN_SECONDS = 1.0
+"""A lack of room or memory is looked at again so much later: what ended workers held may still be on its way back."""
+EXEC_SECONDS = 0.5
+END_SECONDS = 2.0
+"""How long what was sent SIGKILL is waited for."""
+_SHM = "/dev/shm"
+_NVIDIA = "/dev/nvidiactl"
+_KEPT_OUTPUT = 65536
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthSite:
+    """Where the checks run."""
+
+    probe: Path | None = None
+    """A file of this agent's own in the run directory, for the check of that filesystem; None: it is left out."""
+    environ: Mapping[str, str]
+    """The agent's: for the user's check, TMPDIR and CUDA_VISIBLE_DEVICES."""
+    cwd: str = "/"
+    """Where the user's check runs."""
+    inherited: Inherited
+    gpus_given: int | None = None
+    """GPUs that Slurm gave to the job on this node; None: there is no Slurm."""
+
+
+class HealthChecks:
+    """One agent's. All methods are for its main thread, and none waits but `wait` and `close`."""
+
+    def __init__(self, plan: HealthPlan, site: HealthSite, *, clock: Clock) -> None:
+        """Args:
+        plan: What to look at.
+        site: Where.
+        clock: For the server's offset.
+        """
+        self._plan = plan
+        self._site = site
+        self._clock = clock
+        self._told_read, self._told_write = socket.socketpair()
+        self._told_read.setblocking(False)
+        self._told_write.setblocking(False)
+        self._verdicts: deque[HealthVerdict] = deque()
+        self._session: _Session | None = None
+        self._warned: set[str] = set()
+
+    def fileno(self) -> int:
+        """Readable when `take` has something."""
+        return self._told_read.fileno()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Of the checks' own processes: their ends are waited for here."""
+        return self._session.pids if self._session is not None else frozenset()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a thread still waits for something that does not answer."""
+        return self._session is not None and self._session.is_stuck
+
+    def begin(self, last_round: int) -> None:
+        """Look at everything now; where that is going on already, its answer will do.
+
+        Args:
+            last_round: The last round that this node took part in, -1 before the first: for the user's check.
+        """
+        if self._session is not None and not self._session.is_over:
+            return
+        self._session = _Session(self._tell)
+        self._session.run(self._jobs(self._session, last_round))
+
+    def take(self) -> HealthVerdict | None:
+        """The answer, once; None: there is none yet. A check's warning is given once in an agent's life."""
+        try:
+            while self._told_read.recv(64):
+                pass
+        except BlockingIOError:
+            pass
+        if not self._verdicts:
+            return None
+        verdict = self._verdicts.pop()
+        news = {check: text for check, text in verdict.warnings.items() if check not in self._warned}
+        self._warned.update(news)
+        return replace(verdict, warnings=news)
+
+    def wait(self, seconds: float) -> None:
+        """Until there is an answer, or so many seconds have passed."""
+        select.select([self._told_read], [], [], seconds)
+
+    def close(self) -> None:
+        """No answer is wanted any more: end what runs. Waits for that, but not for what is stuck."""
+        if self._session is not None:
+            self._session.cancel()
+            self._session.join(END_SECONDS)
+
+    def _tell(self, verdict: HealthVerdict) -> None:
+        self._verdicts.append(verdict)
+        try:
+            self._told_write.send(b"\0")
+        except OSError:
+            pass  # full: there is a reason to look already
+
+    # -- what there is to look at --------------------------------------------------------------------------------
+
+    def _jobs(self, session: _Session, last_round: int) -> list[_Job]:
+        limits, site = self._plan.limits, self._site
+        jobs = []
+        if Check.TMP in limits:
+            jobs.append(self._room(session, Check.TMP, site.environ.get("TMPDIR") or "/tmp"))
+        if Check.SHM in limits:
+            jobs.append(self._room(session, Check.SHM, _SHM))
+        if Check.MEMORY in limits:
+            least = limits[Check.MEMORY]
+            action = session.twice(lambda: [judge_memory(measure_memory(), least=least)])
+            jobs.append(_Job(Check.MEMORY.value, "this node's memory", CHECK_SECONDS, action))
+        if site.probe is not None and (Check.SHARED in limits or Check.CLOCK in limits):
+            jobs.append(self._shared(site.probe))
+        if Check.GPU in limits and self._has_gpus():
+            jobs.append(self._gpus(session))
+        if self._plan.command:
+            jobs.append(self._script(session, last_round))
+        return jobs
+
+    def _room(self, session: _Session, check: Check, path: str) -> _Job:
+        least = self._plan.limits[check]
+        action = session.twice(lambda: [judge_room(check, measure_room(path), least=least)])
+        return _Job(check.value, path, CHECK_SECONDS, action)
+
+    def _shared(self, probe: Path) -> _Job:
+        limits, clock = self._plan.limits, self._clock
+
+        def look() -> list[Finding]:
+            facts = measure_shared(probe, clock)
+            found = [judge_shared(facts)] if Check.SHARED in limits else []
+            return found + ([judge_clock(facts.clock, most=limits[Check.CLOCK])] if Check.CLOCK in limits else [])
+
+        if Check.SHARED in limits:
+            what = f"the run directory's filesystem ({probe.parent})"
+            return _Job(Check.SHARED.value, what, limits[Check.SHARED], look)
+        return _Job(Check.CLOCK.value, "", CHECK_SECONDS, look, must_answer=False)
+
+    def _has_gpus(self) -> bool:
+        given = self._site.gpus_given
+        return given > 0 if given is not None else os.path.exists(_NVIDIA)
+
+    def _gpus(self, session: _Session) -> _Job:
+        site, least = self._site, self._plan.limits[Check.GPU]
+        argv = module_command("hpc_elastic.agent.health_gpu", "main")
+        child = session.start(argv, environ=site.environ, cwd="/", inherited=site.inherited, clock=self._clock)
+
+        def look() -> list[Finding]:
+            if isinstance(child, str):
+                return [Finding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
+            facts = from_json(child.run(GPU_SECONDS + END_SECONDS).stdout)
+            visible = site.environ.get("CUDA_VISIBLE_DEVICES")
+            return [judge_gpus(facts, given=site.gpus_given, visible=visible, least_errors=least)]
+
+        return _Job(Check.GPU.value, "NVML", GPU_SECONDS, look)
+
+    def _script(self, session: _Session, last_round: int) -> _Job:
+        command, seconds = self._plan.command, self._plan.command_seconds
+        environ = {**self._site.environ, "HPC_ELASTIC_LAST_ROUND": str(last_round)}
+        site = self._site
+        child = session.start(command, environ=environ, cwd=site.cwd, inherited=site.inherited, clock=self._clock)
+
+        def look() -> list[Finding]:
+            if isinstance(child, str):
+                return [Finding(check="script", reason=child)]
+            ended = child.run(seconds + END_SECONDS)
+            lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+            facts = ScriptFacts(exitcode=ended.exitcode, last_line=_printable(lines[-1]) if lines else "")
+            return [judge_script(facts, command=command[0])]
+
+        return _Job("script", command[0], seconds, look)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    name: str
+    what: str
+    """As a reason names it."""
+    seconds: float
+    look: Callable[[], list[Finding]]
+    must_answer: bool = True
+
+
+class _Session:
+    """One look at everything: a thread for each, and one that sums up."""
+
+    def __init__(self, tell: Callable[[HealthVerdict], None]) -> None:
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._found: dict[str, list[Finding]] = {}
+        self._cancelled = threading.Event()
+        self._children: list[_Child] = []
+        self._threads: list[threading.Thread] = []
+        self.is_over = False
+
+    @property
+    def pids(self) -> frozenset[int]:
+        return frozenset(child.pid for child in self._children if not child.is_gone)
+
+    @property
+    def is_stuck(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def start(
+        self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
+    ) -> _Child | str:
+        """Start a check's process; in words, why it could not be."""
+        token = secrets.token_hex(8)
+        env = {**environ, TOKEN_VARIABLE: token}
+        try:
+            process = start_worker(
+                argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS
+            )
+        except WorkerStartError as error:
+            return str(error)
+        child = _Child(process, token, self._cancelled)
+        self._children.append(child)
+        return child
+
+    def twice(self, look: Callable[[], list[Finding]]) -> Callable[[], list[Finding]]:
+        """Look again after a moment where something is wrong."""
+
+        def act() -> list[Finding]:
+            found = look()
+            if not any(finding.reason for finding in found) or self._cancelled.wait(AGAIN_SECONDS):
+                return found
+            return look()
+
+        return act
+
+    def join(self, seconds: float) -> None:
+        """Wait for the ends of the checks' processes."""
+        deadline = time.monotonic() + seconds
+        while any(not child.is_gone for child in self._children) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS / 5)
+
+    def run(self, jobs: Sequence[_Job]) -> None:
+        if not jobs:
+            self._finish(HealthVerdict())
+            return
+        for job in jobs:
+            thread = threading.Thread(target=self._do, args=(job,), name=f"health-{job.name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        threading.Thread(target=self._judge, args=(list(jobs),), name="health", daemon=True).start()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        for child in self._children:
+            child.kill()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _do(self, job: _Job) -> None:
+        try:
+            found = job.look()
+        except Exception as error:  # a defect of ours is no fault of the node
+            found = [Finding(check=job.name, warning=f"the health check {job.name} failed: {error!r}")]
+        with self._changed:
+            self._found[job.name] = found
+            self._changed.notify_all()
+
+    def _judge(self, jobs: list[_Job]) -> None:
+        began = time.monotonic()
+        with self._changed:
+            while not self._cancelled.is_set():
+                findings = [finding for found in self._found.values() for finding in found]
+                waited = time.monotonic() - began
+                open_jobs = [job for job in jobs if job.name not in self._found]
+                late = [job for job in open_jobs if waited >= job.seconds]
+                findings += [did_not_answer(job.name, job.what, job.seconds) for job in late if job.must_answer]
+                if len(late) == len(open_jobs) or any(finding.reason for finding in findings):
+                    self._finish(sum_up_findings(findings))
+                    return
+                left = min(job.seconds for job in open_jobs if job not in late) - waited
+                self._changed.wait(min(left, threading.TIMEOUT_MAX))
+
+    def _finish(self, verdict: HealthVerdict) -> None:
+        self.is_over = True
+        if verdict.reason:
+            self._cancelled.set()
+            for child in self._children:
+                child.kill()
+        self._tell(verdict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    exitcode: int
+    stdout: str
+    stderr: str
+
+
+class _Child:
+    """A check's process, and whatever it starts."""
+
+    def __init__(self, process: WorkerProcess, token: str, cancelled: threading.Event) -> None:
+        self._process = process
+        self._token = token
+        self._cancelled = cancelled
+        self.is_gone = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """SIGKILL to its process group; `run` sees to the rest."""
+        self._process.signal_group(signal.SIGKILL)
+
+    def run(self, seconds: float) -> _Ended:
+        """Attend it to its end, or end it with all that it started. Never longer than `seconds` and a little."""
+        process = self._process
+        stdout_fd, stderr_fd = process.take_output()
+        kept = {stdout_fd: bytearray(), stderr_fd: bytearray()}
+        open_fds = set(kept)
+        deadline = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < deadline and not self._cancelled.is_set():
+            _read_some(kept, open_fds, process.pidfd, _LOOK_SECONDS)
+        status = process.poll()
+        self._end_all()
+        _read_some(kept, open_fds, None, 0.0)
+        process.release()
+        self.is_gone = True
+        for fd in (stdout_fd, stderr_fd):
+            os.close(fd)
+        texts = [bytes(kept[fd]).decode("utf-8", "replace") for fd in (stdout_fd, stderr_fd)]
+        return _Ended(exitcode=status.exitcode if status else -int(signal.SIGKILL), stdout=texts[0], stderr=texts[1])
+
+    def _end_all(self) -> None:
+        """Until nothing that carries its token lives; what sits in D state is left after a while."""
+        deadline = time.monotonic() + END_SECONDS
+        self.kill()
+        while time.monotonic() < deadline:
+            found = tree.own_processes_where(lambda _, environ: environ.get(TOKEN_VARIABLE) == self._token)
+            left = [proc for proc in found if not proc.is_dead]
+            if not left and self._process.poll() is not None:
+                return
+            for proc in left:
+                tree.kill_safely(proc, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS / 5)
+
+
+def _read_some(kept: Mapping[int, bytearray], open_fds: set[int], pidfd: int | None, seconds: float) -> None:
+    """Wait for output or the end, and read what is there; of endless output the end is kept."""
+    poll = select.poll()
+    for fd in (*open_fds, *([pidfd] if pidfd is not None else [])):
+        poll.register(fd, select.POLLIN)
+    for fd in open_fds & {fd for fd, _ in poll.poll(seconds * 1000)}:
+        try:
+            data = os.read(fd, _KEPT_OUTPUT)
+        except OSError:
+            data = b""
+        if not data:
+            open_fds.discard(fd)
+        kept[fd].extend(data)
+        del kept[fd][:-_KEPT_OUTPUT]
+
+
+def _printable(line: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in line)[:200]
+
+
+def no_health_checks() -> HealthChecks:
+    """Every node is fit."""
+    site = HealthSite(environ={}, inherited=Inherited(umask=0o077, core_limit=(0, 0), subreaper=False))
+    return HealthChecks(HealthPlan(), site, clock=SystemClock())
