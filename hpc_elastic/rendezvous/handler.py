@@ -152,6 +152,10 @@ class FileRendezvousHandler:
             return False
         return record.status is Status.CLOSED or record.round > self._seat.round
 
+    def fileno(self) -> int:
+        """Readable when there is news of the rounds, until somebody asks; -1 before `next_rendezvous`, and after."""
+        return self._seat.fileno() if self._seat is not None else -1
+
     def is_closed(self) -> bool:
         """Whether the run is closed for good; False while nothing exists yet."""
         timeout = self._config.settings.timeout

@@ -152,10 +152,14 @@ class Seat:
                 self._record = notice
         return self._record
 
+    def fileno(self) -> int:
+        """Readable when there is something to look at."""
+        return self._coordination.fileno()
+
     def wait(self, seconds: float) -> None:
         """Until there is something to look at."""
         poll = select.poll()
-        poll.register(self._coordination.fileno(), select.POLLIN)
+        poll.register(self.fileno(), select.POLLIN)
         poll.poll(max(0.0, seconds) * 1000)
 
     def ask_for_a_round(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -117,23 +118,27 @@ def test_a_command_and_a_module(tmp_path: Path, entrypoint: Any) -> None:
     assert an_agent(tmp_path, entrypoint).run().return_values == {}
 
 
-def test_two_nodes_meet_and_share_ranks(tmp_path: Path) -> None:
-    """Two processes with an agent each: the library's agent wants the main thread."""
+def run_two_nodes(tmp_path: Path, work: str) -> list[dict[int, Any]]:
+    """Two processes with an agent each, of one and of two workers: the library's agent wants the main thread.
+
+    Returns what the function `work` returned, by global rank, for each.
+    """
     program = tmp_path / "node.py"
     program.write_text(
         textwrap.dedent(
             """
-            import os, sys
+            import json, os, sys, time
             from hpc_elastic.agent import LocalElasticAgent, WorkerSpec
             from hpc_elastic.rendezvous.handler import FileRendezvousHandler
             from hpc_elastic.rendezvous.handler_config import config_from_url
-
-            def work():
-                return [os.environ[k] for k in ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")]
-
+            """
+        )
+        + textwrap.dedent(work)
+        + textwrap.dedent(
+            """
             handler = FileRendezvousHandler(config_from_url(sys.argv[1]))
-            result = LocalElasticAgent(WorkerSpec("default", int(sys.argv[2]), work, (), handler)).run()
-            print(sorted(result.return_values.items()))
+            spec = WorkerSpec("default", int(sys.argv[2]), work, (), handler, monitor_interval=20.0)
+            print(json.dumps(LocalElasticAgent(spec).run().return_values))
             """
         )
     )
@@ -143,13 +148,42 @@ def test_two_nodes_meet_and_share_ranks(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, str(program), url, str(size)], stdout=subprocess.PIPE, text=True)
         for size in (1, 2)
     ]
-    out = [eval(node.communicate(timeout=60)[0].splitlines()[-1]) for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0]
-    ranks = sorted(rank for values in out for rank, _ in values)
-    assert ranks == [0, 1, 2]
-    facts = [fact for values in out for _, fact in values]
+    told = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], told
+    return [{int(rank): value for rank, value in json.loads(text.splitlines()[-1]).items()} for text in told]
+
+
+def test_two_nodes_meet_and_share_ranks(tmp_path: Path) -> None:
+    out = run_two_nodes(
+        tmp_path,
+        """
+        def work():
+            return [os.environ[k] for k in ("RANK", "WORLD_SIZE", "GROUP_RANK", "MASTER_PORT")]
+        """,
+    )
+    assert sorted(rank for values in out for rank in values) == [0, 1, 2]
+    facts = [fact for values in out for fact in values.values()]
     assert {fact[1] for fact in facts} == {"3"}
     assert len({fact[3] for fact in facts}) == 1
+
+
+def test_a_failure_on_one_node_starts_the_other_again_without_waiting_for_its_next_look(tmp_path: Path) -> None:
+    began = time.monotonic()
+    out = run_two_nodes(
+        tmp_path,
+        """
+        def work():
+            first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+            if first and os.environ["RANK"] == "0":
+                time.sleep(0.5)
+                raise ValueError("boom")
+            if first:
+                time.sleep(60)
+            return os.environ["TORCHELASTIC_RESTART_COUNT"]
+        """,
+    )
+    assert {value for values in out for value in values.values()} == {"1"}
+    assert time.monotonic() - began < 15, "its monitor_interval is 20 s: it has to be told"
 
 
 def test_children_of_the_program_itself_are_left_alone(tmp_path: Path) -> None:
