@@ -22,6 +22,9 @@ class Outcome(str, Enum):
 STORE_LOST_CODE = 94
 """Of an agent alone: the run's store is gone or was replaced, and another agent in its place could do no better."""
 
+UNHEALTHY_CODE = 95
+"""Of an agent alone: its node failed a health check and has left the run; another agent there would find the same."""
+
 
 class ExitCode(IntEnum):
     """Of every command that ends with a run's end. A run that a signal ended: 128 + the signal's number."""

@@ -11,6 +11,7 @@
         attempt.json                     job id, nodes, versions, requeue armed or why not
         store/                           rendezvous: its format is the store's own
         events/<role>-<node>-<uid>.jsonl one writer per file
+        health/node-00012-<uid>          what an agent writes to see whether it can (agent/health_facts.py)
         heartbeats/node-00012.json       where each node's workers were last (agent/hang_watch.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
         result.json                      how the attempt ended, and what was decided (launch/result.py)
@@ -88,6 +89,9 @@ class AttemptPaths:
 
     def heartbeats(self, node: int) -> Path:
         return self.root / "heartbeats" / f"node-{node:05d}.json"
+
+    def health_probe(self, node: int, uid: str) -> Path:
+        return self.root / "health" / f"node-{node:05d}-{uid}"
 
     def round_dir(self, round_index: int) -> Path:
         return self.root / f"round-{round_index:03d}"

@@ -87,6 +87,13 @@ class RunSpec:
     """So many steps beyond the last failure's do the same; None: steps do not."""
     section_timeouts: str = ""
     """``setup:900,step:60``: seconds without a heartbeat that make a hang, by section; empty: nobody is judged."""
+    health_checks: str = ""
+    """What a node is looked at for before it joins a round: ``default,tmp=10G``, ``none``; empty: the default."""
+    health_check: str = ""
+    """The user's own check, quoted as for a shell; empty: none."""
+    health_check_timeout: float = 30.0
+    metrics: str = ""
+    """``jsonl:FILE`` or ``prometheus:FILE.prom``; empty: no figures are written."""
     monitor_interval: float = 5.0
     """The fallback's poll interval; watching is by events."""
     shutdown_timeout: float = 30.0

@@ -7,7 +7,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
+from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.local_workers import Place, Pump
+from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.attempt import AttemptInfo
@@ -50,3 +52,7 @@ class AgentContext:
     """For whatever the loop has to do with files: it never touches them itself."""
     watch: HangWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
+    health: HealthChecks = field(default_factory=no_health_checks)
+    """Says whether this node may join a round."""
+    figures: RoundFigures | None = None
+    """Measures rounds; None: to no sink."""

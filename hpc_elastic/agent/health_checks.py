@@ -37,10 +37,12 @@ from hpc_elastic.agent.health import (
 )
 from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure_shared
 from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited, WorkerProcess, start_worker
+from hpc_elastic.processes.tags import TAG_VARIABLE
 from hpc_elastic.self_command import module_command
 
 TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_CHECK"
@@ -408,6 +410,20 @@ def _read_some(kept: Mapping[int, bytearray], open_fds: set[int], pidfd: int | N
 
 def _printable(line: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in line)[:200]
+
+
+def health_environment(
+    environ: Mapping[str, str], *, tag: str, run_dir: str, attempt: AttemptInfo, node: int
+) -> dict[str, str]:
+    """What the user's check finds in its environment, over the agent's own. docs/reference/environment.md lists it."""
+    return {
+        **environ,
+        TAG_VARIABLE: tag,
+        "HPC_ELASTIC_RUN_DIR": run_dir,
+        "HPC_ELASTIC_ATTEMPT": str(attempt.number),
+        "HPC_ELASTIC_NODE": str(node),
+        "HPC_ELASTIC_HOST": attempt.nodes[node],
+    }
 
 
 def no_health_checks() -> HealthChecks:

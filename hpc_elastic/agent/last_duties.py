@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 import select
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN
-from hpc_elastic.rendezvous.state import Member
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.state import Member, RoundRecord
 from hpc_elastic.self_command import own_command
+from hpc_elastic.store.base import StoreWipedError
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +49,39 @@ def falls_to_us(coordination: Coordination, members: Sequence[Member], uid: str,
             if isinstance(notice, tuple) and notice[0] == "end_is_ours":
                 return True
     return False
+
+
+def exit_code(
+    *, ended_by: signal.Signals | None, failure: Exception | None, is_unhealthy: bool, record: RoundRecord | None
+) -> int:
+    """The agent's exit code.
+
+    Args:
+        ended_by: The signal that ended it.
+        failure: What ended it otherwise.
+        is_unhealthy: Whether its node failed a health check.
+        record: The newest one.
+    """
+    if ended_by is not None:
+        return 128 + ended_by
+    if isinstance(failure, StoreWipedError):
+        return STORE_LOST_CODE
+    if failure is not None:
+        if not isinstance(failure, HpcElasticError):
+            logger.error("internal error: %r", failure)
+        return ExitCode.WORKERS_FAILED
+    if is_unhealthy:
+        return UNHEALTHY_CODE
+    if record is not None and record.outcome is Outcome.SUCCEEDED:
+        return ExitCode.OK
+    return ExitCode.WORKERS_FAILED
+
+
+def leave_run(participant: Participant, reason: str) -> None:
+    """This node takes itself out, of the round that is open and of one that opens meanwhile."""
+    index = participant.record.round if participant.record is not None else 0
+    participant.leave(index, reason)
+    participant.leave(index + 1, reason)
 
 
 def finish_attempt(run_dir: str, attempt: int, environ: Mapping[str, str]) -> None:

@@ -411,3 +411,18 @@ def sum_up(
         seconds=seconds,
         hang=hang if is_hang else None,
     )
+
+
+def own_failure(message: str, *, node: int, seconds: float) -> NodeFailure | None:
+    """What of our own failed in a round, where none of the workers did; None: nothing.
+
+    Args:
+        message: What it was; empty: nothing.
+        node: Index of this node.
+        seconds: How long the workers ran.
+    """
+    if not message:
+        return None
+    return NodeFailure(
+        node=node, fingerprint="", failure_class="infrastructure", retryable=True, message=message, seconds=seconds
+    )

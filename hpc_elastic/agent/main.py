@@ -15,6 +15,8 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
 from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_health_command
+from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
@@ -42,6 +44,7 @@ from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
@@ -117,6 +120,21 @@ def agent_main(argv: Sequence[str]) -> int:
     )
     redirects = parse_std_streams(spec.redirects, option="--redirects")
     tee = parse_std_streams(spec.tee, option="--tee")
+    health = HealthChecks(
+        HealthPlan(
+            limits=parse_health_checks(spec.health_checks),
+            command=parse_health_command(spec.health_check) if spec.health_check else (),
+            command_seconds=spec.health_check_timeout,
+        ),
+        HealthSite(
+            probe=attempt_paths.health_probe(node, uid[-21:]),
+            environ=health_environment(worker_env, tag=str(tag), run_dir=str(paths.root), attempt=attempt, node=node),
+            cwd=spec.cwd,
+            inherited=inherited,
+            gpus_given=JobEnvironment.from_env(env).node.gpus if in_job(env) else None,
+        ),
+        clock=clock,
+    )
     agent = NodeAgent(
         AgentContext(
             spec=spec,
@@ -138,8 +156,9 @@ def agent_main(argv: Sequence[str]) -> int:
             shown=lambda local_rank: shown_in_job_log(
                 local_rank, redirects=redirects, tee=tee, only_local_ranks=spec.local_ranks_filter
             ),
-            helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()),
+            helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
+            health=health,
             watch=HangWatch(
                 folder=folder,
                 timeouts=parse_section_timeouts(spec.section_timeouts) if spec.section_timeouts else SectionTimeouts(),
@@ -154,7 +173,7 @@ def agent_main(argv: Sequence[str]) -> int:
     code = agent.run()
     if doorbell is not None:
         doorbell.log_rejections()
-    is_clean = not agent.hangs
+    is_clean = not agent.hangs and not health.is_stuck
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     tell_losses(events, pump)
     events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)

@@ -12,36 +12,34 @@ import logging
 import selectors
 import signal
 
-from hpc_elastic.agent.addresses import choose_master_address
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.agent.last_duties import falls_to_us, finish_attempt
-from hpc_elastic.agent.local_workers import LocalWorkers, sum_up
+from hpc_elastic.agent.last_duties import exit_code, falls_to_us, finish_attempt, leave_run
+from hpc_elastic.agent.local_workers import LocalWorkers, own_failure, sum_up
+from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.ranks import assign_ranks
-from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_round, tell_stacks
+from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_health, tell_round, tell_stacks
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
-from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.file_thread import FilesystemHangsError
-from hpc_elastic.outcome import STORE_LOST_CODE, ExitCode, Outcome
+from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
-from hpc_elastic.store.base import StoreWipedError
 
 logger = logging.getLogger(__name__)
 
 KILL_RESERVE = 2.0
 """Seconds kept of Slurm's KillWait for writing evidence after the workers have ended."""
 LAST_WORDS_SECONDS = 5.0
+FIRST_HEALTH_SECONDS = 0.25
+"""How long the first health check is waited for before this node is heard of."""
 HUNG_SECONDS = 1.0
 """How long last words are waited for where other files have not answered for as long either."""
-FIND_TORCH_SECONDS = 60.0
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -71,6 +69,7 @@ class NodeAgent:
         self._watched: set[int] = set()
         self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
         """The workers' last signs of life before they were ended, and when they were read."""
+        self._is_unhealthy = False
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -91,7 +90,10 @@ class NodeAgent:
         c = self._
         self._selector.register(c.coordination, selectors.EVENT_READ)
         self._selector.register(c.signals, selectors.EVENT_READ)
-        c.coordination.ask(lambda participant: participant.join())
+        self._selector.register(c.health, selectors.EVENT_READ)
+        self._join()
+        c.health.wait(FIRST_HEALTH_SECONDS)  # of thousands that start, each should say at once that it wants to be in
+        self._handle_health()
         c.coordination.start()
         while self._phase is not Phase.ENDED:
             self._watch_workers()
@@ -100,6 +102,7 @@ class NodeAgent:
             self._handle_workers()
             self._handle_heartbeats()
             self._handle_notices()
+            self._handle_health()
             self._handle_stop()
             self._handle_store()
             tell_losses(self._.events, self._.pump)
@@ -248,7 +251,22 @@ class NodeAgent:
             self._join()
 
     def _join(self) -> None:
-        self._.coordination.ask(lambda participant: participant.join())
+        """Ask to be in the next round, once this node is known to be fit."""
+        self._.health.begin(self._round)
+        self._handle_health()
+
+    def _handle_health(self) -> None:
+        c = self._
+        verdict = c.health.take()
+        if verdict is None or self._phase is not Phase.JOINING:
+            return
+        tell_health(c.events, verdict, round_index=max(0, self._round))
+        if verdict.is_healthy:
+            c.coordination.ask(lambda participant: participant.join())
+            return
+        self._is_unhealthy = True
+        c.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
+        self._happens(Event.LEAVE, verdict.reason)
 
     def _confirm(self) -> None:
         record, c = self._record, self._
@@ -257,28 +275,13 @@ class NodeAgent:
         master = ""
         if record.members[0].uid == c.info.uid:
             try:
-                master = self._open_master()
+                master = open_master(c, self._is_ending)
             except StoreBindError as error:
                 logger.error("%s", error)
                 self._close(Outcome.FAILED, str(error))
                 return
         index = record.round
         c.coordination.ask(lambda participant: participant.confirm(index, master))
-
-    def _open_master(self) -> str:
-        """Bind the TCPStore's port on this node: ``address port 1|0``, the last for whether we serve it."""
-        c = self._
-        host = choose_master_address(
-            given=c.spec.master_addr,
-            reached=list(c.doorbell.reached) if c.doorbell else (),
-            candidates=c.info.addresses,
-        )
-        try:
-            serves = c.files.do(c.torch_available, within=FIND_TORCH_SECONDS, unless=self._is_ending)
-        except FilesystemHangsError:
-            serves = False  # then rank 0 does
-        address, port = c.store_server.bind(host, c.spec.master_port)
-        return f"{address} {port} {int(serves)}"
 
     def _start_workers(self) -> None:
         record, c = self._record, self._
@@ -419,7 +422,7 @@ class NodeAgent:
             summary = (
                 sum_up(told, node=c.info.node, seconds=seconds, step=c.watch.furthest_step, hang=c.watch.mark)
                 if told
-                else self._own_failure(seconds)
+                else own_failure(self._platform_failure, node=c.info.node, seconds=seconds)
             )
             if workers.took_stacks:
                 beats, now = self._last_beats
@@ -431,26 +434,17 @@ class NodeAgent:
         if self._phase is Phase.JOINING:
             self._join()
 
-    def _own_failure(self, seconds: float) -> NodeFailure | None:
-        if not self._platform_failure:
-            return None
-        return NodeFailure(
-            node=self._.info.node,
-            fingerprint="",
-            failure_class="infrastructure",
-            retryable=True,
-            message=self._platform_failure,
-            seconds=seconds,
-        )
-
     # -- the end -------------------------------------------------------------------------------------------------
 
     def _leave(self) -> int:
         c = self._
         self._selector.close()
-        code = self._exit_code()
+        code = exit_code(
+            ended_by=self._ended_by, failure=self._failure, is_unhealthy=self._is_unhealthy, record=self._record
+        )
         c.store_server.close()
         c.watch.close()
+        c.health.close()
         if self._ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
             self._see_to_the_end()
         c.events.write("agent_ended", reason=self._why_ended, code=code)
@@ -475,16 +469,3 @@ class NodeAgent:
             logger.warning("the batch host %s does not answer; seeing to the end here", c.attempt.batch_host)
             c.events.write("end_taken_over", by=c.info.uid)
             finish_attempt(c.run_dir, c.attempt.number, c.environ)
-
-    def _exit_code(self) -> int:
-        if self._ended_by is not None:
-            return 128 + self._ended_by
-        if isinstance(self._failure, StoreWipedError):
-            return STORE_LOST_CODE
-        if self._failure is not None:
-            if not isinstance(self._failure, HpcElasticError):
-                logger.error("internal error: %r", self._failure)
-            return ExitCode.WORKERS_FAILED
-        if self._record is not None and self._record.outcome is Outcome.SUCCEEDED:
-            return ExitCode.OK
-        return ExitCode.WORKERS_FAILED

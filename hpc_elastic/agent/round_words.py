@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.hang_watch import describe_beat
+from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.events import EventLog
 from hpc_elastic.failures.stacks import fold_stacks
@@ -59,6 +60,22 @@ def tell_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> No
         restarts_used,
         facts.max_restarts,
     )
+
+
+def tell_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
+    """What was found before a round: nothing is told of a node that is well.
+
+    Args:
+        events: The agent's.
+        verdict: What all checks say.
+        round_index: The last round that this node was in.
+    """
+    for check, text in verdict.warnings.items():
+        events.write("health_warning", check=check, reason=text)
+        logger.warning("%s", text)
+    if not verdict.is_healthy:
+        events.write("health_check_failed", round=round_index, checks=list(verdict.checks), reason=verdict.reason)
+        logger.error("this node leaves the run: %s", verdict.reason)
 
 
 def tell_failure(events: EventLog, failure: WorkerFailure) -> None:

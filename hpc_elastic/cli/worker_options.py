@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.agent.hang import parse_section_timeouts
+from hpc_elastic.agent.health import parse_health_checks, parse_health_command
+from hpc_elastic.agent.metrics import metrics_from_option
 from hpc_elastic.cli.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.log_pieces import parse_count, parse_size
@@ -46,6 +48,23 @@ OPTIONS = (
         group=GROUP, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
         help="seconds without hpc_elastic.heartbeat that make a hang, by section, as in "
         "setup:900,step:60,checkpoint:300; step:auto learns from the steps (default: nobody is judged)",
+    ),
+    Option(
+        group=GROUP, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
+        help="what a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, shared=SECONDS, "
+        "clock=SECONDS, gpu=ERRORS; default for all (the default)",
+    ),
+    Option(
+        group=GROUP, names=("--health-check",), dest="health_check", metavar="COMMAND",
+        help="a check of your own, run on each node before it joins a round: exit code 0, or the node leaves the run",
+    ),
+    Option(
+        group=GROUP, names=("--health-check-timeout",), dest="health_check_timeout", metavar="SECONDS",
+        help="how long --health-check may take; then it counts as failed (default 30)",
+    ),
+    Option(
+        group=GROUP, names=("--metrics",), dest="metrics", metavar="jsonl:FILE|prometheus:FILE.prom",
+        help="where each agent writes its figures; {host} in FILE is the node's name (default: nowhere)",
     ),
     Option(
         group=GROUP, names=("-m", "--module"), dest="module", env="PET_MODULE",
@@ -175,6 +194,7 @@ def worker_fields(parsed: Parsed) -> dict[str, Any]:
     if timeouts is not None:
         parse_section_timeouts(timeouts, option=parsed.source("section_timeouts", ""))
         fields["section_timeouts"] = timeouts
+    _put_health(fields, parsed)
     _put(fields, "master_port", _whole(parsed, "master_port", least=0, most=65535) or None)
     for dest in ("restart_window", "shutdown_timeout"):
         _put(fields, dest, _seconds(parsed, dest, zero=True))
@@ -206,6 +226,20 @@ def _log_limit(parsed: Parsed) -> dict[str, int]:
         if size is None:
             raise UsageError(f"--log-max-files {count}: nothing is rotated without a size; give --log-max-size too")
     return fields
+
+
+def _put_health(fields: dict[str, Any], parsed: Parsed) -> None:
+    checks, command, metrics = (parsed.get(dest) for dest in ("health_checks", "health_check", "metrics"))
+    if checks is not None:
+        parse_health_checks(checks, option=parsed.source("health_checks", ""))
+    if command is not None:
+        parse_health_command(command, option=parsed.source("health_check", ""))
+    if metrics is not None:
+        metrics_from_option(metrics, labels={})
+    _put(fields, "health_checks", checks)
+    _put(fields, "health_check", command)
+    _put(fields, "health_check_timeout", _seconds(parsed, "health_check_timeout", zero=False))
+    _put(fields, "metrics", metrics)
 
 
 def _put(fields: dict[str, Any], dest: str, value: object) -> None:

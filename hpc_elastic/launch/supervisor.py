@@ -17,7 +17,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
-from hpc_elastic.outcome import STORE_LOST_CODE, ExitCode, Outcome
+from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreWipedError
@@ -31,6 +31,8 @@ NEWS_SECONDS = 10.0
 """The same where the store does not answer whether the run has ended."""
 ORPHANED_SECONDS = 5.0
 """With no agent left and no verdict: how long one is still waited for."""
+UNFIT_SECONDS = 0.5
+"""The same where every node was found unfit: most often there is none."""
 END_RESERVE = 15.0
 """Beyond the workers' grace: how long agents may take to end after the verdict."""
 DEPARTED_SECONDS = 1.0
@@ -117,6 +119,8 @@ class Supervisor:
         self._given_up: set[int] = set()
         self._refused: set[int] = set()
         """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
+        self._unhealthy: set[int] = set()
+        """Nodes whose agent found them unfit."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
         self._end_by: float | None = None
@@ -225,6 +229,10 @@ class Supervisor:
         elif ended.code == ExitCode.USAGE:
             self._refused.add(ended.node)
             self._give_up(ended.node)  # it said why; it would say it again
+        elif ended.code == UNHEALTHY_CODE:
+            logger.warning("%s has left the run: it failed a health check", name)
+            self._unhealthy.add(ended.node)
+            self._give_up(ended.node)
         elif ended.code == STORE_LOST_CODE:
             logger.error("the agent on %s has lost the run's store", name)
             self._has_lost_store = True
@@ -308,6 +316,8 @@ class Supervisor:
         self._orphaned_since = self._orphaned_since or now
         if self._has_lost_store and now - self._orphaned_since <= WIPED_SECONDS:
             return False
+        if self._unhealthy and len(self._given_up) == len(self._attempt.nodes):
+            return now - self._orphaned_since > UNFIT_SECONDS
         if now - self._orphaned_since > ORPHANED_SECONDS:
             self._coordination.ask(lambda p: p.close(Outcome.FAILED, "all agents ended without a verdict"))
             return now - self._orphaned_since > ORPHANED_SECONDS + 1.0
@@ -326,7 +336,9 @@ class Supervisor:
         elif self._failure is not None:
             outcome, reason = Outcome.FAILED, str(self._failure)
         elif len(self._given_up) == len(self._attempt.nodes):
-            outcome, reason = Outcome.TOO_FEW_NODES, "no agent could be started"
+            outcome = Outcome.TOO_FEW_NODES
+            unfit = f"no node is left: {len(self._unhealthy)} of {len(self._given_up)} failed a health check"
+            reason = unfit if self._unhealthy else "no agent could be started"
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(
