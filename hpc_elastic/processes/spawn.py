@@ -25,6 +25,7 @@ from typing import NoReturn
 from hpc_elastic.clock import Clock
 from hpc_elastic.processes import linux, tree
 from hpc_elastic.processes.command_path import WorkerStartError, candidates, exec_failure
+from hpc_elastic.processes.spare_fd import SPARE
 
 _F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ, which some builds lack
 _DEFAULT_PIPE = 64 << 10
@@ -45,6 +46,8 @@ class Inherited:
     """Soft and hard RLIMIT_CORE."""
     subreaper: bool
     """Whether orphaned descendants come to this process. False in a sandbox that refuses it."""
+    file_limit: tuple[int, int] | None = None
+    """Soft and hard RLIMIT_NOFILE; None: as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,8 @@ def prepare_agent_process() -> Inherited:
     """Make this process fit to be an agent. First thing in the main thread, before any other thread.
 
     It becomes the reaper of its orphaned descendants, creates files for its user alone (umask 077), dumps no core (its
-    memory holds the run's secret), and has descriptors 0 to 2 open, so that no pipe ever gets one of these numbers.
+    memory holds the run's secret), and has descriptors 0 to 2 open, so that no pipe ever gets one of these numbers. It
+    may open as many files as the hard limit allows: each worker takes five, and the usual soft limit is 1024.
     """
     for fd in range(3):
         try:
@@ -161,7 +165,13 @@ def prepare_agent_process() -> Inherited:
         subreaper = False
     core_limit = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, core_limit[1]))
-    return Inherited(umask=os.umask(0o077), core_limit=core_limit, subreaper=subreaper)
+    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit[1], file_limit[1]))
+    except (OSError, ValueError):
+        pass  # a sandbox: then it is as it is
+    SPARE.hold()
+    return Inherited(umask=os.umask(0o077), core_limit=core_limit, subreaper=subreaper, file_limit=file_limit)
 
 
 def pipe_bytes_for(workers: int) -> int:
@@ -206,8 +216,7 @@ def start_worker(
             started_ns = clock.time_ns()
             pid = _fork_worker(argv, dict(env), cwd, inherited, stdout_w, stderr_w, error_w)
         except OSError as error:
-            reason = f"{error.strerror} (too many processes or open files?)"
-            raise WorkerStartError(command=argv[0], reason=reason, errno=error.errno) from None
+            raise WorkerStartError(command=argv[0], reason=_shortage(error), errno=error.errno) from None
         for fd in (stdout_w, stderr_w, error_w):
             opened.remove(fd)
             os.close(fd)
@@ -250,6 +259,18 @@ def reap_orphans(known: Container[int]) -> list[int]:
     return reaped
 
 
+def _shortage(error: OSError) -> str:
+    """What there was not enough of, and whose limit it is."""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{error.strerror}: an agent may have {limit} (ulimit -Hn), and needs five for each worker"
+    if error.errno == errno.EAGAIN:
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        most = "any number" if limit == resource.RLIM_INFINITY else str(limit)
+        return f"{error.strerror}: this user may have {most} of processes and threads (ulimit -u), a cgroup maybe fewer"
+    return f"{error.strerror} (too many processes or open files?)"
+
+
 def _output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int]:
     fds: list[int] = []
     for _ in range(2):
@@ -271,7 +292,8 @@ def _open_pidfd(pid: int, command: str) -> int | None:
     except OSError as error:  # out of descriptors: a worker that nobody can watch must not run
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        raise WorkerStartError(command=command, reason=f"pidfd: {error.strerror}", errno=error.errno) from None
+        reason = f"pidfd: {_shortage(error)}"
+        raise WorkerStartError(command=command, reason=reason, errno=error.errno) from None
 
 
 def _fork_worker(
@@ -328,6 +350,9 @@ def _become_worker(
         linux.close_from(4)
         os.umask(inherited.umask)
         resource.setrlimit(resource.RLIMIT_CORE, inherited.core_limit)
+        if inherited.file_limit is not None:
+            hard = min(inherited.file_limit[1], resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # lowered meanwhile?
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(inherited.file_limit[0], hard), hard))
         for number in all_signals - {signal.SIGKILL, signal.SIGSTOP}:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -1,5 +1,6 @@
 """Which processes there are, who started them, what marks they carry; and signals that hit no recycled pid.
 
+Where there is no descriptor left, not even `spare_fd.SPARE`, looks raise OSError: nobody is taken for gone for that.
 Everything comes from ``/proc``. (psutil would give the same facts at ten times the memory, and no pidfd.) A process is
 known by its pid *and* its start time: a pid alone may name another process a moment later.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.processes import linux
+from hpc_elastic.processes.spare_fd import OUT_OF_DESCRIPTORS, SPARE
 
 _DEAD = frozenset("ZX")
 
@@ -86,9 +88,15 @@ def parse_stat(raw: bytes) -> Proc | None:
 
 def _read(path: str) -> bytes | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+        return SPARE.lend(lambda: _read_now(path))
+    except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise  # to say "there is no such process" would be a lie
         return None
+
+
+def _read_now(path: str) -> bytes | None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         chunks = []
         while chunk := os.read(fd, 65536):
@@ -100,6 +108,10 @@ def _read(path: str) -> bytes | None:
         os.close(fd)
 
 
+def _list(path: str) -> list[str]:
+    return SPARE.lend(lambda: os.listdir(path))
+
+
 def look_at(pid: int) -> Proc | None:
     """The process `pid` as it is now; None where there is none."""
     raw = _read(f"/proc/{pid}/stat")
@@ -108,7 +120,7 @@ def look_at(pid: int) -> Proc | None:
 
 def all_processes() -> dict[int, Proc]:
     """Every process that we may see, by pid. Not one moment's picture: processes come and go while it is taken."""
-    found = (look_at(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    found = (look_at(int(name)) for name in _list("/proc") if name.isdigit())
     return {proc.pid: proc for proc in found if proc is not None}
 
 
@@ -160,8 +172,10 @@ def children(pid: int) -> list[int]:
         return [proc.pid for proc in all_processes().values() if proc.ppid == pid]
     found: list[int] = []
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
+        threads = _list(f"/proc/{pid}/task")
+    except OSError as error:
+        if error.errno in OUT_OF_DESCRIPTORS:
+            raise
         return found
     for thread in threads:
         raw = _read(f"/proc/{pid}/task/{thread}/children")
@@ -176,7 +190,7 @@ def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
     """
     uid = os.geteuid()
     found: list[Proc] = []
-    for name in os.listdir("/proc"):
+    for name in _list("/proc"):
         if not name.isdigit():
             continue
         try:

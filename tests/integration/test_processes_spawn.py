@@ -22,7 +22,7 @@ ctypes.CDLL(None).prctl(2, ctypes.byref(death))
 umask = os.umask(0)
 print(json.dumps(dict(
     sid=os.getsid(0), pgid=os.getpgid(0), pid=os.getpid(), umask=umask,
-    core=resource.getrlimit(resource.RLIMIT_CORE)[0],
+    core=resource.getrlimit(resource.RLIMIT_CORE)[0], files=resource.getrlimit(resource.RLIMIT_NOFILE),
     ignored=int(status("SigIgn"), 16), blocked=int(status("SigBlk"), 16), death=death.value,
     fds=sorted(int(n) for n in os.listdir("/proc/self/fd")), stdin=os.readlink("/proc/self/fd/0"),
     cwd=os.getcwd(), given=os.environ.get("GIVEN"),
@@ -41,13 +41,14 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 worker = start(look, cwd=sys.argv[1] if len(sys.argv) > 1 else os.environ["WHERE"], GIVEN="a b=ü\\n$x")
 seen = json.loads(read_line(worker.stdout_fd))
 own = dict(umask=os.umask(0o77), core=resource.getrlimit(resource.RLIMIT_CORE)[0], sid=os.getsid(0),
+           files=resource.getrlimit(resource.RLIMIT_NOFILE),
            ignored=[s.name for s in signal.valid_signals() if isinstance(s, signal.Signals) and
                     signal.getsignal(s) is signal.SIG_IGN],
            inherited=inherited.umask)
 report(seen=seen, own=own, worker=worker.pid, subreaper=inherited.subreaper)
 """
     )
-    script = "trap '' USR2; umask 027; ulimit -H -c unlimited && ulimit -S -c 12345; exec \"$@\""
+    script = "trap '' USR2; umask 027; ulimit -H -c unlimited && ulimit -S -c 12345; ulimit -S -n 200; exec \"$@\""
     facts = run_stand_in(code, prefix=["bash", "-c", script, "bash"], env={"WHERE": str(tmp_path)})
     seen, own = facts["seen"], facts["own"]
     assert "SIGUSR2" in own["ignored"], "the rig must hand down an ignored USR2 for this test to mean anything"
@@ -57,6 +58,8 @@ report(seen=seen, own=own, worker=worker.pid, subreaper=inherited.subreaper)
     assert seen["sid"] == seen["pgid"] == seen["pid"] == facts["worker"] != own["sid"]
     assert seen["umask"] == 0o027
     assert seen["core"] == 12345 * 1024
+    assert own["files"][0] == own["files"][1] > 200
+    assert seen["files"] == [200, own["files"][1]]
     # Python itself ignores SIGPIPE and SIGXFSZ, as every Python program does.
     assert seen["ignored"] & ~((1 << 12) | (1 << 24)) == 0
     assert seen["blocked"] == 0
@@ -143,12 +146,49 @@ def test_running_out_of_descriptors_is_an_error_and_leaks_none() -> None:
                after=len(os.listdir("/proc/self/fd")) - 1)
         """
     )
-    assert "open files" in facts["text"]
+    assert "open files: an agent may have 30 (ulimit -Hn)" in facts["text"]
     assert facts["workers"] >= 7
-    assert facts["held"] == 3 + 3 * facts["workers"], "the failed start gave everything back"
-    assert facts["after"] == 3
+    assert facts["held"] == 4 + 3 * facts["workers"], "the failed start gave everything back (one is the spare one)"
+    assert facts["after"] == 4
     assert facts["left"] == 0
     assert facts["children"] == []
+
+
+def test_who_has_no_descriptor_left_still_sees_and_ends_all() -> None:
+    """A look into /proc that fails for want of a descriptor must not read as "nobody is there"."""
+    facts = run_stand_in(
+        """
+        from hpc_elastic.processes.spare_fd import SPARE
+        workers = [start(DAEMON) for _ in range(2)]
+        daemons = [int(read_line(worker.stdout_fd)) for worker in workers]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        hoard = []
+        def take_all():
+            try:
+                while True:
+                    hoard.append(os.dup(0))
+            except OSError:
+                pass
+        take_all()
+        seen = len(tree.children(os.getpid())), len(tree.descendants(os.getpid()))
+        os.close(SPARE._fd); SPARE._fd = -1
+        take_all()
+        try:
+            blind = str(tree.children(os.getpid()))
+        except OSError as error:
+            blind = error.strerror
+        os.close(hoard.pop())
+        SPARE.hold()
+        result = stop.stop_now(workers, clock=clock)
+        report(seen=seen, blind=blind, left=len(result.left), killed=result.killed,
+               alive=[is_alive(pid) for pid in daemons])
+        """
+    )
+    assert facts["seen"] == [4, 6], "with what is ended and not waited for"
+    assert facts["blind"] == "Too many open files"
+    assert facts["left"] == 0
+    assert facts["killed"] >= 4
+    assert facts["alive"] == [False, False]
 
 
 def test_worker_is_refused_outside_the_main_thread() -> None:
