@@ -106,7 +106,7 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
         proposal = _while_final(view, settings)
     else:
         return None
-    suspects = _suspects(view)
+    suspects = _suspects(view, lost=proposal.record.lost if proposal is not None else view.record.lost)
     if proposal is not None:
         return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view))
     if suspects == view.record.suspects:
@@ -118,12 +118,16 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     )
 
 
-def _suspects(view: View) -> tuple[str, ...]:
-    """Who is to be asked: silence alone makes nobody lost."""
-    members = {m.uid for m in view.record.members if m.node not in view.record.lost}
-    taking_part = members | set(view.joined)
+def _suspects(view: View, *, lost: Sequence[int]) -> tuple[str, ...]:
+    """Who is to be asked: silence alone makes nobody lost.
+
+    Who does not answer stays a suspect until a record says that its node is lost: not asked any more it would not count
+    as dead any more either.
+    """
+    members = {m.uid for m in view.record.members if m.node not in lost}
+    joined = {uid for uid in view.joined if uid not in view.dead or node_of(uid) not in lost}
     asked = (set(view.record.suspects) | view.silent) - view.answered
-    return tuple(sorted((asked & taking_part) - view.dead))
+    return tuple(sorted(asked & (members | joined)))
 
 
 def _told_of_suspects(view: View, suspects: Sequence[str]) -> str:

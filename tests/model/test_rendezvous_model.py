@@ -285,6 +285,22 @@ def test_the_coordinator_and_another_node_may_die_at_once() -> None:
     assert [m.node for m in world.newest().members] == [1, 3]  # type: ignore[union-attr]
 
 
+def test_who_is_dead_is_asked_once_while_the_others_are_too_few_to_go_on() -> None:
+    world = World(
+        RendezvousSettings(**{**_as_dict(SLOW_LEASE), "min_nodes": 3, "max_nodes": 4, "expected_nodes": 4}), beats=True
+    )
+    for index in range(4):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=3)
+    world.nodes[2].alive = False
+    world.run(lambda: False, seconds=1)
+    world.nodes[3].alive = False
+    world.run(lambda: world.newest().status is Status.CLOSED, seconds=60)  # type: ignore[union-attr]
+    assert world.newest().outcome is Outcome.TOO_FEW_NODES  # type: ignore[union-attr]
+    assert [event for _, event, _ in world.events].count("nodes_asked") <= 3
+
+
 @pytest.mark.parametrize("cut", [(1, 0), (0, 1), (2, 0), (0, 2)])
 def test_a_node_whose_packets_are_lost_in_one_direction_stays_in(cut: tuple[int, int]) -> None:
     world = World(SLOW_LEASE, beats=True)
