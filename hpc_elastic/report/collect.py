@@ -14,6 +14,7 @@ from hpc_elastic.events import read_events
 from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.history import (
     AgentEnd,
     AttemptHistory,
@@ -168,6 +169,8 @@ class _RoundBuilder:
     failures: dict[int, WorkerFailure] = field(default_factory=dict)
     told: dict[int, WorkerFailure] = field(default_factory=dict)
     lost: dict[int, NodeLoss] = field(default_factory=dict)
+    left: dict[int, NodeLoss] = field(default_factory=dict)
+    """Nodes that took themselves out, as the coordinator tells it."""
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Nodes that told the end of their workers."""
@@ -262,6 +265,7 @@ class _AttemptBuilder:
             round_handler(self.round(index), event, when, -1 if node is None else node, host)
 
     def build(self) -> AttemptHistory:
+        self._tell_once_who_left()
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         rounds = [part for part in (self.rounds[i].build() for i in sorted(self.rounds)) if part.nodes or part.broken]
         return AttemptHistory(
@@ -281,6 +285,14 @@ class _AttemptBuilder:
             output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
         )
+
+    def _tell_once_who_left(self) -> None:
+        """A node's own word stands in the round that it was in last; the coordinator's, in the one after it."""
+        told = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
+        for part in self.rounds.values():
+            for node, loss in part.left.items():
+                if node not in told:
+                    part.lost[node] = loss
 
     def _completed(self, part: RoundHistory) -> RoundHistory:
         """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
@@ -333,12 +345,14 @@ class _AttemptBuilder:
     def _named(self, loss: NodeLoss) -> NodeLoss:
         host = loss.host or (self.nodes[loss.node] if 0 <= loss.node < len(self.nodes) else f"node {loss.node}")
         code = next((end.code for end in self.agent_ends if end.node == loss.node and end.code != 0), None)
-        if code is None:
+        if code is None or loss.left:
             return replace(loss, host=host)
         return replace(loss, host=host, detail=_code_text(code))
 
 
 def _code_text(code: int) -> str:
+    if code == UNHEALTHY_CODE:
+        return "its agent took it out: a health check failed"
     name = signal_name(signal_of(code))
     return f"its agent was ended by {name}" if name else f"its agent ended with code {code}"
 
@@ -467,6 +481,15 @@ def _node_lost(part: _RoundBuilder, event: dict[str, Any], when: int, node: int,
     )
 
 
+def _health_check_failed(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.lost[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=_text(event.get("reason")))
+
+
+def _node_left(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    why = _text(event.get("reason")) or "no reason was given"
+    part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why)
+
+
 def _workers_succeeded(part: _RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     part.succeeded.add(node)
     _ended(part, when, node)
@@ -517,6 +540,8 @@ _ROUND_HANDLERS = {
     "round_final": _round_final,
     "worker_failed": _worker_failed,
     "node_lost": _node_lost,
+    "node_left": _node_left,
+    "health_check_failed": _health_check_failed,
     "workers_succeeded": _workers_succeeded,
     "workers_stopping": _workers_stopping,
     "workers_stopped": _workers_stopped,

@@ -27,10 +27,14 @@ class NodeLoss:
     """What else is known: ``its agent was ended by SIGKILL``."""
     agent_only: bool = False
     """Its agent died and was started again: the node itself was well."""
+    left: str = ""
+    """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
 
     @property
     def summary(self) -> str:
         """One clause: what was lost."""
+        if self.left:
+            return f"{self.host} left: {self.left}"
         return f"the agent on {self.host} died" if self.agent_only else f"node {self.host} was lost"
 
     @property

@@ -159,4 +159,5 @@ def _loss(loss: NodeLoss) -> dict[str, Any]:
         "silent_seconds": loss.age,
         "detail": loss.detail or None,
         "agent_only": loss.agent_only,
+        "left": loss.left or None,
     }

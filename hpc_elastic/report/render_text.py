@@ -127,9 +127,10 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
     verdict, where = subject.verdict, _where(subject)
     if verdict.lost_node is not None:
         loss = verdict.lost_node
+        whose = f"{_clean(loss.host)}'s clock" if loss.left else "last sign of it, by its observer's clock"
         return [
-            f"  {_clean(loss.summary)}",
-            _field("time", f"{_time(loss.gone_ns)} (last sign of it, by its observer's clock)"),
+            *_unwrapped(loss.summary, width),
+            _field("time", f"{_time(loss.gone_ns)} ({whose})"),
             _field("host", f"{_clean(loss.host)} (node {loss.node}){where}"),
             *_last_words(subject.round, loss.node, width),
             *_wrapped("verdict", verdict.evidence, width),

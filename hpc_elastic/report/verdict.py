@@ -200,7 +200,7 @@ def _worker_verdict(
     if symptoms:
         evidence += consequences
     if lost:
-        evidence += f"; node {lost[0].host} was lost after it"
+        evidence += f"; {lost[0].host} left after it" if lost[0].left else f"; node {lost[0].host} was lost after it"
     return Verdict(
         cause=Cause.WORKER,
         confidence=confidence,
@@ -225,6 +225,8 @@ def _node_verdict(
     first = lost[0]
     silent = [f"no sign of it for {_seconds(first.age)}"] if first.age else []
     parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
+    if first.left:
+        parts = ["it found itself unfit for another round, and took itself out"]
     confidence = Confidence.HIGH
     if len(lost) > 1:
         parts.append(f"lost too: {', '.join(loss.host for loss in lost[1:4])}" + (" ..." if len(lost) > 4 else ""))
@@ -241,7 +243,7 @@ def _node_verdict(
         evidence="; ".join(parts),
         lost_node=first,
         category=Category.PLATFORM if first.agent_only else Category.INFRASTRUCTURE,
-        fingerprint="agent_died" if first.agent_only else "node_lost",
+        fingerprint="agent_died" if first.agent_only else "node_left" if first.left else "node_lost",
         retryable=retryable,
         candidates=tuple(causes),
     )
