@@ -22,6 +22,7 @@ _NOISE = bytes([*range(8), *range(11, 13), *range(14, 27), *range(28, 32), 127])
 _STEERING = (b"\x1b", b"\b", b"\a", b"\x0e")
 """What makes a closer look necessary."""
 _LONGEST_HELD = 256
+_SLICE = 16 << 10
 
 
 def readable(lines: bytes) -> bytes:
@@ -58,21 +59,34 @@ def unfinished(text: bytes) -> int:
 
 def _line(line: bytes) -> bytes:
     if b"\x1b" in line:
-        last = b""
-
-        def keep(match: re.Match[bytes]) -> bytes:
-            nonlocal last
-            if not _COLOUR.match(match[0]):
-                return b""
-            last = match[0]
-            return last
-
-        line = _ESCAPE.sub(keep, line)
-        if last and not _RESETS.match(last):
-            line += _RESET
+        line = _without_escapes(line)
     if b"\b" in line:
         line = _rubbed_out(line)
     return line.translate(None, _NOISE)
+
+
+def _without_escapes(line: bytes) -> bytes:
+    last = b""
+
+    def keep(match: re.Match[bytes]) -> bytes:
+        nonlocal last
+        if not _COLOUR.match(match[0]):
+            return b""
+        last = match[0]
+        return last
+
+    parts = []
+    start = 0
+    while start < len(line):
+        # In slices: a line of nothing but escapes would take a hundred times its size for a moment.
+        end = min(len(line), start + _SLICE)
+        if end < len(line):
+            end -= unfinished(line[start:end])
+        parts.append(_ESCAPE.sub(keep, line[start:end]))
+        start = end
+    if last and not _RESETS.match(last):
+        parts.append(_RESET)
+    return b"".join(parts)
 
 
 def _rubbed_out(line: bytes) -> bytes:
