@@ -118,6 +118,42 @@ def test_a_frozen_server_holds_its_clients_up() -> None:
         assert "brick" in filesystem.logs()
 
 
+def test_one_client_can_hang_alone_and_a_cut_ends_every_wait() -> None:
+    require_mounts("sshfs")
+    with NetworkMounts("sshfs") as filesystem:
+        for path in filesystem.paths:
+            (path / "shared").mkdir(exist_ok=True)
+        ends: list[str] = []
+
+        def write(name: str) -> threading.Thread:
+            def body() -> None:
+                try:
+                    (filesystem.paths[0] / "shared" / name).write_text("x")
+                    ends.append(f"{name} written")
+                except OSError:
+                    ends.append(f"{name} refused")
+
+            thread = threading.Thread(target=body, daemon=True)
+            thread.start()
+            return thread
+
+        filesystem.freeze(0)
+        held_up = write("first")
+        (filesystem.paths[1] / "shared" / "second").write_text("x")  # the other one goes on
+        held_up.join(1.0)
+        assert ends == []
+        filesystem.thaw(0)
+        held_up.join(20.0)
+        assert ends == ["first written"]
+        filesystem.freeze()
+        for_ever = write("third")
+        for_ever.join(1.0)
+        assert for_ever.is_alive()
+        filesystem.cut()
+        for_ever.join(20.0)
+        assert ends[1:] == ["third refused"]
+
+
 def test_a_filesystem_that_can_not_run_is_a_named_skip_and_in_ci_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prerequisites, "missing_prerequisites", lambda kind: "not installed: x")
     for ci, outcome in (("", pytest.skip.Exception), ("true", pytest.fail.Exception)):

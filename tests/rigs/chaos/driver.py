@@ -7,8 +7,10 @@ import itertools
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from hpc_elastic.processes import tree
@@ -25,6 +27,8 @@ RECOVERY_SECONDS = 60.0
 """Progress: after a burst all nodes work in one round again within this. Far above what it takes; see `recoveries`."""
 END_SECONDS = 60.0
 LEFT_SECONDS = 8.0
+HUNG_SECONDS = 30.0
+"""A look at the run's files that takes so long would take for ever: the filesystem hangs."""
 QUIET_SECONDS = 0.3
 """After a deed: what is written later was not written by somebody who was just being killed."""
 _LOOK = 0.05
@@ -73,8 +77,10 @@ class Chaos:
             self._complaints.append(str(stuck))
         finally:
             self._undo_all()
-            self._gather()
-            self._cluster.kill_all()
+            with self._cut_if_hung():
+                self._gather()
+            with self._cut_if_hung():
+                self._cluster.kill_all()
         return self._complaints + complaints(self.evidence)
 
     def report(self) -> str:
@@ -209,13 +215,10 @@ class Chaos:
 
     def _undo(self, deed: Deed, procs: Sequence[Proc]) -> None:
         kind = deed.action.kind
-        others = [d for _, _, d, _ in self._due if d.action.kind in (Kind.FREEZE_ALL, Kind.FREEZE_ONE)]
         if kind in (Kind.STOP_AGENT, Kind.STOP_NODE):
             _signal(procs, signal.SIGCONT)
         elif kind in (Kind.FREEZE_ALL, Kind.FREEZE_ONE):
-            for node in deed.nodes:
-                if not any(node in other.nodes for other in others):
-                    self._place.thaw(node)
+            self._place.thaw(None if kind is Kind.FREEZE_ALL else deed.nodes[0])
         elif any(d.action.kind is Kind.FULL for _, _, d, _ in self._due):
             pass  # what ends a fault would end that too
         elif kind is Kind.FULL:
@@ -250,11 +253,28 @@ class Chaos:
             self._wait(_LOOK)
         self.evidence.ended = True
         self._say(f"ended in {time.monotonic() - began:.1f} s")
-        self._complaints += self._cluster.end_complaints(too_few=self._schedule.too_few)
+        with self._cut_if_hung():
+            self._complaints += self._cluster.end_complaints(too_few=self._schedule.too_few)
         deadline = time.monotonic() + LEFT_SECONDS
         while (left_over := self._cluster.left()) and time.monotonic() < deadline:
             time.sleep(_LOOK)
         self._complaints += [f"process {proc.pid} ({proc.name}) is left" for proc in left_over]
+
+    @contextmanager
+    def _cut_if_hung(self) -> Iterator[None]:
+        """What looks at the run's files waits in the kernel, where nothing but the end of the mount wakes it."""
+        timer = threading.Timer(HUNG_SECONDS, self._place.cut)
+        timer.daemon = True
+        began = time.monotonic()
+        timer.start()
+        try:
+            yield
+        except OSError as error:
+            self._complaints.append(f"the run's files can't be read: {error}")
+        finally:
+            timer.cancel()
+            if time.monotonic() - began > HUNG_SECONDS:
+                self._complaints.append(f"the filesystem did not answer for {HUNG_SECONDS:g} s; its mounts were cut")
 
     def _gather(self) -> None:
         if self._recorder is not None:

@@ -6,14 +6,16 @@ import os
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from tests.rigs.chaos.schedule import Kind
-from tests.rigs.network_mounts import NetworkMounts
+from tests.rigs.network_mounts import KINDS, NetworkMounts
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 
+_FILLER = "fill"
 _PROCESS_KINDS = (
     Kind.KILL_AGENT,
     Kind.KILL_NODE,
@@ -43,7 +45,9 @@ class Place(Protocol):
         """The folder as the test sees it, whatever goes wrong."""
         ...
 
-    def freeze(self, node: int | None) -> None: ...
+    def freeze(self, node: int | None) -> None:
+        """What the node is on, or None for the server; as often as it is thawed."""
+        ...
 
     def thaw(self, node: int | None) -> None: ...
 
@@ -56,6 +60,10 @@ class Place(Protocol):
     def free(self) -> None: ...
 
     def drop_caches(self, node: int) -> None: ...
+
+    def cut(self) -> None:
+        """It does not answer any more: end all that waits for it."""
+        ...
 
     def __enter__(self) -> Place: ...
 
@@ -90,6 +98,9 @@ class _PlaceBase:
 
     def drop_caches(self, node: int) -> None:
         raise NotImplementedError
+
+    def cut(self) -> None:
+        """Nothing ever waits."""
 
 
 class SmallDisk(_PlaceBase):
@@ -126,10 +137,10 @@ class SmallDisk(_PlaceBase):
         return self._root()
 
     def fill(self) -> None:
-        fill_disk(self._mount / "fill")
+        fill_disk(self._mount / _FILLER)
 
     def free(self) -> None:
-        (self._mount / "fill").unlink(missing_ok=True)
+        (self._mount / _FILLER).unlink(missing_ok=True)
 
 
 class EmulatedNfs(_PlaceBase):
@@ -141,6 +152,7 @@ class EmulatedNfs(_PlaceBase):
         self._backing = folder / "backing"
         self._backing.mkdir(mode=0o700)
         self._mounts = mounts
+        self._frozen: Counter[int | None] = Counter()
         self._emulator = NfsEmulator(self._backing, mounts=mounts, settings=settings)
 
     def __enter__(self) -> EmulatedNfs:
@@ -163,10 +175,14 @@ class EmulatedNfs(_PlaceBase):
         return self._backing
 
     def freeze(self, node: int | None) -> None:
+        self._frozen[self._mount_of(node)] += 1
         self._emulator.freeze(self._mount_of(node))
 
     def thaw(self, node: int | None) -> None:
-        self._emulator.thaw(self._mount_of(node))
+        self._frozen[self._mount_of(node)] -= 1
+        for mount in range(self._mounts):
+            if not self._frozen[None] and not self._frozen[mount]:
+                self._emulator.thaw(mount)
 
     def fail(self, node: int, *, error: str, operation: str, done: bool, count: int) -> None:
         self._emulator.fail(error, operation, self._mount_of(node), done=done, times=count)
@@ -184,16 +200,19 @@ class EmulatedNfs(_PlaceBase):
     def drop_caches(self, node: int) -> None:
         self._emulator.drop_caches(self._mount_of(node))
 
+    def cut(self) -> None:
+        self._emulator.thaw()
+
 
 class NetworkFilesystem(_PlaceBase):
     """A real network filesystem: `mounts` clients, and one more for the test; node k is on mount k modulo `mounts`."""
 
-    kinds = (*_PROCESS_KINDS, Kind.FREEZE_ALL)
-
     def __init__(self, kind: str, *, mounts: int) -> None:
+        self.kinds = network_kinds(kind)
         self._count = mounts
         self._mounts = NetworkMounts(kind, mounts=mounts + 1)
-        self._frozen = False
+        self._frozen: Counter[int | None] = Counter()
+        """Client, None for the server → how often."""
 
     def __enter__(self) -> NetworkFilesystem:
         self._mounts.__enter__()
@@ -207,7 +226,8 @@ class NetworkFilesystem(_PlaceBase):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.thaw(None)
+        for what in +self._frozen:
+            self._mounts.thaw(what)
         self._mounts.__exit__()
 
     def mount(self, node: int) -> int:
@@ -220,13 +240,36 @@ class NetworkFilesystem(_PlaceBase):
         return self._mounts.paths[-1] / "shared"
 
     def freeze(self, node: int | None) -> None:
-        self._mounts.freeze()
-        self._frozen = True
+        what = None if node is None else self.mount(node)
+        self._frozen[what] += 1
+        self._mounts.freeze(what)
 
     def thaw(self, node: int | None) -> None:
-        if self._frozen:
-            self._mounts.thaw()
-            self._frozen = False
+        what = None if node is None else self.mount(node)
+        self._frozen[what] -= 1
+        if not self._frozen[what]:
+            self._mounts.thaw(what)
+
+    def fill(self) -> None:
+        fill_disk(self._mounts.server_disk / _FILLER)
+
+    def free(self) -> None:
+        (self._mounts.server_disk / _FILLER).unlink(missing_ok=True)
+
+    def cut(self) -> None:
+        self._mounts.cut()
+
+
+def network_kinds(kind: str) -> tuple[Kind, ...]:
+    """What can be done on a network filesystem.
+
+    MooseFS (3.0.117) is not frozen, for its client locks itself up when it thaws: the thread that takes the master's
+    answers tells the kernel to forget a file's pages, and waits there for a page that a read holds; and the read waits
+    for an answer of the master's.
+    """
+    frozen = (Kind.FREEZE_ALL, Kind.FREEZE_ONE) if kind != "moosefs" else ()
+    full = (Kind.FULL,) if KINDS[kind].disk_megabytes else ()
+    return (*_PROCESS_KINDS, *frozen, *full)
 
 
 def fill_disk(path: Path) -> None:

@@ -6,13 +6,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.rigs.chaos.clusters import AgentCluster, Cluster, HandlerCluster
 from tests.rigs.chaos.driver import Chaos
 from tests.rigs.chaos.judge import known_gaps
-from tests.rigs.chaos.places import EmulatedNfs, NetworkFilesystem, Place, SmallDisk
+from tests.rigs.chaos.places import EmulatedNfs, NetworkFilesystem, Place, SmallDisk, network_kinds
 from tests.rigs.chaos.schedule import Kind, Plan, make_schedule
 from tests.rigs.network_mounts import KINDS
 from tests.rigs.nfs_emulator import MountSettings
@@ -98,6 +99,7 @@ def plan_of(run: ChaosRun) -> Plan:
         ttl=run.ttl,
         kinds=tuple(kind for kind in _kinds(run.place) if not (run.handlers and kind is Kind.KILL_WORKER)),
         doorbell=run.doorbell,
+        closes_itself=not run.handlers,
         kills_per_node=1000 if run.handlers else 3,
     )
 
@@ -105,7 +107,7 @@ def plan_of(run: ChaosRun) -> Plan:
 def _kinds(place: str) -> tuple[Kind, ...]:
     if place == "disk":
         return SmallDisk.kinds
-    return NetworkFilesystem.kinds if place in KINDS else EmulatedNfs.kinds
+    return network_kinds(place) if place in KINDS else EmulatedNfs.kinds
 
 
 def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, keep: bool = False) -> ChaosResult:
@@ -121,7 +123,8 @@ def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, kee
             chaos = Chaos(schedule, cluster, place, say=say)
             complaints = chaos.run()
             if keep and complaints:
-                shutil.copytree(place.outside(), folder / "kept", symlinks=True)
+                with suppress(OSError):  # shutil.Error is one too: of a hung filesystem nothing can be kept
+                    shutil.copytree(place.outside(), folder / "kept", symlinks=True)
             evidence = chaos.evidence
             return ChaosResult(
                 run=run,

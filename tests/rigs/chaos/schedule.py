@@ -78,6 +78,8 @@ class Plan:
     kills_per_node: int = 3
     """The supervisor starts an agent so many times again."""
     doorbell: bool = True
+    closes_itself: bool = True
+    """Whether the run ends where too few nodes are left; handlers wait for others as long as they were told to."""
 
 
 _WEIGHTS = {
@@ -128,7 +130,7 @@ def make_schedule(seed: int, plan: Plan) -> Schedule:
         clocks[rng.randrange(plan.nodes)] = rng.choice((3600.0, -3600.0))
     chooser = _Chooser(rng, plan)
     bursts = tuple(chooser.burst() for _ in range(plan.bursts))
-    too_few = Kind.LOSE_NODE in plan.kinds and plan.min_nodes > 1 and rng.random() < 0.25
+    too_few = plan.closes_itself and Kind.LOSE_NODE in plan.kinds and plan.min_nodes > 1 and rng.random() < 0.25
     return Schedule(seed=seed, plan=plan, bursts=bursts, clocks=tuple(clocks), too_few=too_few)
 
 

@@ -64,6 +64,6 @@ def start(site: Site) -> None:
         "the metadata server",
     )
     for number, path in enumerate(site.mounts):
-        site.spawn(f"client-{number}", ["ceph-fuse", *conf, "-f", "-n", "client.admin", path])
+        site.connect(number, ["ceph-fuse", *conf, "-f", "-n", "client.admin", path])
     site.wait_mounted()
     site.wait_usable()

@@ -43,7 +43,7 @@ def start(site: Site) -> None:
     site.serve("brick", ["glusterfsd", "-N", "-f", brick_file, "-l", site.logs / "brick.log"])
     for number, path in enumerate(site.mounts):
         log = site.logs / f"client-{number}.log"
-        site.spawn(f"client-{number}", ["glusterfs", "-N", "-f", client_file, "-l", log, path])
+        site.connect(number, ["glusterfs", "-N", "-f", client_file, "-l", log, path])
     site.wait_mounted()
     site.wait_usable()
 

@@ -1,7 +1,8 @@
 """Process number 1 of a rig's namespaces: brings the filesystem up, obeys, and takes everything away at its end.
 
-On stdin come lines, ``freeze``, ``thaw`` or ``logs``, each answered with a line of JSON on stdout; the first answer is
-that the mounts are ready. The end of stdin, SIGTERM and SIGINT are its end.
+On stdin come lines, each answered with a line of JSON on stdout; the first answer is that the mounts are ready. They
+are ``freeze`` and ``thaw``, with a number for a client instead of the server, and ``logs``. The end of stdin, SIGTERM
+and SIGINT are its end.
 """
 
 from __future__ import annotations
@@ -54,12 +55,14 @@ def _leave(number: int, frame: object) -> None:
 
 
 def _obey(command: str, site: Site) -> None:
-    if command in ("freeze", "thaw"):
-        for pid in site.server_pids():
-            os.kill(pid, signal.SIGSTOP if command == "freeze" else signal.SIGCONT)
-        if command == "freeze":
-            for server in site.servers:  # until then some of its threads may still answer
-                os.waitid(os.P_PID, server.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    verb, _, number = command.partition(" ")
+    if verb in ("freeze", "thaw"):
+        daemons = [site.clients[int(number)]] if number else site.servers
+        for pid in [daemon.pid for daemon in daemons] if number else site.server_pids():
+            os.kill(pid, signal.SIGSTOP if verb == "freeze" else signal.SIGCONT)
+        if verb == "freeze":
+            for daemon in daemons:  # until then some of its threads may still answer
+                os.waitid(os.P_PID, daemon.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         _answer()
     elif command == "logs":
         _answer(logs=site.log_tails())

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+FORCE = 1
+"""MNT_FORCE: who waits for an answer there is told that none will come, also where nothing else ends the wait."""
 DETACH = 2
 """MNT_DETACH: also where somebody has it open, or its daemon does not answer."""
 
@@ -27,6 +29,7 @@ class Site:
         self.logs = folder / "logs"
         self.mounts = [folder / f"client-{number}" for number in range(mounts)]
         self.servers: list[subprocess.Popen[bytes]] = []
+        self.clients: list[subprocess.Popen[bytes]] = []
         self.other_server_pids: list[int] = []
         """Of servers that clients started."""
         for path in (self.server, self.logs, *self.mounts):
@@ -59,6 +62,11 @@ class Site:
         """Start a daemon of the server's side."""
         self.servers.append(self.spawn(name, argv))
         return self.servers[-1]
+
+    def connect(self, number: int, argv: Sequence[str | Path]) -> None:
+        """Start the daemon behind mount `number`, the next one."""
+        assert number == len(self.clients)
+        self.clients.append(self.spawn(f"client-{number}", argv))
 
     def server_pids(self) -> list[int]:
         """What `freeze` stops."""
@@ -145,10 +153,15 @@ def mounts_below(folder: Path) -> list[str]:
     return sorted(found, key=len, reverse=True)
 
 
+def cut(paths: Sequence[str | Path]) -> None:
+    """Unmount, whatever goes on there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in paths:
+        libc.umount2(os.fsencode(path), FORCE | DETACH)
+
+
 def remove(folder: Path) -> None:
     """Take a rig's mounts and folder away, whatever state its processes are in."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for path in mounts_below(folder):
-        libc.umount2(os.fsencode(path), DETACH)
+    cut(mounts_below(folder))
     if not mounts_below(folder):  # never into a filesystem that could not be unmounted
         shutil.rmtree(folder, ignore_errors=True)

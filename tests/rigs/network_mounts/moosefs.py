@@ -50,7 +50,7 @@ def start(site: Site) -> None:
     site.serve("chunk", ["mfschunkserver", "-c", site.write("chunk.cfg", chunk), "-f", "start"])
     for number, path in enumerate(site.mounts):
         argv = ["mfsmount", path, "-f", "-H", _ADDRESS, "-o", "mfsdonotrememberpassword"]
-        site.spawn(f"client-{number}", argv)
+        site.connect(number, argv)
     site.wait_mounted()
     site.wait_usable()
 

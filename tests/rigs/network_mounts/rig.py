@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.rigs.network_mounts.kinds import KINDS, Kind
 from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers, write_owner
-from tests.rigs.network_mounts.location import RigError, remove
+from tests.rigs.network_mounts.location import RigError, cut, remove
 from tests.rigs.network_mounts.prerequisites import missing_prerequisites, require_mounts
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -90,12 +90,16 @@ class NetworkMounts:
         assert self._folder is not None
         return self._folder / "server"
 
-    def freeze(self) -> None:
-        """Stop the server's processes: whoever asks it for something waits."""
-        self._tell("freeze")
+    def freeze(self, client: int | None = None) -> None:
+        """Stop the server's processes, or those of one client: whoever asks for something there waits."""
+        self._tell("freeze" if client is None else f"freeze {client}")
 
-    def thaw(self) -> None:
-        self._tell("thaw")
+    def thaw(self, client: int | None = None) -> None:
+        self._tell("thaw" if client is None else f"thaw {client}")
+
+    def cut(self) -> None:
+        """End all clients' mounts, and whatever waits in them, where the filesystem has come to a stop for good."""
+        cut(self.paths)
 
     def logs(self) -> str:
         """The ends of all daemons' logs."""

@@ -23,7 +23,7 @@ def start(site: Site) -> None:
     cache += f",dcache_link_timeout={CACHE_SECONDS}"
     for number, path in enumerate(site.mounts):
         options = f"ssh_command={command},allow_other,default_permissions,{cache}"
-        site.spawn(f"client-{number}", ["sshfs", "-f", "-o", options, f"server:{site.server}", path])
+        site.connect(number, ["sshfs", "-f", "-o", options, f"server:{site.server}", path])
     site.wait_mounted()
     site.wait_usable()
     site.other_server_pids = [int(name) for name in os.listdir(pids)]
