@@ -132,7 +132,9 @@ class HealthChecks:
         return replace(verdict, warnings=news)
 
     def wait(self, seconds: float) -> None:
-        """Until there is an answer, or so many seconds have passed."""
+        """Until there is an answer to what was begun, or so many seconds have passed."""
+        if self._session is None or self._session.is_over:
+            return
         select.select([self._told_read], [], [], seconds)
 
     def close(self) -> None:
@@ -327,12 +329,12 @@ class _Session:
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
 
     def _finish(self, verdict: HealthVerdict) -> None:
-        self.is_over = True
         if verdict.reason:
             self._cancelled.set()
             for child in self._children:
                 child.kill()
         self._tell(verdict)
+        self.is_over = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,11 @@ from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
+from hpc_elastic.agent.metrics import metrics_from_option
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
@@ -52,6 +54,7 @@ logger = logging.getLogger(__name__)
 CLOSE_LOGS_SECONDS = 5.0
 READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 """Pauses before the run directory is read again that a fault of the filesystem kept from being read."""
+METRICS_SECONDS = 0.5
 HUNG_LOGS_SECONDS = 1.0
 """The same where the filesystem has shown that it does not answer."""
 
@@ -135,6 +138,9 @@ def agent_main(argv: Sequence[str]) -> int:
         ),
         clock=clock,
     )
+    labels = {"host": host, "node": str(node), "run": spec.run_id}
+    metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
+    metrics = metrics_from_option(spec.metrics, labels=labels, post=metrics_files.post)
     agent = NodeAgent(
         AgentContext(
             spec=spec,
@@ -159,6 +165,7 @@ def agent_main(argv: Sequence[str]) -> int:
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
             health=health,
+            figures=RoundFigures(metrics, role=spec.role, clock=clock),
             watch=HangWatch(
                 folder=folder,
                 timeouts=parse_section_timeouts(spec.section_timeouts) if spec.section_timeouts else SectionTimeouts(),
@@ -178,6 +185,8 @@ def agent_main(argv: Sequence[str]) -> int:
     tell_losses(events, pump)
     events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     is_clean &= files.settle(0.0)
+    if spec.metrics:
+        is_clean &= metrics_files.settle(METRICS_SECONDS)
     is_clean &= job_log.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     guardian.release()
     if not is_clean:

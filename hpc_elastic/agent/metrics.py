@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 
+Post = Callable[[Callable[[], object]], None]
+"""Has something done, now or by another thread."""
+_MOST_WAITING = 1000
+"""Lines that are kept while a disk hangs."""
 _FORMS = "jsonl:FILE or prometheus:FILE.prom"
 _NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
 
@@ -41,18 +46,40 @@ class JsonlMetrics:
     One writer a file.
     """
 
-    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        labels: Mapping[str, str] | None = None,
+        clock: Clock | None = None,
+        post: Post | None = None,
+    ) -> None:
+        """Args:
+        path: The file.
+        labels: Kept with every figure.
+        clock: For `t`.
+        post: Has the file written, for a caller that must not wait for a disk; without, `put` writes itself.
+        """
         self._path = path
         self._labels = dict(labels or {})
         self._clock = clock or SystemClock()
+        self._post = post or _now
+        self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
 
     def put(self, name: str, value: float) -> None:
-        line = json.dumps({"t": self._clock.time_ns(), "name": name, "value": value, **self._labels})
+        self._waiting.append(
+            json.dumps({"t": self._clock.time_ns(), "name": name, "value": value, **self._labels}) + "\n"
+        )
+        if len(self._waiting) == 1:
+            self._post(self._write)
+
+    def _write(self) -> None:
         try:
             with open(self._path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
+                while self._waiting:
+                    file.write(self._waiting.popleft())
         except OSError:
-            pass
+            self._waiting.clear()
 
 
 class PrometheusMetrics:
@@ -62,9 +89,12 @@ class PrometheusMetrics:
     states, the one that holds is 1. The file is replaced as a whole: a reader never sees half of it.
     """
 
-    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
+        """Args: as of `JsonlMetrics`."""
         self._path = path
         self._labels = dict(labels or {})
+        self._post = post or _now
+        self._text_due = ""
         self._values: dict[tuple[str, str], float] = {}
         self._states: dict[tuple[str, str], float] = {}
 
@@ -78,8 +108,15 @@ class PrometheusMetrics:
                 self._states[role, state] = float(state == what)
         else:
             self._values[role, what] = value
+        has_been_posted = bool(self._text_due)
+        self._text_due = self._text()
+        if not has_been_posted:
+            self._post(self._write)
+
+    def _write(self) -> None:
+        text, self._text_due = self._text_due, ""
         try:
-            _replace(self._path, self._text())
+            _replace(self._path, text)
         except OSError:
             pass
 
@@ -106,12 +143,13 @@ class PrometheusMetrics:
         return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in sorted(labels.items())) + "}"
 
 
-def metrics_from_option(text: str, *, labels: Mapping[str, str]) -> MetricSink:
+def metrics_from_option(text: str, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
     """Read ``jsonl:FILE`` or ``prometheus:FILE.prom``; in FILE, ``{host}`` stands for this node's name.
 
     Args:
         text: As the user gave it; empty: nowhere.
         labels: Kept with every figure; ``host`` among them.
+        post: Has the file written; without, who gives a figure waits for the disk.
 
     Raises:
         UsageError: anything else; one line that names the value.
@@ -127,8 +165,12 @@ def metrics_from_option(text: str, *, labels: Mapping[str, str]) -> MetricSink:
         raise UsageError(f"--metrics {text!r}: the node exporter reads files that end in .prom alone")
     target = Path(path.replace("{host}", labels.get("host", "")))
     if kind == "jsonl":
-        return JsonlMetrics(target, labels=labels)
-    return PrometheusMetrics(target, labels=labels)
+        return JsonlMetrics(target, labels=labels, post=post)
+    return PrometheusMetrics(target, labels=labels, post=post)
+
+
+def _now(action: Callable[[], object]) -> None:
+    action()
 
 
 def _replace(path: Path, text: str) -> None:

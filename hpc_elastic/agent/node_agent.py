@@ -17,8 +17,9 @@ from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import exit_code, falls_to_us, finish_attempt, leave_run
 from hpc_elastic.agent.local_workers import LocalWorkers, own_failure, sum_up
 from hpc_elastic.agent.master import open_master
+from hpc_elastic.agent.metrics import NoMetrics
 from hpc_elastic.agent.output_losses import tell_losses
-from hpc_elastic.agent.ranks import assign_ranks
+from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_health, tell_round, tell_stacks
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
@@ -28,6 +29,7 @@ from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.rendezvous.slots import rank_layout
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
 
@@ -70,15 +72,17 @@ class NodeAgent:
         self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
         """The workers' last signs of life before they were ended, and when they were read."""
         self._is_unhealthy = False
+        self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
     @property
     def state(self) -> WorkerState:
         """The worker group's."""
+        if self._record is not None and self._record.outcome is Outcome.SUCCEEDED:
+            return WorkerState.SUCCEEDED
         if self._phase is Phase.ENDED:
-            done = self._record is not None and self._record.outcome is Outcome.SUCCEEDED
-            return WorkerState.SUCCEEDED if done else WorkerState.FAILED
+            return WorkerState.FAILED
         return WORKER_STATE[self._phase] if self._has_run else WorkerState.INIT
 
     def run(self) -> int:
@@ -106,6 +110,7 @@ class NodeAgent:
             self._handle_stop()
             self._handle_store()
             tell_losses(self._.events, self._.pump)
+            self._figures.enter(self.state)
         return self._leave()
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -201,6 +206,7 @@ class NodeAgent:
             self._stop_due = self._.clock.monotonic() + result
             return
         self._stop_due = None
+        self._figures.end("stop")
         self._.events.write(
             "workers_stopped",
             round=self._workers.round,
@@ -232,6 +238,7 @@ class NodeAgent:
         if before is Phase.ENDED:
             return
         self._phase = next_phase(before, event)
+        self._figures.enter(self.state)
         if event in (Event.CLOSED, Event.LEAVE):
             self._why_ended = self._why_ended or reason
         if event is Event.FROZEN:
@@ -252,6 +259,7 @@ class NodeAgent:
 
     def _join(self) -> None:
         """Ask to be in the next round, once this node is known to be fit."""
+        self._figures.begin("rendezvous")
         self._.health.begin(self._round)
         self._handle_health()
 
@@ -286,7 +294,9 @@ class NodeAgent:
     def _start_workers(self) -> None:
         record, c = self._record, self._
         assert record is not None
-        layout = assign_ranks(record.members, c.info.uid)
+        met = self._figures.end("rendezvous")
+        self._figures.begin("start")
+        layout = rank_layout(record.members, c.info.uid)
         address, port, serves = record.master.split(" ")
         facts = RoundFacts(
             layout=layout,
@@ -324,6 +334,7 @@ class NodeAgent:
         self._has_run = True
         self._platform_failure = ""
         tell_round(c.events, facts, restarts_used=record.restarts_used)
+        self._figures.put("remaining_restarts", c.spec.max_restarts - record.restarts_used)
         try:
             workers.start(
                 c.spec.entrypoint.argv(),
@@ -335,7 +346,14 @@ class NodeAgent:
         except (WorkerStartError, OSError) as error:
             self._could_not_start(error)
             return
-        c.events.write("workers_started", round=record.round, pids=workers.pids)
+        c.events.write(
+            "workers_started",
+            round=record.round,
+            pids=workers.pids,
+            rendezvous_seconds=met,
+            start_seconds=self._figures.end("start"),
+            restart_seconds=self._figures.end("restart"),
+        )
         if first and facts.agent_store:
             c.store_server.serve()
 
@@ -388,6 +406,8 @@ class NodeAgent:
             return
         if not workers.stopping and self._stop_due is None:
             self._.events.write("workers_stopping", round=workers.round, reason=reason)
+            self._figures.begin("restart")
+            self._figures.begin("stop")
             self._read_last_heartbeats(workers)
         workers.begin_stop(grace=self._grace())
         self._stop_due = self._.clock.monotonic()

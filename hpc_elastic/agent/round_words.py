@@ -29,6 +29,10 @@ def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *
         logger.warning("node %s is lost%s", name, silent)
     elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
         logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
+    elif event == "node_left":
+        logger.warning("node %s left: %s", fields.get("host") or fields.get("node"), fields.get("reason"))
+    elif event == "round_frozen" and str(fields.get("reason")).startswith("restart"):
+        logger.info("%s", fields.get("reason"))  # "restart 1 of 3 (2 left) after: …"
 
 
 def tell_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> None:
