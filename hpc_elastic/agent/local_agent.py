@@ -24,7 +24,6 @@ from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticA
 from hpc_elastic.agent.function_call import FunctionCall
 from hpc_elastic.agent.local_workers import LocalWorkers, Place
 from hpc_elastic.agent.metrics import MetricSink
-from hpc_elastic.agent.ranks import RankLayout
 from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.agent.worker_spec import WorkerSpec
@@ -39,6 +38,7 @@ from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
 from hpc_elastic.processes.stop import Stopped
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
+from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.run_paths import AttemptPaths
 from hpc_elastic.run_spec import Entrypoint
 

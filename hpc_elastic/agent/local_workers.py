@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 from hpc_elastic.agent.hang_evidence import HungWorker, describe_hang, read_stacks, stack_of
 from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
-from hpc_elastic.agent.ranks import RankLayout
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.failures.cgroup import oom_kill_count
@@ -24,6 +23,7 @@ from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
+from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.rendezvous.state import HangMark, NodeFailure
 from hpc_elastic.run_paths import AttemptPaths, RankPaths
 

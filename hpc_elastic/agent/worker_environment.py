@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpc_elastic.agent.ranks import RankLayout
+from hpc_elastic.rendezvous.slots import RankLayout
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 

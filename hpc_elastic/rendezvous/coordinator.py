@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.slots import assign_slots
+from hpc_elastic.rendezvous.slots import assign_ranks
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -199,7 +199,7 @@ def _freeze(
         return _close(
             record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
         )
-    members = assign_slots(record.members, present, max_nodes=settings.max_nodes)
+    members = assign_ranks(record.members, present, max_nodes=settings.max_nodes)
     without = ", ".join(_name_and_why(node, view) for node in sorted(awaited | away))
     missing = f"; without {without}" if without else ""
     return Proposal(

@@ -1,4 +1,4 @@
-"""Who sits where: living members keep their slots, holes are filled, a shrink closes up."""
+"""Who sits where, with which ranks: living members keep their slots, holes are filled, a shrink closes up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.rendezvous.slots import assign_slots
+from hpc_elastic.rendezvous.slots import assign_ranks, rank_layout, replacements
 from hpc_elastic.rendezvous.state import Member
 
 
@@ -15,7 +15,7 @@ def member(node: int, agent: str = "a") -> Member:
 
 
 def slots(previous: list[int], present: list[int], max_nodes: int) -> list[int]:
-    found = assign_slots([member(n) for n in previous], [member(n) for n in present], max_nodes=max_nodes)
+    found = assign_ranks([member(n) for n in previous], [member(n) for n in present], max_nodes=max_nodes)
     return [m.node for m in found]
 
 
@@ -42,7 +42,7 @@ def test_examples(previous: list[int], present: list[int], max_nodes: int, expec
 
 
 def test_a_new_agent_of_a_member_node_gets_its_slot() -> None:
-    found = assign_slots([member(0), member(1)], [member(1), member(0, "b")], max_nodes=2)
+    found = assign_ranks([member(0), member(1)], [member(1), member(0, "b")], max_nodes=2)
     assert found == (member(0, "b"), member(1))
 
 
@@ -81,3 +81,85 @@ def test_the_order_of_arrival_does_not_matter(previous: list[int], present: list
 def test_the_same_nodes_sit_the_same_way_again(previous: list[int], present: list[int], max_nodes: int) -> None:
     found = slots(previous, present, max_nodes)
     assert slots(found, present, max_nodes) == found
+
+
+def sized(node: int, size: int) -> Member:
+    return Member(f"{node:05d}-a", node, size)
+
+
+def blocks(members: tuple[Member, ...]) -> dict[int, list[int]]:
+    """Node → its global ranks."""
+    return {m.node: list(rank_layout(members, m.uid).global_ranks) for m in members}
+
+
+def test_a_spare_takes_the_very_rank_block() -> None:
+    before = assign_ranks([], [sized(0, 2), sized(1, 4), sized(2, 1)], max_nodes=3)
+    after = assign_ranks(before, [sized(0, 2), sized(2, 1), sized(3, 4)], max_nodes=3)
+    assert blocks(before) == {0: [0, 1], 1: [2, 3, 4, 5], 2: [6]}
+    assert blocks(after) == {0: [0, 1], 3: [2, 3, 4, 5], 2: [6]}
+
+
+def test_of_several_spares_the_one_that_brings_as_many_workers() -> None:
+    before = assign_ranks([], [sized(0, 4), sized(1, 4), sized(2, 1)], max_nodes=3)
+    spares = [sized(3, 1), sized(4, 4), sized(5, 4)]
+    after = assign_ranks(before, [sized(0, 4), sized(2, 1), *spares], max_nodes=3)
+    assert [m.node for m in after] == [0, 4, 2]
+    assert [m.node for m in assign_ranks(before, [sized(0, 4), *spares], max_nodes=3)] == [0, 4, 3]
+    assert [m.node for m in assign_ranks(before, [sized(0, 4), sized(2, 1), sized(3, 2)], max_nodes=3)] == [0, 3, 2]
+
+
+def test_who_took_whose_place() -> None:
+    def told(previous: list[int], present: list[int], max_nodes: int) -> list[tuple[int, int]]:
+        before = [member(node) for node in previous]
+        after = assign_ranks(before, [member(node) for node in present], max_nodes=max_nodes)
+        return [(gone.node, come.node) for gone, come in replacements(before, after)]
+
+    assert told([0, 1, 2], [0, 2, 3], 3) == [(1, 3)]
+    assert told([0, 1, 2], [2, 3, 4], 3) == [(0, 3), (1, 4)]
+    assert told([0, 1, 2], [0, 2], 3) == []  # a shrink
+    assert told([0, 1], [0, 1, 2], 3) == []  # growth
+    assert told([0, 1, 2], [1, 3, 4, 5], 4) == [(0, 3), (2, 4)]  # both: 5 came in addition
+    assert told([], [0, 1], 2) == []
+    assert told([0, 1], [2, 3], 2) == []  # nobody is left to be told
+
+
+SIZED = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 4)), unique_by=lambda pair: pair[0], max_size=10)
+
+
+@given(previous=SIZED, present=SIZED, max_nodes=st.integers(1, 12))
+def test_properties_with_any_numbers_of_workers(
+    previous: list[tuple[int, int]], present: list[tuple[int, int]], max_nodes: int
+) -> None:
+    before = tuple(sized(*pair) for pair in previous[:max_nodes])
+    live = [sized(*pair) for pair in present]
+    after = assign_ranks(before, live, max_nodes=max_nodes)
+    assert len(after) == min(len(live), max_nodes)
+    assert set(after) <= set(live), "what a node brings now counts, not what it brought"
+    here = {m.node for m in live}
+    stayed = [m.node for m in before if m.node in here]
+    assert [m.node for m in after if m.node in stayed] == stayed, "no living member is evicted or overtaken"
+    ranks = [rank for m in after for rank in rank_layout(after, m.uid).global_ranks]
+    assert ranks == list(range(sum(m.local_world_size for m in after))), "contiguous in slot order"
+    if len(live) >= len(before) and stayed:
+        for gone, come in replacements(before, after):
+            assert after.index(come) == before.index(gone), "a hole is filled where it is"
+            kept = [m for m in before if m.node in here]
+            if all(m in live for m in kept) and all(
+                g.local_world_size == c.local_world_size for g, c in replacements(before, after)
+            ):
+                assert blocks(after)[come.node] == blocks(before)[gone.node], "and with it the rank block"
+    unseated = [m for m in live if m.node not in {seated.node for seated in after} | {m.node for m in before}]
+    for gone, come in replacements(before, after) if stayed else []:
+        if come.local_world_size != gone.local_world_size:
+            assert gone.local_world_size not in {m.local_world_size for m in unseated}, "one that fits was left out"
+    assert assign_ranks(after, live, max_nodes=max_nodes) == after, "the same nodes sit the same way again"
+    assert assign_ranks(before, live[::-1], max_nodes=max_nodes) == after, "the order of arrival does not matter"
+
+
+@given(others=st.lists(st.integers(1, 20), unique=True, min_size=1, max_size=8))
+def test_a_late_low_node_index_evicts_nobody(others: list[int]) -> None:
+    low = 0
+    before = assign_ranks([], [member(node) for node in others], max_nodes=len(others))
+    assert assign_ranks(before, [member(low), *before], max_nodes=len(others)) == before
+    grown = assign_ranks(before, [member(low), *before], max_nodes=len(others) + 1)
+    assert grown == (*before, member(low)), "nor moves anybody: it comes behind"
