@@ -4,7 +4,10 @@ It is forked when the agent starts and does nothing but wait at a pipe whose oth
 file the agent is dead: the guardian ends every process of this node that carries the agent's tag, with all below them,
 removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
 
-Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for.
+Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. Who has
+cleared its environment is found by the family to which it belonged at the guardian's last look (`family`), a second
+before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and such
+a one stays until Slurm ends the step.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from typing import NoReturn
 
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.processes import linux, tree
+from hpc_elastic.processes.family import Family
+from hpc_elastic.processes.hunt import Hunt
 from hpc_elastic.processes.stopped_watch import StoppedWatch
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
 from hpc_elastic.processes.tree import Environ, Proc
@@ -117,8 +122,9 @@ def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None, stoppe
         if high != 3:
             os.dup2(high, 3, inheritable=False)
         linux.close_from(4)
-        if _agent_died(agent, 3, tag, stopped_limit):
-            end_tagged(tag, clock=SystemClock())
+        family = Family(agent, leave_out=(os.getpid(),))
+        if _agent_died(agent, 3, tag, stopped_limit, family):
+            end_tagged(tag, clock=SystemClock(), family=family)
             if remove is not None:
                 import shutil  # only here: it costs as much as all the rest
 
@@ -127,7 +133,7 @@ def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None, stoppe
         os._exit(0)
 
 
-def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None) -> bool:
+def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None, family: Family) -> bool:
     """Wait until the agent dies (True) or says goodbye (False). Meanwhile, end the workers of one that is stopped."""
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
@@ -148,8 +154,9 @@ def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None)
         proc = tree.look_at(agent)
         if proc is None or proc.is_dead:
             return True
+        family.look()
         if watch.look(proc.state, clock.monotonic()):
-            end_tagged(tag, clock=clock)
+            end_tagged(tag, clock=clock, family=family)
     os.set_blocking(control, False)
     try:
         return os.read(control, 1) != _LEAVE
@@ -157,15 +164,24 @@ def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None)
         return True
 
 
-def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S) -> list[Proc]:
+def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S, family: Family | None = None) -> list[Proc]:
     """End every process of ours that was started with the worker tag `tag`, and all below them, with SIGKILL.
+
+    Args:
+        tag: As it is in the environment.
+        clock: For the bound and the short waits.
+        bound: Seconds to keep trying.
+        family: Whose remnants are ended too, tag or not.
 
     Returns:
         What still runs after `bound` seconds (D state).
     """
 
     def find(_elapsed: float) -> _Found:
-        return _with_descendants(tree.tagged(TAG_VARIABLE, tag), protected={os.getpid()}), []
+        marked = {proc.pid: proc for proc in tree.tagged(TAG_VARIABLE, tag)}
+        if family is not None:
+            marked |= {proc.pid: proc for proc in family.remnants()}
+        return _with_descendants(list(marked.values()), protected={os.getpid()}), []
 
     return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False)
 
@@ -226,6 +242,7 @@ def _end_until_none(
     find: Callable[[float], _Found], *, clock: Clock, bound: float, trust_first_look: bool
 ) -> list[Proc]:
     never = threading.Event()
+    hunt = Hunt()
     began = clock.monotonic()
     empty_looks = 1 if trust_first_look else 0
     while True:
@@ -240,8 +257,9 @@ def _end_until_none(
             empty_looks += 1
             if empty_looks >= 2:
                 return []
+        number = hunt.next_signal(doomed)
         for proc in doomed:
-            tree.kill_safely(proc, signal.SIGKILL)
+            tree.kill_safely(proc, number)
         clock.wait(never, _LOOK_S)
 
 

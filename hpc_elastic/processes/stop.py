@@ -19,6 +19,7 @@ from enum import Enum
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.processes import tree
+from hpc_elastic.processes.hunt import Hunt
 from hpc_elastic.processes.spawn import ExitStatus, WorkerProcess, reap_orphans
 from hpc_elastic.processes.tree import Delivery, Proc
 
@@ -27,6 +28,7 @@ _FIRST_LOOK_S = 0.03
 _LONGEST_LOOK_S = 0.5
 _KILL_FIRST_LOOK_S = 0.002
 _KILL_LONGEST_LOOK_S = 0.1
+_ORPHAN_LOOKS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,7 @@ class _Progress:
     signalled: set[tuple[int, int]] = field(default_factory=set)
     killed: set[tuple[int, int]] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
+    hunt: Hunt = field(default_factory=Hunt)
 
 
 class GroupStopper:
@@ -199,12 +202,32 @@ class GroupStopper:
         state.next_look = now
 
     def _kill(self, left: Sequence[Proc]) -> None:
+        number = self._state.hunt.next_signal(left)
         for worker in self._workers:
-            worker.signal_group(signal.SIGKILL)  # whole groups at once: no fork slips through
+            worker.signal_group(number)  # whole groups at once: no fork slips through
         for proc in left:
             self._state.killed.add((proc.pid, proc.starttime))
-            if tree.kill_safely(proc, signal.SIGKILL) is Delivery.REFUSED:
+            if tree.kill_safely(proc, number) is Delivery.REFUSED:
                 self._state.refused.add(proc.pid)
+        self._signal_orphans(number)
+
+    def _signal_orphans(self, number: signal.Signals) -> None:
+        """Those whose parent was faster than the look above: a process that forks and ends a thousand times a second.
+
+        They are our children, whom nobody but us waits for: their pids are nobody else's, and need no second look.
+        """
+        known: set[int] = set()
+        for _ in range(_ORPHAN_LOOKS):
+            new = set(tree.main_children(os.getpid()) or ()) - known - self._excluding
+            if not new:
+                return
+            known |= new
+            for pid in new:
+                try:
+                    if os.getsid(pid) != self._own_session:
+                        os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    continue
 
     def _survivors(self) -> tuple[Survivor, ...]:
         found = []

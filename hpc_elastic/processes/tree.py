@@ -183,6 +183,16 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def main_children(pid: int) -> list[int] | None:
+    """The pids of the children of a process' main thread, which orphans become too: one read.
+
+    Returns:
+        None where there is no such process, or a kernel without CONFIG_PROC_CHILDREN.
+    """
+    raw = _read(f"/proc/{pid}/task/{pid}/children")
+    return None if raw is None else [int(word) for word in raw.split()]
+
+
 def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
     """Our user's living processes that, with the environment they started with, satisfy `matches`.
 

@@ -157,6 +157,52 @@ def test_guardian_is_small_and_comes_before_threads() -> None:
     assert "thread" in facts["refused"]
 
 
+def test_guardian_ends_those_who_have_cleared_their_environment(tmp_path: Path, spawned: list[int]) -> None:
+    """One in the worker's session, and a daemon; and nobody who merely looks like one of the run's."""
+    code = """
+tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
+guard = guardian.start_guardian(tag)
+worker = start('''
+    import subprocess
+    clean = subprocess.Popen(["sleep", "600"], env={})
+    quiet = ["sh", "-c", "env -i setsid sleep 600 >/dev/null 2>&1 & echo $!"]
+    daemon = subprocess.run(quiet, stdout=subprocess.PIPE, env={"PATH": os.environ["PATH"]}).stdout
+    print(clean.pid, int(daemon), flush=True)
+    time.sleep(600)
+''', HPC_ELASTIC_TAG=str(tag))
+clean, daemon = map(int, read_line(worker.stdout_fd).split())
+until(lambda: tree.look_at(daemon).ppid == os.getpid() and tree.look_at(daemon).name == "sleep")
+def looks():
+    text = open(f"/proc/{guard.pid}/status").read()
+    return int(text.partition("\\nvoluntary_ctxt_switches:")[2].split()[0])
+before = looks()
+until(lambda: looks() >= before + 2)
+report(guardian=guard.pid, worker=worker.pid, clean=clean, daemon=daemon, tag=str(tag))
+"""
+    with StandIn(code + _WAIT, env=_env(tmp_path)) as agent:
+        facts = agent.report()
+        spawned += [facts[key] for key in ("guardian", "worker", "clean", "daemon")]
+        assert Path(f"/proc/{facts['clean']}/environ").read_bytes() == b""
+        look_alikes = [
+            subprocess.Popen(["sleep", "600"], env=env, start_new_session=True)
+            for env in (
+                {"HPC_ELASTIC_TAG": facts["tag"] + "x"},
+                {"HPC_ELASTIC_TAG": facts["tag"].replace("run1", "run11")},
+                {"MY_HPC_ELASTIC_TAG": facts["tag"]},
+                {"NOTE": f"HPC_ELASTIC_TAG={facts['tag']}"},
+            )
+        ]
+        try:
+            agent.kill()
+            until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+            assert [key for key in ("worker", "clean", "daemon") if is_alive(facts[key])] == []
+            assert [process.poll() for process in look_alikes] == [None] * 4
+        finally:
+            for process in look_alikes:
+                process.kill()
+                process.wait()
+
+
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is_stopped: bool) -> None:
     local = tmp_path / "local"
@@ -188,9 +234,11 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
             sibling = int(os.environ["SIBLING"])
             until(lambda: "HPC_ELASTIC_NODE_TAG" not in open(f"/proc/{sibling}/environ").read())
             left = guardian.end_strangers(tag, clock=clock)
-            began = time.monotonic()
+            looks = []
+            really = tree.own_processes_where
+            tree.own_processes_where = lambda matches: looks.append(1) or really(matches)
             guardian.end_strangers(tag, clock=clock)
-            again = time.monotonic() - began
+            again = len(looks)
             alive = [is_alive(own.pid), is_alive(guard.pid)]
             stop.stop_now([own], clock=clock, excluding={guard.pid})
             guard.release()
@@ -205,7 +253,7 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
         assert new["left"] == 0
         assert new["alive"] == [True, True]
         assert new["sibling"]
-        assert new["again"] < 0.1, "with nothing to end it takes one look"
+        assert new["again"] == 1, "with nothing to end it takes one look"
         old.process.wait(5)
         assert [pid for pid in prey if is_alive(pid)] == []
         assert [pid for pid in bystanders if not is_alive(pid)] == []

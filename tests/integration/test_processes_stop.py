@@ -227,6 +227,7 @@ def test_one_that_sigkill_does_not_end_is_reported_and_left() -> None:
         really_kill, really_killpg = tree.kill_safely, os.killpg
         tree.kill_safely = lambda proc, sig: tree.Delivery.SENT if proc.pid == stuck else really_kill(proc, sig)
         os.killpg = lambda pid, sig: None if pid == stuck else really_killpg(pid, sig)
+        really_kill_it, os.kill = os.kill, lambda pid, sig: None if pid == stuck else really_kill_it(pid, sig)
         result = stop.stop_now(workers, clock=clock, kill_bound=0.5)
         first = [(s.pid == stuck, s.why) for s in result.left]
         # The next group's stop is told of it and doesn't wait for it again.
@@ -234,7 +235,7 @@ def test_one_that_sigkill_does_not_end_is_reported_and_left() -> None:
         read_line(another.stdout_fd)
         again = stop.stop_now([another], clock=clock, excluding={stuck})
         exits = sorted(s.exitcode for s in result.exits.values())
-        os.kill(stuck, 9)
+        really_kill_it(stuck, 9)
         until(lambda: workers[0].release())
         report(first=first, exits=exits, seconds=result.seconds, again=len(again.left), again_seconds=again.seconds)
         """
