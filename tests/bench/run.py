@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import heartbeat, leftovers, rendezvous_scale, stop_everywhere
+from tests.bench import heartbeat, leftovers, output, rendezvous_scale, stop_everywhere
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.scale_plot import plot
@@ -31,7 +31,7 @@ from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
-PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "stop", "scale")
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", "stop", "scale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,10 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             _progress(f"{system.name}, {ending.name}")
             left.setdefault(system.name, []).append(leftovers.measure(system, ending))
     beats = heartbeat.measure() if "heartbeat" in options.parts and OURS in systems else None
+    costs = output.measure() if "output" in options.parts and OURS in systems else []
     stops = {}
     if "stop" in options.parts and OURS in systems:
         stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
-    text = _report(facts, samples, helps, dict(sorted(left.items())), beats, stops)
+    text = _report(facts, samples, helps, dict(sorted(left.items())), beats, costs, stops)
     print(text)
     if "scale" in options.parts and OURS in systems:
         _scale(facts, quick=options.quick, update=options.update_docs)
@@ -82,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"left by {system_name} after {one.ending}: {name}", file=sys.stderr)
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
-    _write_json(options.json, facts, samples, helps, left, beats, stops)
+    _write_json(options.json, facts, samples, helps, left, beats, costs, stops)
     if options.update_docs and set(options.parts) != {"scale"}:
         update_document(DOCUMENT, text)
-    return 0 if samples.values or helps or left or beats or stops or "scale" in options.parts else 1
+    return 0 if samples.values or helps or left or beats or costs or stops or "scale" in options.parts else 1
 
 
 def _scale(facts: dict[str, str], *, quick: bool, update: bool) -> None:
@@ -159,6 +160,7 @@ def _report(
     helps: dict[str, float],
     left: dict[str, list[leftovers.Left]],
     beats: heartbeat.HeartbeatFigures | None,
+    costs: list[output.Cost],
     stops: dict[str, list[float]],
 ) -> str:
     where = f"{facts['date']}, {facts['cores']} cores, {facts['memory']}, Linux {facts['kernel']}, "
@@ -168,6 +170,8 @@ def _report(
         lines += ["", *leftovers_table(left)]
     if beats is not None:
         lines += ["", *heartbeat.lines(beats)]
+    if costs:
+        lines += ["", *output.lines(costs)]
     if stops:
         lines += ["", *stop_everywhere.table(stops)]
     return "\n".join(lines) + "\n"
@@ -180,6 +184,7 @@ def _write_json(
     helps: dict[str, float],
     left: dict[str, list[leftovers.Left]],
     beats: heartbeat.HeartbeatFigures | None,
+    costs: list[output.Cost],
     stops: dict[str, list[float]],
 ) -> None:
     value: dict[str, Any] = {
@@ -199,6 +204,7 @@ def _write_json(
         "help_seconds": helps,
         "left": {name: [asdict(one) for one in rows] for name, rows in left.items()},
         "heartbeat_microseconds": asdict(beats) if beats is not None else None,
+        "output_costs": [asdict(cost) for cost in costs],
         "stop_seconds": stops,
         "troubles": samples.troubles,
     }
