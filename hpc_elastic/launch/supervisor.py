@@ -43,6 +43,8 @@ AT_ONCE = 0.3
 """For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
 SILENT_SECONDS = 3.0
 """After the end of the run was asked for: how long the store may take to have it."""
+UNMET_SECONDS = 0.5
+"""The same where no node has joined yet (its health is still looked at, say): there is no log to write it into."""
 SILENT_RESERVE = 5.0
 """Where it does not take it: how long agents may take to end beyond the workers' grace."""
 WIPED_SECONDS = 20.0
@@ -286,14 +288,18 @@ class Supervisor:
         closed = self._record is not None and self._record.status is Status.CLOSED
         if asked_at is None or closed or self._is_store_silent or self._failure is not None:
             return
-        if self._clock.monotonic() - asked_at < SILENT_SECONDS:
+        have_met = self._record is not None
+        if self._clock.monotonic() - asked_at < (SILENT_SECONDS if have_met else UNMET_SECONDS):
             return
         self._is_store_silent = True
-        logger.error(
-            "the filesystem of the run directory does not answer: ending the agents by signal "
-            "(their workers: SIGTERM, SIGKILL after %g s)",
-            self._shutdown_timeout,
-        )
+        if have_met:
+            logger.error(
+                "the filesystem of the run directory does not answer: ending the agents by signal "
+                "(their workers: SIGTERM, SIGKILL after %g s)",
+                self._shutdown_timeout,
+            )
+        else:
+            logger.info("the nodes have not met yet: ending their agents by signal")
         self._launcher.terminate()
         if self._end_by is not None:
             self._end_by = min(self._end_by, self._clock.monotonic() + self._shutdown_timeout + SILENT_RESERVE)

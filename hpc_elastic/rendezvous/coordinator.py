@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.slots import assign_ranks
+from hpc_elastic.rendezvous.slots import assign_ranks, replacements
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -18,7 +19,7 @@ from hpc_elastic.rendezvous.state import (
     Status,
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
-from hpc_elastic.rendezvous.uid import node_of, supersedes
+from hpc_elastic.rendezvous.uid import host_of, node_of, supersedes
 
 _MOST_NAMES = 8
 
@@ -52,6 +53,12 @@ class View:
     """Seconds since this coordinator first saw this round in this status."""
     since_lost: float
     """Seconds since this coordinator last found a node missing; `since_status` where none was."""
+    since_waiting: float = 0.0
+    """Seconds for which nodes have waited while the round is final."""
+    since_saved: float = float("inf")
+    """Seconds since a checkpoint was complete; infinite where no member has told of one."""
+    is_saving: bool = False
+    """Whether a member is writing one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +99,8 @@ class Proposal:
     reason: str
     left: Mapping[int, str] = field(default_factory=dict)
     """Nodes that took themselves out, with their reason."""
+    replaced: Sequence[tuple[Member, Member]] = ()
+    """(gone, come): whose place is taken by whom."""
 
 
 def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
@@ -160,7 +169,8 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     enough = len(present) >= settings.min_nodes
     last_call_over = view.since_status >= settings.last_call_timeout
     timed_out = view.since_status >= settings.timeout
-    complete = not stopping and (not awaited or len(present) >= settings.max_nodes or last_call_over)
+    is_full = _first_choice(view, present) >= settings.max_nodes
+    complete = not stopping and (not awaited or is_full or last_call_over)
     if enough and (complete or timed_out):
         return _freeze(view, settings, settle, present, away, awaited)
     if not settings.give_up:
@@ -200,6 +210,9 @@ def _freeze(
             record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
         )
     members = assign_ranks(record.members, present, max_nodes=settings.max_nodes)
+    replaced = replacements(record.members, members)
+    taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
+    places = min(len(record.members) + record.vacant, settings.max_nodes)
     without = ", ".join(_name_and_why(node, view) for node in sorted(awaited | away))
     missing = f"; without {without}" if without else ""
     return Proposal(
@@ -209,11 +222,19 @@ def _freeze(
             members=members,
             restarts_used=(0 if settlement.refills else record.restarts_used) + (1 if settlement.counts else 0),
             waiting=0,
+            vacant=max(0, places - len(members)),
             lost=tuple(sorted(away | awaited)),
             memory=settlement.memory,
         ),
-        reason=(settlement.reason or record.reason) + missing,
+        reason=(settlement.reason or record.reason) + taken + missing,
+        replaced=replaced,
     )
+
+
+def _first_choice(view: View, present: Sequence[Member]) -> int:
+    """How many of those who are here need not wait for others to come: all but spares that have no place yet."""
+    seated = {member.node for member in view.record.members}
+    return sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
 
 
 def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
@@ -249,17 +270,37 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
         return _reopen(record, "a member asked for a new round", lost={})
-    waiting = [uid for uid in view.joined if uid not in view.dead and node_of(uid) not in view.gone]
-    if waiting and not view.done and len(record.members) < settings.max_nodes:
-        nodes = sorted({node_of(uid) for uid in waiting})
-        return _reopen(record, f"{', '.join(_name(node, view) for node in nodes)} came", lost={})
+    waiting = {
+        uid: info
+        for uid, info in view.joined.items()
+        if uid not in view.dead and uid not in view.leaving and info.node not in view.gone
+    }
+    growth = _growth(view, settings, waiting.values())
+    said = f"{', '.join(_name(node, view) for node in sorted({info.node for info in waiting.values()}))} {growth.why}"
+    if growth.takes_in and not view.done:
+        return _reopen(record, said, lost={})
     if len(waiting) != record.waiting:
         return Proposal(
             event=RoundEvent.ANNOUNCE,
             record=record.successor(status=next_status(record.status, RoundEvent.ANNOUNCE), waiting=len(waiting)),
-            reason=f"{len(waiting)} nodes wait",
+            reason=said if waiting else "no node waits any more",
         )
     return None
+
+
+def _growth(view: View, settings: RendezvousSettings, waiting: Collection[NodeInfo]) -> Growth:
+    spares = sum(info.spare for info in waiting)
+    facts = GrowthFacts(
+        newcomers=len(waiting) - spares,
+        spares=spares,
+        free=settings.max_nodes - len(view.record.members),
+        vacant=view.record.vacant,
+        since_final=view.since_status,
+        since_waiting=view.since_waiting,
+        since_saved=view.since_saved,
+        is_saving=view.is_saving,
+    )
+    return decide_growth(facts, settings.grow, patience=settings.grow_patience, answer=settings.suspect_answer)
 
 
 def _newest_per_node(view: View) -> list[Member]:
@@ -288,7 +329,10 @@ def _lost_members(view: View) -> dict[int, str]:
 
 
 def _name(node: int, view: View) -> str:
-    return view.names.get(node, f"node {node}")
+    if node in view.names:
+        return view.names[node]
+    # One that left before it was in has said no more than that.
+    return next((host_of(uid) for uid in view.leaving if node_of(uid) == node), f"node {node}")
 
 
 def _left(view: View) -> dict[int, str]:

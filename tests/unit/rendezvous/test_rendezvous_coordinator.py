@@ -412,7 +412,8 @@ def test_a_frozen_round_opens_again(what: str, seen: View, lost: dict[int, str] 
     assert proposal.record.lost == tuple(lost)
     assert proposal.record.members == FROZEN.members, "in the slots that they are to keep"
     for node, why in lost.items():
-        assert f"{NAMES[node]} {why}" in proposal.reason
+        name = "n0" if "left" in why else NAMES[node]  # its uid says so, whatever else is known
+        assert f"{name} {why}" in proposal.reason
     assert proposal.record.reason == proposal.reason
 
 
@@ -490,7 +491,7 @@ def test_a_failure_and_a_loss_at_once_are_both_noted() -> None:
     ("what", "seen", "lost", "reason"),
     [
         ("died", view(FINAL, dead=frozenset([uid(2)])), (2,), "node 2 stopped its heartbeat"),
-        ("leaves", view(FINAL, leaving={uid(2): "no GPU"}), (2,), "node 2 left: no GPU"),
+        ("leaves", view(FINAL, leaving={uid(2): "no GPU"}), (2,), "n2 left: no GPU"),
         ("given up", view(FINAL, gone=frozenset([2])), (2,), "node 2 has no agent any more"),
         ("a new agent", view(FINAL, joined=[uid(2, 2)]), (), "node 2 has a new agent"),
         (

@@ -1,0 +1,140 @@
+"""What is measured of a node's memory, disks and run directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent import health_facts
+from hpc_elastic.agent.health import RoomFacts
+from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure_shared
+from hpc_elastic.clock import SystemClock
+from tests.rigs.fake_clock import FakeClock
+
+MIB = 1 << 20
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def proc_tree(top: Path, *, v2: bool) -> tuple[str, Path]:
+    """A procfs with one memory cgroup, job/step, 1 GiB available; the cgroups' mount point."""
+    mount = top / "cgroup"
+    kind, path = ("cgroup2", "0::/job/step") if v2 else ("cgroup", "4:memory:/job/step")
+    write(top / "proc/self/cgroup", path + "\n")
+    options = "rw" if v2 else "rw,memory"
+    write(top / "proc/self/mountinfo", f"30 20 0:26 / {mount} rw - {kind} none {options}\n")
+    write(top / "proc/meminfo", "MemTotal:  8388608 kB\nMemFree: 100 kB\nMemAvailable:  1048576 kB\n")
+    return str(top / "proc"), mount
+
+
+def test_without_limits_it_is_what_the_node_has(tmp_path: Path) -> None:
+    proc, mount = proc_tree(tmp_path, v2=True)
+    write(mount / "job/step/memory.max", "max\n")
+    write(mount / "job/step/memory.current", "5000\n")
+    facts = measure_memory(proc)
+    assert facts is not None
+    assert (facts.free, facts.limited_by) == (1 << 30, "")
+    assert measure_memory(str(tmp_path / "nothing")) is None
+
+
+def test_the_job_s_own_limit_counts_and_what_is_kept_of_files_does_not(tmp_path: Path) -> None:
+    proc, mount = proc_tree(tmp_path, v2=True)
+    write(mount / "job/step/memory.max", "max\n")
+    write(mount / "job/memory.max", f"{512 * MIB}\n")
+    write(mount / "job/memory.current", f"{500 * MIB}\n")
+    write(mount / "job/memory.stat", f"anon 1\ninactive_file {300 * MIB}\nactive_file {100 * MIB}\n")
+    facts = measure_memory(proc)
+    assert facts is not None
+    assert (facts.free, facts.limited_by) == (412 * MIB, "the cgroup's limit of 512.0 MiB")
+
+
+def test_version_1_has_other_names_and_a_number_for_no_limit(tmp_path: Path) -> None:
+    proc, mount = proc_tree(tmp_path, v2=False)
+    write(mount / "job/step/memory.limit_in_bytes", "9223372036854771712\n")
+    write(mount / "job/step/memory.usage_in_bytes", "1\n")
+    write(mount / "job/memory.limit_in_bytes", f"{100 * MIB}\n")
+    write(mount / "job/memory.usage_in_bytes", f"{200 * MIB}\n")
+    write(mount / "job/memory.stat", f"inactive_file 7\ntotal_inactive_file {110 * MIB}\n")
+    facts = measure_memory(proc)
+    assert facts is not None
+    assert facts.free == 10 * MIB
+    write(mount / "job/memory.stat", "")
+    facts = measure_memory(proc)
+    assert facts is not None
+    assert facts.free == 0
+
+
+def test_room_on_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = measure_room(str(tmp_path))
+    real = os.statvfs(tmp_path)
+    assert abs(here.free - real.f_bavail * real.f_frsize) < 1 << 30
+    assert here.error == ""
+    assert measure_room(str(tmp_path / "missing")).free > 1 << 50, "a TMPDIR that is not there is full of nothing"
+
+    def counts_no_inodes(path: str) -> Any:
+        return SimpleNamespace(f_bavail=3, f_frsize=4096, f_files=0, f_favail=0)
+
+    monkeypatch.setattr(os, "statvfs", counts_no_inodes)
+    assert measure_room("/x") == RoomFacts(path="/x", free=12288, has_inodes=True)
+
+    def dead(path: str) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "statvfs", dead)
+    assert measure_room("/x") == RoomFacts(path="/x", error="Input/output error")
+
+
+def test_a_run_directory_takes_a_file_and_gives_it_back(tmp_path: Path) -> None:
+    path = tmp_path / "attempt-000/health/node-0"
+    path.parent.parent.mkdir(mode=0o700)
+    for _ in range(2):
+        facts = measure_shared(path, SystemClock())
+        assert (facts.error, facts.is_full) == ("", False)
+        assert facts.clock is not None
+        assert -2.0 < facts.clock.least <= facts.clock.most < 2.0, "it is this host's own clock"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_the_server_s_clock_shows(tmp_path: Path) -> None:
+    path = tmp_path / "health" / "node-0"
+    clock = FakeClock()
+    facts = measure_shared(path, clock)
+    assert facts.clock is not None
+    wanted = path.stat().st_mtime - clock.time_ns() / 1e9
+    assert facts.clock.least == pytest.approx(wanted, abs=0.01)
+
+
+def test_a_run_directory_that_is_gone_is_the_store_s_to_tell(tmp_path: Path) -> None:
+    assert measure_shared(tmp_path / "gone/health/node-0", SystemClock()).error == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False), (errno.ESTALE, False)]
+)
+def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_full: bool) -> None:
+    def refuse(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    facts = measure_shared(tmp_path / "health" / "node-0", SystemClock())
+    assert (facts.error, facts.is_full) == (os.strerror(code), is_full)
+
+
+def test_what_is_read_back_must_be_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_facts.os, "pread", lambda fd, count, offset: b"\0" * 32)
+    facts = measure_shared(tmp_path / "health" / "node-0", SystemClock())
+    assert facts.error == "what was written is not what is read back"
+
+
+def test_a_folder_that_somebody_planted_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "health").symlink_to(tmp_path / "elsewhere")
+    assert "symbolic link" in measure_shared(tmp_path / "health" / "node-0", SystemClock()).error
