@@ -1,0 +1,174 @@
+"""Checks that hang or come late: each is bounded, none holds up the agent's loop, and what was started is ended."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent import health_checks
+from hpc_elastic.agent.health import Check, HealthPlan, HealthVerdict, RoomFacts, SharedFacts
+from hpc_elastic.agent.health_checks import TOKEN_VARIABLE, HealthChecks, HealthSite
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.processes import tree
+from hpc_elastic.processes.spawn import Inherited
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def answers() -> Iterator[threading.Event]:
+    """Set at the end: what hangs in a test hangs no longer."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def make(tmp_path: Path, command: str = "", *, seconds: float = 10.0, **limits: float) -> HealthChecks:
+    site = HealthSite(
+        environ={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=str(tmp_path),
+        probe=tmp_path / "health" / "node-0",
+        inherited=Inherited(umask=0o022, core_limit=(0, 0), subreaper=False),
+    )
+    plan = HealthPlan(
+        limits={Check(name): limit for name, limit in limits.items()},
+        command=("sh", "-c", command) if command else (),
+        command_seconds=seconds,
+    )
+    return HealthChecks(plan, site, clock=SystemClock())
+
+
+def answer(checks: HealthChecks, last_round: int = -1) -> HealthVerdict:
+    began = time.monotonic()
+    checks.begin(last_round)
+    assert time.monotonic() - began < 2.0, "nothing is waited for"
+    checks.wait(PATIENCE)
+    verdict = checks.take()
+    assert verdict is not None
+    assert checks.take() is None
+    return verdict
+
+
+def marked() -> list[tree.Proc]:
+    found = tree.own_processes_where(lambda _, environ: environ.get(TOKEN_VARIABLE) is not None)
+    return [proc for proc in found if not proc.is_dead]
+
+
+def test_a_dead_mount_is_a_reason_and_the_others_answers_are_kept(
+    tmp_path: Path, answers: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hang(path: Path, clock: object) -> SharedFacts:
+        answers.wait(PATIENCE)
+        return SharedFacts(path=str(path))
+
+    monkeypatch.setattr(health_checks, "measure_shared", hang)
+    checks = make(tmp_path, shared=0.3, tmp=1)
+    verdict = answer(checks)
+    where = f"the run directory's filesystem ({tmp_path / 'health'})"
+    assert verdict.reason == f"health check failed: {where} has not answered for 0.3 s"
+    assert verdict.checks == ("shared",)
+    checks.close()
+    assert checks.is_stuck
+    answers.set()
+    deadline = time.monotonic() + PATIENCE
+    while checks.is_stuck and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not checks.is_stuck
+
+
+def test_a_clock_that_can_t_be_compared_is_no_reason(
+    tmp_path: Path, answers: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_checks, "CHECK_SECONDS", 0.2)
+
+    def hang(path: Path, clock: object) -> SharedFacts:
+        answers.wait(PATIENCE)
+        return SharedFacts(path=str(path))
+
+    monkeypatch.setattr(health_checks, "measure_shared", hang)
+    assert answer(make(tmp_path, clock=60)).is_healthy
+
+
+def test_a_lack_that_passes_is_looked_at_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_checks, "AGAIN_SECONDS", 0.05)
+    looks: list[str] = []
+
+    def room(path: str) -> RoomFacts:
+        looks.append(path)
+        return RoomFacts(path=path, free=0 if len(looks) == 1 else 100)
+
+    monkeypatch.setattr(health_checks, "measure_room", room)
+    assert answer(make(tmp_path, tmp=50)).is_healthy
+    assert looks == [str(tmp_path)] * 2
+    looks.clear()
+    assert not answer(make(tmp_path, tmp=500)).is_healthy
+
+
+def test_a_defect_of_a_check_is_no_fault_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: str) -> RoomFacts:
+        raise RuntimeError("oops")
+
+    monkeypatch.setattr(health_checks, "measure_room", broken)
+    verdict = answer(make(tmp_path, tmp=50))
+    assert verdict.is_healthy
+    assert "oops" in verdict.warnings["tmp"]
+
+
+def test_a_warning_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        health_checks, "measure_shared", lambda path, clock: SharedFacts(path="/s", error="full", is_full=True)
+    )
+    checks = make(tmp_path, shared=5)
+    assert answer(checks).warnings == {"shared": "/s is full: full"}
+    assert answer(checks).warnings == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("true", ""),
+        ("echo first >&2; printf 'a\\033[31m b \\n\\n' >&2; exit 1", "a?[31m b"),
+        ("exit 7", "sh ended with exit code 7"),
+        ("kill -SEGV $$", "sh ended with signal 11"),
+        ("yes fine | head -c 3000000; echo the end >&2; exit 1", "the end"),
+    ],
+)
+def test_a_script_s_answer(tmp_path: Path, command: str, reason: str) -> None:
+    verdict = answer(make(tmp_path, command))
+    assert verdict.reason == (f"health check failed: {reason}" if reason else "")
+
+
+def test_a_script_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
+    checks = make(tmp_path)
+    checks._plan = HealthPlan(command=("/no/such/check",))
+    assert "/no/such/check" in answer(checks).reason
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_nothing_that_a_script_started_outlives_it(tmp_path: Path, ends: bool) -> None:
+    daemon = "(setsid sh -c 'trap \"\" TERM HUP; echo $$ > daemon; sleep 1000' &)"
+    wait = "while [ ! -s daemon ]; do sleep 0.01; done"
+    checks = make(tmp_path, f"sleep 1000 & {daemon}; {wait}; {'exit 0' if ends else 'sleep 1000'}", seconds=2.0)
+    verdict = answer(checks)
+    assert verdict.is_healthy is ends
+    checks.close()
+    assert int((tmp_path / "daemon").read_text()) > 0
+    assert marked() == []
+    assert checks.pids == frozenset()
+
+
+def test_close_ends_what_runs(tmp_path: Path) -> None:
+    checks = make(tmp_path, "echo > started; sleep 1000", seconds=1000)
+    checks.begin(0)
+    assert len(checks.pids) == 1
+    deadline = time.monotonic() + PATIENCE
+    while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    checks.close()
+    assert marked() == []
+    assert checks.take() is None
