@@ -8,16 +8,16 @@ the job log is read it would draw over another rank's lines.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-_ESCAPE = re.compile(
-    rb"\x1b(?:\[[0-?]*[ -/]*[@-~]?"  # CSI: colours, cursor, erasing
+_NO_COLOUR = re.compile(
+    rb"\x1b(?!\[[0-9;:]*m)(?:"
+    rb"\[[0-?]*[ -/]*[@-~]?"  # CSI: cursor, erasing, modes
     rb"|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC and the like: titles, links
     rb"|[ -/]*[0-~])?"  # two or three bytes; or the beginning of none
 )
-_COLOUR = re.compile(rb"\x1b\[[0-9;:]*m\Z")
+_OPEN_COLOUR = re.compile(rb"(\x1b\[(?!0*m)[0-9;:]*m[^\x1b\n]*)\n")
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
-_RESETS = re.compile(rb"\x1b\[(?:[0-9;:]*;)?0*m\Z")
-_RESET = b"\x1b[0m"
 _NOISE = bytes([*range(8), *range(11, 13), *range(14, 27), *range(28, 32), 127])
 _STEERING = (b"\x1b", b"\b", b"\a", b"\x0e")
 """What makes a closer look necessary."""
@@ -33,7 +33,11 @@ def readable(lines: bytes) -> bytes:
     """
     if not any(byte in lines for byte in _STEERING):
         return lines
-    return b"".join(_line(line) + b"\n" for line in lines[:-1].split(b"\n"))
+    if b"\x1b" in lines:
+        lines = _OPEN_COLOUR.sub(b"\\1\x1b[0m\n", b"".join(map(_without_steering, _slices(lines))))
+    if b"\b" in lines:
+        lines = b"\n".join(map(_rubbed_out, lines.split(b"\n")))
+    return lines.translate(None, _NOISE)
 
 
 def unfinished(text: bytes) -> int:
@@ -57,40 +61,25 @@ def unfinished(text: bytes) -> int:
     return 0
 
 
-def _line(line: bytes) -> bytes:
-    if b"\x1b" in line:
-        line = _without_escapes(line)
-    if b"\b" in line:
-        line = _rubbed_out(line)
-    return line.translate(None, _NOISE)
+def _without_steering(text: bytes) -> bytes:
+    return _NO_COLOUR.sub(b"", text)
 
 
-def _without_escapes(line: bytes) -> bytes:
-    last = b""
-
-    def keep(match: re.Match[bytes]) -> bytes:
-        nonlocal last
-        if not _COLOUR.match(match[0]):
-            return b""
-        last = match[0]
-        return last
-
-    parts = []
+def _slices(text: bytes) -> Iterator[bytes]:
+    """`text` in pieces that end no sequence: nothing but escapes would take a hundred times its size for a moment."""
     start = 0
-    while start < len(line):
-        # In slices: a line of nothing but escapes would take a hundred times its size for a moment.
-        end = min(len(line), start + _SLICE)
-        if end < len(line):
-            end -= unfinished(line[start:end])
-        parts.append(_ESCAPE.sub(keep, line[start:end]))
+    while start < len(text):
+        end = start + _SLICE
+        if end < len(text):
+            end = text.rfind(b"\n", start, end) + 1 or end - unfinished(text[start:end])
+        yield text[start:end]
         start = end
-    if last and not _RESETS.match(last):
-        parts.append(_RESET)
-    return b"".join(parts)
 
 
 def _rubbed_out(line: bytes) -> bytes:
-    """`line` with the characters gone that a backspace went back over (a spinner's)."""
+    """`line` with the characters gone that a backspace went back over (a spinner's); not where there are colours."""
+    if b"\b" not in line or b"\x1b" in line:
+        return line
     first, *rest = line.split(b"\b")
     drawn = bytearray(first)
     for piece in rest:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -136,7 +135,7 @@ def _agent(case: Case, folder: Path) -> Cost:
     limit = PieceLimit(size=4 << 20, count=3) if case.rotated else None
     pump = LogPump(host="node0", clock=clock, job_log=log, limit=limit)
     code = _PRODUCER.format(line=case.line, total=_MB * 1_000_000)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory = _peak_mib()
     workers = []
     before, began = time.process_time(), time.monotonic()
     for rank in range(WORKERS):
@@ -164,8 +163,14 @@ def _agent(case: Case, folder: Path) -> Cost:
         title=case.title,
         cpu_per_gb=cpu / total * 1e9,
         mb_per_s=total / seconds / 1e6,
-        grown_mib=(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) / 1024,
+        grown_mib=_peak_mib() - memory,
     )
+
+
+def _peak_mib() -> float:
+    """Not ru_maxrss, which begins with that of who started this process."""
+    with open("/proc/self/status") as file:
+        return int(file.read().partition("VmHWM:")[2].split()[0]) / 1024
 
 
 if __name__ == "__main__":

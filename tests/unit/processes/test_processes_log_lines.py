@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hpc_elastic.processes import ansi
 from hpc_elastic.processes.ansi import readable, unfinished
 from hpc_elastic.processes.log_lines import LONGEST_PARTIAL, LineSplitter, with_prefix
 
@@ -179,3 +182,29 @@ def test_endless_line_with_carriage_returns_is_not_quadratic() -> None:
 def test_prefix_before_every_line(lines: list[bytes]) -> None:
     text = b"".join(line + b"\n" for line in lines)
     assert with_prefix(text, b"[h:0] ") == b"".join(b"[h:0] " + line + b"\n" for line in lines)
+
+
+@given(
+    st.lists(
+        st.sampled_from(
+            [b"\x1b", b"[", b"31", b"m", b"K", b"]0;t", b"\a", b"\\", b"\n", b"a", b"\b", "é".encode(), b"\x1b[0m"]
+        )
+    ),
+    st.integers(1, 9),
+)
+def test_whatever_is_put_together_leaves_only_colours_that_end_with_their_line(parts: list[bytes], slice_: int) -> None:
+    whole = b"".join(parts) + b"\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ansi, "_SLICE", 300 * slice_)
+        told = readable(whole)
+    assert told.count(b"\n") == whole.count(b"\n")
+    for line in told.split(b"\n"):
+        colours = re.findall(rb"\x1b\[([0-9;:]*)m", line)
+        assert line.count(b"\x1b") == len(colours)
+        assert not colours or colours[-1] in (b"", b"0")
+    assert readable(told) == told
+
+
+def test_slices_of_a_long_line_cut_no_sequence() -> None:
+    text = (b"\x1b[1;31mred\x1b[K" + "é".encode()) * 20_000 + b"\n"
+    assert readable(text) == (b"\x1b[1;31mred" + "é".encode()) * 20_000 + b"\x1b[0m\n"
