@@ -17,6 +17,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 logger = logging.getLogger(__name__)
 
 _STACK_GROUPS = 50
+_PLACES = (("host", "node"), ("replaces_host", "replaces_node"))
 
 
 def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
@@ -31,6 +32,9 @@ def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *
         logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
     elif event == "node_left":
         logger.warning("node %s left: %s", fields.get("host") or fields.get("node"), fields.get("reason"))
+    elif event == "node_replaced":
+        come, gone = (fields.get(host) or fields.get(node) for host, node in _PLACES)
+        logger.warning("%s took the place of %s (node %s of the round)", come, gone, fields.get("group_rank"))
     elif event == "round_frozen" and str(fields.get("reason")).startswith("restart"):
         logger.info("%s", fields.get("reason"))  # "restart 1 of 3 (2 left) after: …"
 

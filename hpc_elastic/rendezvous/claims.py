@@ -27,6 +27,10 @@ class ClaimKind(str, Enum):
     """All its workers ended with 0."""
     LEAVE = "leave"
     """It takes itself out."""
+    SAVING = "saving"
+    """While nodes wait: workers of it are writing a checkpoint. Has a serial, as what follows."""
+    SAVED = "saved"
+    """While nodes wait: its last checkpoint is complete, for so long."""
 
 
 Claims = Mapping[str, Sequence[str]]
@@ -37,8 +41,10 @@ def claim_folder(round_index: int) -> str:
     return f"round/{round_index:06d}"
 
 
-def claim_key(round_index: int, kind: ClaimKind, uid: str) -> str:
-    return f"{claim_folder(round_index)}/{kind.value}+{uid}"
+def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") -> str:
+    """Where a claim is; `serial` tells those apart that a node makes several times in a round."""
+    word = f"{kind.value}.{serial}" if serial else kind.value
+    return f"{claim_folder(round_index)}/{word}+{uid}"
 
 
 def read_claims(store: Store, round_index: int) -> Claims:

@@ -6,6 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from hpc_elastic.rendezvous.coordinator import Proposal
+from hpc_elastic.rendezvous.life_signs import LifeSigns
+from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import Member, RoundRecord
 from hpc_elastic.rendezvous.transitions import RoundEvent
 
@@ -35,6 +37,37 @@ def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     if proposal.event is RoundEvent.FREEZE:
         fields["nodes"] = [m.node for m in record.members]
     return EVENT_NAMES[proposal.event], fields
+
+
+def consequences(
+    before: RoundRecord, proposal: Proposal, peers: Peers, life: LifeSigns
+) -> list[tuple[str, dict[str, Any]]]:
+    """What a committed decision means for single nodes: who is lost, who left, and who took whose place.
+
+    Args:
+        before: The record that it followed.
+        proposal: What was committed.
+        peers: Knows the hosts' names.
+        life: Knows who was silent for how long.
+    """
+
+    def host(member: Member | None) -> str:
+        known = peers.get(member.uid) if member is not None else None
+        return known.host if known else ""
+
+    record = proposal.record
+    events: list[tuple[str, dict[str, Any]]] = []
+    for node, member in newly_lost(before, record):
+        fields: dict[str, Any] = {"round": before.round, "node": node, "host": host(member)}
+        if node in proposal.left:
+            events.append(("node_left", {**fields, "reason": proposal.left[node]}))
+            continue
+        age = round(life.unchanged(member.uid), 3) if member is not None else None
+        events.append(("node_lost", {**fields, "age": age}))
+    for gone, come in proposal.replaced:
+        fields = {"round": record.round, "group_rank": record.rank(come.uid), "node": come.node, "host": host(come)}
+        events.append(("node_replaced", {**fields, "replaces_node": gone.node, "replaces_host": host(gone)}))
+    return events
 
 
 def newly_lost(before: RoundRecord, after: RoundRecord) -> list[tuple[int, Member | None]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from hpc_elastic.rendezvous.claims import Claims, FailureReader, LeaveReader, claim_folder, read_claims, read_confirmed
 from hpc_elastic.rendezvous.coordinator import View
+from hpc_elastic.rendezvous.growth_signs import GrowthSigns
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -29,6 +30,7 @@ class Lookout:
         self._life = life
         self._failures = FailureReader(store)
         self._leaving = LeaveReader(store)
+        self._growth = GrowthSigns(store)
         self._dead: frozenset[str] = frozenset()
         self._status_since = life.mark
         self._lost_since = life.mark
@@ -49,6 +51,7 @@ class Lookout:
         """This process was, for so long: that is nobody's fault."""
         self._status_since += seconds
         self._lost_since += seconds
+        self._growth.held_up(seconds)
 
     def prepare(self, round_index: int) -> None:
         """Make the folders that are going to be looked into."""
@@ -74,6 +77,8 @@ class Lookout:
         if dead - self._dead:
             self._lost_since = self._life.mark
         self._dead = dead
+        if record.status is Status.FINAL:
+            self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._life.mark)
         return View(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
@@ -84,8 +89,11 @@ class Lookout:
             gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
             dead=dead,
             silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),
-            answered=self._life.answered(record.suspects),
+            answered=self._life.answered(record.suspects) | {self._uid},
             names=self._peers.names(),
             since_status=self._life.mark - self._status_since,
             since_lost=self._life.mark - self._lost_since,
+            since_waiting=self._growth.since_waiting,
+            since_saved=self._growth.since_saved,
+            is_saving=self._growth.is_saving,
         )

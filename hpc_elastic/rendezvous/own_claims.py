@@ -25,9 +25,9 @@ class OwnClaims:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, round_index: int, kind: ClaimKind, value: Mapping[str, Any]) -> None:
+    def add(self, round_index: int, kind: ClaimKind, value: Mapping[str, Any], *, serial: str = "") -> None:
         """Say something about a round."""
-        key = claim_key(round_index, kind, self._uid)
+        key = claim_key(round_index, kind, self._uid, serial=serial)
         self.add_key(key, json.dumps(value, separators=(",", ":")))
 
     def add_key(self, key: str, value: str) -> None:

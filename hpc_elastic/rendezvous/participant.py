@@ -22,7 +22,7 @@ from hpc_elastic.rendezvous.coordinator import (
     next_proposal,
     rests_on_absence,
 )
-from hpc_elastic.rendezvous.decision_events import newly_lost, told
+from hpc_elastic.rendezvous.decision_events import consequences, told
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
@@ -147,6 +147,17 @@ class Participant:
     def report_done(self, round_index: int) -> None:
         """All workers of this node ended with 0."""
         self._claims.add(round_index, ClaimKind.DONE, {})
+
+    def report_saving(self, round_index: int, serial: int) -> None:
+        """While nodes wait: workers of this node are writing a checkpoint."""
+        self._claims.add(round_index, ClaimKind.SAVING, {}, serial=str(serial))
+
+    def report_saved(self, round_index: int, serial: int, age: float) -> None:
+        """While nodes wait: the last checkpoint of this node's workers has been complete for `age` seconds.
+
+        A word with a serial can't be taken back: in a round, each has one of its own.
+        """
+        self._claims.add(round_index, ClaimKind.SAVED, {"age": round(age, 3)}, serial=str(serial))
 
     def leave(self, round_index: int, reason: str) -> None:
         """This node takes itself out."""
@@ -490,15 +501,8 @@ class Participant:
         before = self._record
         name, fields = told(proposal)
         if self._append(record, name, fields) and before is not None:
-            for node, member in newly_lost(before, record):
-                known = self._peers.get(member.uid) if member is not None else None
-                host = known.host if known else ""
-                if node in proposal.left:
-                    left = {"round": before.round, "node": node, "host": host, "reason": proposal.left[node]}
-                    self._listener.on_event("node_left", left)
-                    continue
-                age = round(self._life.unchanged(member.uid), 3) if member is not None else None
-                self._listener.on_event("node_lost", {"round": before.round, "node": node, "host": host, "age": age})
+            for event in consequences(before, proposal, self._peers, self._life):
+                self._listener.on_event(*event)
             if record.number % 16 == 0:
                 self._log.compact()
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.rendezvous.growth import GrowPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,10 @@ class RendezvousSettings:
     """From the start of waiting to a final round."""
     last_call_timeout: float = 30.0
     """With MIN nodes here: how long nodes that were launched, and never seen, are still waited for."""
+    grow: GrowPolicy = GrowPolicy.NOW
+    """When a healthy round that is smaller than MAX is ended to take a node in that waits."""
+    grow_patience: float = 300.0
+    """After so long without a checkpoint that the script reports, CHECKPOINT waits for none."""
     give_up: bool = True
     """Whether the run is closed for all where too few nodes are left; off: each one waits out its own timeout."""
     heartbeat_interval: float = 4.0
@@ -54,7 +59,7 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
         UsageError: an unknown key, or a value that is no number; it is named.
     """
     allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
-    allowed |= {"beat_interval", "beat_silence", "suspect_answer", "operations_per_second"}
+    allowed |= {"beat_interval", "beat_silence", "suspect_answer", "operations_per_second", "grow_patience"}
     known = {f.name for f in fields(RendezvousSettings)} & allowed
     changes: dict[str, float | bool] = {}
     for key, text in conf.items():

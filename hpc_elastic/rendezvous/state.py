@@ -119,6 +119,8 @@ class RoundRecord:
     """Rounds of this attempt that followed a worker's failure."""
     waiting: int = 0
     """Nodes that wait while the round is final."""
+    vacant: int = 0
+    """Places of lost members that nobody has taken since."""
     lost: tuple[int, ...] = ()
     """Node indexes whose agent stopped its heartbeat, until a new agent comes from there."""
     suspects: tuple[str, ...] = ()
@@ -152,6 +154,7 @@ class RoundRecord:
             "bell": list(self.bell),
             "restarts": self.restarts_used,
             "waiting": self.waiting,
+            **({"vacant": self.vacant} if self.vacant else {}),
             "lost": list(self.lost),
             "suspects": list(self.suspects),
             "reason": self.reason,
@@ -235,6 +238,7 @@ def decode_record(
             bell=tuple(str(part) for part in value["bell"]),
             restarts_used=int(value["restarts"]),
             waiting=int(value["waiting"]),
+            vacant=int(value.get("vacant", 0)),
             lost=tuple(int(node) for node in value["lost"]),
             suspects=tuple(str(uid) for uid in value["suspects"]),
             reason=str(value["reason"]),
@@ -261,6 +265,7 @@ class NodeInfo:
     port: int
     """The doorbell's."""
     spare: bool = False
+    """Submitted as one: it takes a lost node's place, and waits otherwise."""
 
     def to_json(self) -> dict[str, Any]:
         return {
