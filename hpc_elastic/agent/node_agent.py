@@ -474,6 +474,9 @@ class NodeAgent:
         ):
             self.hangs = True
             logger.warning("%s does not answer; leaving without it", c.run_dir)
+        for notice in c.coordination.take():
+            if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
+                tell_coordination(c.events, *notice, nodes=c.attempt.nodes)
         return code
 
     def _see_to_the_end(self) -> None:

@@ -159,6 +159,9 @@ class Script:
         self._said = said
         self._fd = fd
         self.steps: Iterator[Step] = iter(())
+        self.last_words: list[Any] = []
+        """What is there when the agent has ended its coordination."""
+        self._is_stopped = False
         self.end = "end_seen_to"
         """What the agent hears when it asks who sees to the rest of a closed run."""
 
@@ -169,12 +172,15 @@ class Script:
         pass
 
     def stop(self, *, within: float) -> bool:
+        self._is_stopped = True
         return True
 
     def ask(self, command: Callable[[Any], None]) -> None:
         command(self._said)
 
     def take(self) -> list[Any]:
+        if self._is_stopped:
+            return self.last_words
         step = next(self.steps, None)
         if step is None and self._said.all("see_to_the_end"):
             return [(self.end, {"by": "somebody"})]
@@ -332,6 +338,14 @@ def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
     assert workers.environments[0]["MASTER_PORT"] == "29500"
     assert p.server.calls[:2] == ["bind", "serve"]
     assert p.server.calls[-1] == "close"
+
+
+def test_what_was_decided_while_it_left_is_told_too(play: Callable[..., Play]) -> None:
+    p = play()
+    p.script.last_words = [("closed", {"round": 0, "reason": "SIGTERM on n0"}), closed()]
+    p.signals.append(signal.SIGTERM)
+    assert p.run([START]) == 128 + signal.SIGTERM
+    assert p.event("closed")["reason"] == "SIGTERM on n0"
 
 
 def test_who_is_not_the_first_confirms_without_a_port(play: Callable[..., Play]) -> None:
