@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from hpc_elastic.agent.crash import CrashGuard
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.local_workers import Place, Pump
@@ -54,5 +55,7 @@ class AgentContext:
     """Reads the workers' heartbeats."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Says whether this node may join a round."""
+    crash: CrashGuard = field(default_factory=CrashGuard)
+    """Sees when a thread of the agent's fails."""
     figures: RoundFigures | None = None
     """Measures rounds; None: to no sink."""

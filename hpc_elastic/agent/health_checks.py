@@ -6,6 +6,7 @@ processes, started from the agent's main thread and attended by a thread, and en
 
 from __future__ import annotations
 
+import _thread
 import os
 import secrets
 import select
@@ -243,7 +244,7 @@ class _Session:
         self._found: dict[str, list[Finding]] = {}
         self._cancelled = threading.Event()
         self._children: list[_Child] = []
-        self._threads: list[threading.Thread] = []
+        self._busy: set[str] = set()
         self.is_over = False
 
     @property
@@ -252,7 +253,7 @@ class _Session:
 
     @property
     def is_stuck(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
+        return bool(self._busy)
 
     def start(
         self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
@@ -291,11 +292,12 @@ class _Session:
         if not jobs:
             self._finish(HealthVerdict())
             return
+        # Not Thread.start: it would wait for ever for a thread that has no memory to begin (CPython 3.10 to 3.14), and
+        # the caller is the agent's loop. One that never begins is one that does not answer.
+        self._busy = {job.name for job in jobs}
         for job in jobs:
-            thread = threading.Thread(target=self._do, args=(job,), name=f"health-{job.name}", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-        threading.Thread(target=self._judge, args=(list(jobs),), name="health", daemon=True).start()
+            _thread.start_new_thread(self._do, (job,))
+        _thread.start_new_thread(self._judge, (list(jobs),))
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -311,6 +313,7 @@ class _Session:
             found = [Finding(check=job.name, warning=f"the health check {job.name} failed: {error!r}")]
         with self._changed:
             self._found[job.name] = found
+            self._busy.discard(job.name)
             self._changed.notify_all()
 
     def _judge(self, jobs: list[_Job]) -> None:

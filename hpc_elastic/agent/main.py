@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.crash import CrashGuard
 from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_health_command
@@ -141,6 +142,7 @@ def agent_main(argv: Sequence[str]) -> int:
     labels = {"host": host, "node": str(node), "run": spec.run_id}
     metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
     metrics = metrics_from_option(spec.metrics, labels=labels, post=metrics_files.post)
+    crash = CrashGuard()
     agent = NodeAgent(
         AgentContext(
             spec=spec,
@@ -165,6 +167,7 @@ def agent_main(argv: Sequence[str]) -> int:
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
             health=health,
+            crash=crash,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
             watch=HangWatch(
                 folder=folder,
@@ -177,7 +180,17 @@ def agent_main(argv: Sequence[str]) -> int:
             ),
         )
     )
-    code = agent.run()
+    crash.watch_threads(meeting.coordination.fail)
+    try:
+        code = agent.run()
+    except BaseException as error:
+        crash.end(
+            error,
+            events=events,
+            say=lambda line: job_log.say(f"[{host}] {line}"),
+            flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
+            pipes=pipes,
+        )
     if doorbell is not None:
         doorbell.log_rejections()
     is_clean = not agent.hangs and not health.is_stuck

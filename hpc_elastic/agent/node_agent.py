@@ -13,6 +13,7 @@ import selectors
 import signal
 
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import exit_code, falls_to_us, finish_attempt, leave_run
 from hpc_elastic.agent.local_workers import LocalWorkers, own_failure, sum_up
@@ -106,6 +107,8 @@ class NodeAgent:
             self._handle_workers()
             self._handle_heartbeats()
             self._handle_notices()
+            if self._failure is None:
+                c.crash.check()
             self._handle_health()
             self._handle_stop()
             self._handle_store()
@@ -158,7 +161,8 @@ class NodeAgent:
             else:
                 self._failure = notice
                 logger.error("%s", notice)
-                self._happens(Event.LEAVE, f"the store can't be used any more: {notice}")
+                ours = isinstance(notice, ThreadFailedError)
+                self._happens(Event.LEAVE, str(notice) if ours else f"the store can't be used any more: {notice}")
 
     def _handle_record(self, record: RoundRecord) -> None:
         if self._phase is Phase.ENDED:

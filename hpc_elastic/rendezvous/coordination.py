@@ -99,6 +99,13 @@ class Coordination:
             self._thread.join(within)
         return not self._thread.is_alive()
 
+    def fail(self, error: Exception) -> None:
+        """Hand `error` on as if it had ended the thread: something else has failed that a run can't do without.
+
+        For any thread. It goes on, for last words.
+        """
+        self._tell(error)
+
     def on_record(self, record: RoundRecord) -> None:
         self._tell(record)
 
@@ -191,7 +198,8 @@ class Coordination:
 
     def _beat(self, doorbell: Doorbell) -> None:
         """The beats' own thread: a filesystem that hangs makes no node silent."""
-        while not self._clock.wait(self._stop, self._beat_interval):
+        # Without the other thread the node only seems to live: then let the others find out.
+        while not self._clock.wait(self._stop, self._beat_interval) and self._thread.is_alive():
             plan = self._beats_due
             doorbell.beat(plan.heard, plan.about, hears=True)
             doorbell.beat(plan.unheard, plan.about, hears=False)
