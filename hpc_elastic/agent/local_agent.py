@@ -31,6 +31,7 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.file_thread import FileThread
+from hpc_elastic.log_pieces import PieceLimit
 from hpc_elastic.processes import linux, tree
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
@@ -63,6 +64,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         redirects: str = "0",
         tee: str = "0",
         local_ranks_filter: tuple[int, ...] | None = None,
+        log_limit: PieceLimit | None = None,
         shutdown_timeout: float = 30.0,
         env: Mapping[str, str] | None = None,
         exit_barrier_timeout: float = EXIT_BARRIER_SECONDS,
@@ -75,6 +77,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         redirects: ``3`` or ``0:3,1:1``: streams that stay out of stdout.
         tee: The same: streams that go there all the same.
         local_ranks_filter: Only these local ranks reach stdout; None: all.
+        log_limit: When the workers' output files are rotated; None: never.
         shutdown_timeout: Seconds from SIGTERM to SIGKILL.
         env: The workers' environment, beside their ranks; this process' own by default.
         exit_barrier_timeout: Seconds that this node waits for the others when its workers are done.
@@ -88,6 +91,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=exit_barrier_timeout, metrics=metrics, clock=clock)
         self._shown = _shown(redirects, tee, local_ranks_filter)
         self._local_clock = clock
+        self._log_limit = log_limit
         self._shutdown_timeout = shutdown_timeout
         self._env = dict(os.environ if env is None else env)
         self._env.pop("TORCHELASTIC_ERROR_FILE", None)  # the workers get their own
@@ -107,7 +111,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             raise UsageError("LocalElasticAgent.run must be called from the main thread: workers end with the thread")
         make_private_dir(self.log_dir)
         self._job_log = JobLog(1)
-        self._pump = LogPump(host=self._place.host, clock=self._local_clock, job_log=self._job_log)
+        host, clock = self._place.host, self._local_clock
+        self._pump = LogPump(host=host, clock=clock, job_log=self._job_log, limit=self._log_limit)
         was_subreaper = linux.is_child_subreaper()
         linux.set_child_subreaper()
         failed = True

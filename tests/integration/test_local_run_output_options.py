@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_elastic.log_pieces import find_pieces, piece_path
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes.std_streams import Std, parse_local_ranks, parse_std_streams, shown_in_job_log
-from tests.rigs.local_run import LocalRun
+from tests.rigs.local_run import ROOT, LocalRun
 
 WORKERS = 8
 
@@ -196,3 +196,26 @@ def test_a_job_log_that_is_not_read_until_the_run_is_over(tmp_path: Path) -> Non
 def _read_all(pipe: int, into: bytearray) -> None:
     while not into.endswith(b"END"):
         into += os.read(pipe, 1 << 20)
+
+
+def test_an_agent_used_from_python_rotates_too(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os\nfor _ in range(100): os.write(1, b'x' * 99 + b'\\n')\n")
+    program = """
+import sys
+from pathlib import Path
+from hpc_elastic.agent import LocalElasticAgent, WorkerSpec
+from hpc_elastic.log_pieces import PieceLimit
+from tests.integration.test_local_elastic_agent import handler_at
+
+folder = Path(sys.argv[1])
+spec = WorkerSpec("default", 1, str(folder / "train.py"), (), handler_at(folder / "rdzv"), max_restarts=0)
+LocalElasticAgent(spec, log_dir=folder / "logs", redirects="3", log_limit=PieceLimit(size=3000, count=3)).run()
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60, env=_with_path())
+    pieces = sorted(path.name for path in (tmp_path / "logs").rglob("stdout.log*"))
+    assert pieces == ["stdout.log", "stdout.log.000", "stdout.log.002"]
+
+
+def _with_path() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}

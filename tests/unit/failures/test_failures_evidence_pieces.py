@@ -1,0 +1,61 @@
+"""Evidence in a stderr.log that is rotated: the traceback may lie in the piece before, or across several."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.log_pieces import piece_path
+
+_TRACEBACK = """\
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 88, in <module>
+    main()
+ValueError: {}
+"""
+
+
+def _describe(folder: Path, pieces: list[str]) -> WorkerFailure:
+    path = folder / "stderr.log"
+    for number, text in enumerate(pieces[:-1]):
+        piece_path(path, number).write_text(text)
+    path.write_text(pieces[-1])
+    facts = ExitFacts(attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1)
+    return describe_failure(facts=facts, error_file=folder / "error.json", stderr_log=path)
+
+
+def _cut(text: str, *places: int) -> list[str]:
+    edges = [0, *places, len(text)]
+    return [text[a:b] for a, b in pairwise(edges)]
+
+
+@pytest.mark.parametrize("place", [0, 10, 60, 100, len(_TRACEBACK) - 1, len(_TRACEBACK)])
+def test_a_traceback_across_two_pieces(tmp_path: Path, place: int) -> None:
+    text = "warning\n" * 1000 + _TRACEBACK.format("boom")
+    failure = _describe(tmp_path, _cut(text, 8000 + place))
+    assert failure.source is EvidenceSource.STDERR
+    assert failure.exception_type == "ValueError"
+    assert failure.traceback.startswith("Traceback")
+    assert "boom" in failure.stderr_tail
+    assert "warning" in failure.stderr_tail
+
+
+def test_a_message_of_megabytes_over_many_pieces(tmp_path: Path) -> None:
+    text = "warning\n" * 1000 + _TRACEBACK.format("x" * 3_000_000)
+    size = 64 << 10
+    failure = _describe(tmp_path, _cut(text, *range(size, len(text), size)))
+    assert failure.source is EvidenceSource.STDERR
+    assert failure.exception_type == "ValueError"
+
+
+def test_a_traceback_before_a_gap_is_an_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    piece_path(path, 0).write_text(_TRACEBACK.format("long ago"))
+    piece_path(path, 9).write_text("warning\n" * 10)
+    failure = _describe(tmp_path, ["warning\n"])
+    assert failure.source is EvidenceSource.EXIT
+    assert "long ago" not in failure.stderr_tail
