@@ -15,10 +15,13 @@ def eight() -> Measured:
 
 
 def test_operations_of_a_round_at_eight_nodes(eight: Measured) -> None:
-    """Of all nodes and the supervisor, per node. A look too much of each node costs two, one more file three."""
-    assert eight.first_operations <= 40
+    """Of all nodes and the supervisor, per node. A look too much of each node costs two, one more file three.
+
+    While the coordinator is asked whether it lives, each node looks by itself, once a second.
+    """
+    assert eight.first_operations <= 43
     assert eight.next_operations <= 20.7
-    assert eight.lost_operations <= 75
+    assert eight.lost_operations <= 95
 
 
 def test_operations_while_workers_run_at_eight_nodes(eight: Measured) -> None:
