@@ -130,7 +130,8 @@ def _kill(pids: list[int]) -> None:
 def test_two_hundred_workers_on_one_node(tmp_path: Path, ending: str) -> None:
     """Started within the descriptors of a usual shell (1024), and all gone soon after one has failed."""
     stage = tmp_path / "stage"
-    script = f'trap "exit 0" TERM; test $(ulimit -n) = 1024 && touch {stage}/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; sleep 1000 & wait'
+    script = "trap 'exit 0' TERM; echo out; echo err >&2; "
+    script += f"test $(ulimit -n) = 1024 && touch {stage}/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; sleep 1000 & wait"
     run = LocalRun(
         tmp_path,
         "",
