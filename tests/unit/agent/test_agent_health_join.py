@@ -123,7 +123,11 @@ def test_one_that_is_unfit_after_a_failure_leaves_with_the_reason(p: Play, healt
 
 
 def test_an_answer_that_comes_when_the_run_is_closed_changes_nothing(p: Play, health: Health) -> None:
-    code = p.run([START], [closed(Outcome.FAILED)], health.say(WHY))
+    def both() -> list[object]:
+        health.say(WHY)()
+        return [closed(Outcome.FAILED)]
+
+    code = p.run([START], both)
     assert code == 1
     assert "health_check_failed" not in [name for name, _ in p.events]
 
