@@ -1,6 +1,7 @@
 """Fault-tolerant, elastic PyTorch training on Slurm.
 
-For a training script: `heartbeat` and `section`, which need no torch and cost nothing until they are used.
+For a training script: `heartbeat`, `section` and `checkpoint_done`, which need no torch and cost nothing until they
+are used.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_elastic.worker_heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_heartbeat import section as section
 
 __version__ = "0.1.0"
 
-_FROM = {"heartbeat": "hpc_elastic.worker_heartbeat", "section": "hpc_elastic.worker_heartbeat"}
+_FROM = dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_heartbeat")
 """What is imported when it is first used, and from where."""
 
 

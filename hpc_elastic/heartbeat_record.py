@@ -16,13 +16,15 @@ SETUP = "setup"
 """The section from the start to the first heartbeat."""
 STEP = "step"
 """The section of a heartbeat that names none."""
+CHECKPOINT = "checkpoint"
+"""The section whose end is a checkpoint that is complete."""
 NAME_LIMIT = 32
 """Characters of a section's name."""
 FILE_BYTES = 512
-MAGIC = b"hpc-elastic heartbeat 1\n"
+MAGIC = b"hpc-elastic heartbeat 2\n"
 NO_STEP = -1
 
-_BODY = struct.Struct("<Qqqqqq32s")
+_BODY = struct.Struct("<Qqqqqqqq32s")
 _CHECKSUM = struct.Struct("<Q")
 _AT = (128, 320)
 _LENGTH = _CHECKSUM.size + _BODY.size
@@ -44,6 +46,10 @@ class HeartbeatRecord:
     """How many times between two heartbeats in section ``step`` were measured."""
     longest_ns: int
     """The longest of them."""
+    checkpoints: int = 0
+    """How many were completed."""
+    saved_ns: int = 0
+    """When the last of them was, by the same clock."""
 
 
 def is_section_name(name: str) -> bool:
@@ -62,6 +68,8 @@ def write_record(
     section: bytes,
     intervals: int,
     longest_ns: int,
+    checkpoints: int = 0,
+    saved_ns: int = 0,
 ) -> None:
     """Write a record, over the older copy: `count` goes up by one with each call.
 
@@ -69,7 +77,7 @@ def write_record(
         buffer: The mapped file.
         count: As in `HeartbeatRecord`; the rest too, but `step` is `NO_STEP` where there is none, and `section` ASCII.
     """
-    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, section)
+    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, section)
     start = _AT[count & 1]
     # One store of the whole: no other thread of this process gets in between.
     buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
@@ -77,7 +85,7 @@ def write_record(
 
 def read_record(raw: bytes) -> HeartbeatRecord | None:
     """The newest whole record in the file's contents; None where there is none (yet)."""
-    newest: tuple[int, int, int, int, int, int, bytes] | None = None
+    newest: tuple[int, int, int, int, int, int, int, int, bytes] | None = None
     for start in _AT:
         body = raw[start + _CHECKSUM.size : start + _LENGTH]
         if len(body) != _BODY.size:
@@ -88,7 +96,7 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
             newest = found
     if newest is None:
         return None
-    count, at_ns, step, pid, intervals, longest_ns, section = newest
+    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, section = newest
     return HeartbeatRecord(
         count=count,
         at_ns=at_ns,
@@ -97,6 +105,8 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         section=section.rstrip(b"\0").decode("ascii", "replace"),
         intervals=intervals,
         longest_ns=longest_ns,
+        checkpoints=checkpoints,
+        saved_ns=saved_ns,
     )
 
 

@@ -72,6 +72,11 @@ class RunSpec:
     """``slurm`` or ``local``."""
     min_nodes: int = 1
     max_nodes: int = 1
+    spares: int = 0
+    """Nodes beyond `max_nodes` that wait, ready, to take a lost one's place."""
+    grow: str = "checkpoint"
+    """When a healthy round that is smaller than `max_nodes` is ended to take a node in: ``checkpoint``, ``now`` or
+    ``never``."""
     nproc_per_node: str = "auto"
     """A number, ``auto`` (the node's GPUs as Slurm gave them, else 1), ``gpu`` or ``cpu``."""
     role: str = "default"

@@ -1,4 +1,4 @@
-"""``hpc_elastic.heartbeat(step=…)`` and ``hpc_elastic.section(…)``: a worker's word that it gets on. No torch.
+"""``hpc_elastic.heartbeat``, ``section`` and ``checkpoint_done``: a worker's word that it gets on. No torch.
 
 A call writes some hundred bytes into a page that the node's agent reads: no system call, no file, no lock. Outside of a
 run it does nothing. One process speaks for a worker, the first that calls: a data loader's workers, a forked child or a
@@ -16,6 +16,7 @@ from time import CLOCK_BOOTTIME, clock_gettime_ns
 from types import TracebackType
 
 from hpc_elastic.heartbeat_record import (
+    CHECKPOINT,
     FILE_BYTES,
     MAGIC,
     NAME_LIMIT,
@@ -31,6 +32,7 @@ from hpc_elastic.heartbeat_record import (
 _MOST = (1 << 63) - 1
 _RETRY_NS = 1_000_000_000
 
+_CHECKPOINT = CHECKPOINT.encode()
 _names: dict[str, bytes] = {SETUP: SETUP.encode(), STEP: STEP.encode()}
 _inside = ThreadLocal()
 
@@ -59,11 +61,21 @@ def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
     _speaker.beat(step, name, True)
 
 
+def checkpoint_done() -> None:
+    """Tell this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
+
+    For one that is written elsewhere than in ``section("checkpoint")``, whose end says the same: by a thread of its
+    own, say. A sign of life; the section does not change.
+    """
+    _speaker.checkpoint_done()
+
+
 class section:
     """``with hpc_elastic.section("checkpoint"): …``: what this thread does meanwhile, with a timeout of its own.
 
     Sections nest; at the end the outer one goes on. Entering and leaving are signs of life like a heartbeat, but only
-    a heartbeat ends the section ``setup``.
+    a heartbeat ends the section ``setup``. The end of a section ``checkpoint``, but by an exception, says that the
+    checkpoint is complete.
     """
 
     __slots__ = ("_name",)
@@ -92,7 +104,7 @@ class section:
         stack = _inside.stack
         stack.pop()
         outer = stack[-1] if stack else (b"step" if _speaker.has_begun else b"setup")
-        _speaker.beat(None, outer, False)
+        _speaker.beat(None, outer, False, saved=self._name == _CHECKPOINT and kind is None)
 
 
 def _checked_step(step: object) -> int:
@@ -123,8 +135,8 @@ class _Speaker:
     """This process' part: silent until it has found the agent's file, and has it for itself."""
 
     __slots__ = (
-        "_count", "_intervals", "_last_ns", "_last_section", "_lock_fd", "_longest_ns", "_map", "_off", "_pid",
-        "_retry_ns", "_step", "has_begun",
+        "_checkpoints", "_count", "_intervals", "_last_ns", "_last_section", "_lock_fd", "_longest_ns", "_map", "_off",
+        "_pid", "_retry_ns", "_saved_ns", "_step", "has_begun",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -139,9 +151,14 @@ class _Speaker:
         self._last_section = b""
         self._intervals = 0
         self._longest_ns = 0
+        self._checkpoints = 0
+        self._saved_ns = 0
         self.has_begun = False
 
-    def beat(self, step: int | None, section: bytes, is_heartbeat: bool) -> None:
+    def checkpoint_done(self) -> None:
+        self.beat(None, self._last_section or b"setup", False, saved=True)
+
+    def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: bool = False) -> None:
         if self._off:
             return
         if self._map is None and not self._open():
@@ -151,6 +168,9 @@ class _Speaker:
             self._step = step
         if is_heartbeat:
             self.has_begun = True
+        if saved:
+            self._checkpoints += 1
+            self._saved_ns = now
         if section == b"step" and self._last_section == b"step" and is_heartbeat:
             interval = now - self._last_ns
             self._intervals += 1
@@ -167,6 +187,8 @@ class _Speaker:
             section=section,
             intervals=self._intervals,
             longest_ns=self._longest_ns,
+            checkpoints=self._checkpoints,
+            saved_ns=self._saved_ns,
         )
 
     def _open(self) -> bool:

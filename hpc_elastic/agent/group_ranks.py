@@ -1,7 +1,7 @@
 """Ranks where every agent says of itself what it brings: pure.
 
-Our own agents know the members of a round from its record (`rendezvous.slots`). An agent behind a rendezvous that it knows
-nothing of exchanges these few facts through the round's store instead.
+Our own agents know the members of a round from its record (`rendezvous.slots`). An agent behind a rendezvous that it
+knows nothing of exchanges these few facts through the round's store instead.
 """
 
 from __future__ import annotations

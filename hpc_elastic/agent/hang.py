@@ -57,6 +57,10 @@ class RankBeat:
     """Of the `intervals` times between two heartbeats in section ``step``, seconds."""
     pid: int = 0
     """Of the process that speaks for the worker; 0 where none does."""
+    checkpoints: int = 0
+    """How many it has completed in this round."""
+    saved_at: float = 0.0
+    """When the last of them was complete."""
 
     def age(self, now: float) -> float:
         """Seconds since."""

@@ -139,6 +139,10 @@ class HangWatch:
         behind = lagging(beats, step=mark.step, age=mark.age, now=now)
         self.hung = told_to_lag(behind, step=mark.step, now=now)
 
+    def read(self) -> list[RankBeat]:
+        """Every worker's last word now, by local rank."""
+        return self._beats.read(self._clock.monotonic()) if self._beats is not None else []
+
     def refresh(self) -> list[RankBeat]:
         """Every worker's last word now, by local rank; also to the run directory where it is news."""
         if self._beats is None:

@@ -205,4 +205,6 @@ class RoundBeats:
             intervals=record.intervals,
             longest=record.longest_ns / 1e9,
             pid=record.pid,
+            checkpoints=record.checkpoints,
+            saved_at=min(now, record.saved_ns / 1e9),
         )

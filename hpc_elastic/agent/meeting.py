@@ -11,6 +11,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.coordinator import SettleFailures
+from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import NodeInfo
@@ -33,7 +34,9 @@ class Meeting:
 def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
     """The same on every node, and for the supervisor."""
     launched = len(attempt.nodes)
-    base = RendezvousSettings(min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched)
+    base = RendezvousSettings(
+        min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched, grow=GrowPolicy(spec.grow)
+    )
     return settings_from_conf(spec.rdzv_conf, base)
 
 
@@ -78,6 +81,7 @@ def prepare_meeting(
         local_world_size=local_world_size,
         addresses=addresses,
         port=doorbell.port if doorbell else 0,
+        spare=node >= spec.max_nodes,
     )
 
     def make_participant(coordination: Coordination) -> Participant:

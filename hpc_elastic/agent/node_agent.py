@@ -14,6 +14,7 @@ import signal
 
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
+from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import exit_code, falls_to_us, finish_attempt, leave_run
 from hpc_elastic.agent.local_workers import LocalWorkers, own_failure, sum_up
@@ -30,6 +31,7 @@ from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.slots import rank_layout
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
@@ -74,6 +76,12 @@ class NodeAgent:
         """The workers' last signs of life before they were ended, and when they were read."""
         self._is_unhealthy = False
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
+        self._checkpoints = CheckpointWatch(
+            context.watch,
+            grow=GrowPolicy(context.spec.grow),
+            max_nodes=context.spec.max_nodes,
+            clock=context.clock,
+        )
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -119,7 +127,8 @@ class NodeAgent:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float:
-        due = self._stop_due if self._stop_due is not None else self._.watch.due
+        looks = [at for at in (self._.watch.due, self._checkpoints.due) if at is not None]
+        due = self._stop_due if self._stop_due is not None else min(looks, default=None)
         left = self._.spec.monitor_interval if due is None else max(0.0, due - self._.clock.monotonic())
         return left if self._stop_due is not None else min(left, self._.spec.monitor_interval)
 
@@ -168,6 +177,7 @@ class NodeAgent:
         if self._phase is Phase.ENDED:
             return
         self._record = record
+        self._checkpoints.heed(record)
         c = self._
         if any(supersedes(member.uid, c.info.uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
@@ -201,6 +211,8 @@ class NodeAgent:
             self._.events.write("hang", round=self._workers.round, limit=verdict.limit, reason=verdict.reason)
             self._workers.take_stacks_first()
             self._happens(Event.FAILED, verdict.reason)
+        elif (word := self._checkpoints.look(self._workers.running)) is not None:
+            self._.coordination.ask(word.say)
 
     def _handle_stop(self) -> None:
         if self._stop_due is None or self._workers is None:

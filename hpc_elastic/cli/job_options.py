@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hpc_elastic.cli.option_table import Option, Parsed
+from hpc_elastic.errors import UsageError
+from hpc_elastic.slurm.node_range import MAX_NODES
 from hpc_elastic.slurm.sbatch import SbatchOptions
 from hpc_elastic.slurm.time_limit import check_time_option
 
@@ -39,6 +41,10 @@ OPTIONS = (
     Option(
         names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N|MIN-MAX", group=GROUP, env="PET_NNODES",
         help="nodes; a range (2-4 or 2:4) goes on with fewer when some are lost (default 1)",
+    ),
+    Option(
+        names=("--spares",), dest="spares", metavar="K", group=GROUP,
+        help="nodes beyond --nodes that wait, ready, to take a lost one's place with its ranks (default 0)",
     ),
     *(
         Option(names=names, dest=names[-1][2:].replace("-", "_"), metavar=metavar, group=GROUP, help=text)
@@ -97,18 +103,42 @@ SUBMIT_ONLY = ("dry_run", "wait", "follow", "allow_local_runs_dir")
 """What `run` does not take."""
 
 
-def sbatch_options(parsed: Parsed, *, job_name: str, grace: int) -> SbatchOptions:
+def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, grace: int) -> SbatchOptions:
     """The sbatch side of a command line. Values are checked when the script is rendered."""
     plain = {names[-1][2:].replace("-", "_"): parsed.get(names[-1][2:].replace("-", "_")) for names, _, _ in _PLAIN}
     plain["job_name"] = job_name
     return SbatchOptions(
-        nodes=parsed.get("nodes") or "1",
+        nodes=allocated_nodes(nodes, spare_nodes(parsed)),
         **plain,
         exclusive=parsed.get("exclusive"),
         requeue=wants_requeue(parsed),
         grace=grace,
         extra=parsed.all("sbatch_args"),
     )
+
+
+def spare_nodes(parsed: Parsed) -> int:
+    """``--spares``.
+
+    Raises:
+        UsageError: it is no number of nodes.
+    """
+    text = parsed.get("spares")
+    if text is None:
+        return 0
+    if not (text.isascii() and text.isdigit() and int(text[:9]) <= MAX_NODES):
+        raise UsageError(f"--spares {text}: give a number of nodes, 0 or more")
+    return int(text)
+
+
+def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:
+    """What Slurm is asked for, as ``--nodes``: of a range, spares are what is beyond the most.
+
+    A fixed number has its spares for certain; where less than MAX will do, a spare is not waited for either.
+    """
+    least, most = nodes
+    low = least if least < most else most + spares
+    return str(low) if low == most + spares else f"{low}-{most + spares}"
 
 
 def wants_requeue(parsed: Parsed) -> bool:

@@ -56,7 +56,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     runs_dir = runs_directory(parsed, cwd)
     if dry_run:
         sys.stdout.write(
-            f"run directory   {runs_dir / spec.run_id}\nnodes           {nodes[1]}, all on this machine\n"
+            f"run directory   {runs_dir / spec.run_id}\nnodes           {nodes[1] + spec.spares}, all on this machine\n"
             f"each worker     {spec.entrypoint}\n"
         )
         return 0
@@ -96,7 +96,10 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
 def _nodes_of(parsed: Parsed, allocated: int) -> tuple[int, int]:
     given = parsed.get("nodes")
     if given is None:
-        return allocated, allocated
+        spares = job_options.spare_nodes(parsed)
+        if spares >= allocated:
+            raise UsageError(f"--spares {spares}: this allocation has {allocated} nodes; at least 1 must work")
+        return allocated - spares, allocated - spares
     option = parsed.source("nodes", "--nodes")
     least, most = parse_nodes(given, option=option)
     if least > allocated:

@@ -104,6 +104,7 @@ def build_spec(
         cluster=cluster,
         min_nodes=nodes[0],
         max_nodes=nodes[1],
+        spares=job_options.spare_nodes(parsed),
         requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_says_no_requeue(parsed, env)),
         signal_grace=grace,
         sbatch_args=parsed.all("sbatch_args"),

@@ -84,7 +84,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int
 
     clock = SystemClock()
     client = CommandSlurmClient(SubprocessRunner(env, overruled=options.overruled_variables()), clock)
-    _check_node_count(client, options, nodes[0], env)
+    _check_node_count(client, options, parse_nodes(options.nodes or "1")[0], env)
     with _interrupts_deferred():
         job = _submit_run(client, spec, runs_dir, script)
         _remember(job, paths, clock.time_ns(), env)
@@ -97,7 +97,9 @@ def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int
 
 
 def _options(parsed: Parsed, spec: RunSpec) -> tuple[SbatchOptions, RunSpec]:
-    options = job_options.sbatch_options(parsed, job_name=spec.name, grace=spec.signal_grace)
+    options = job_options.sbatch_options(
+        parsed, nodes=(spec.min_nodes, spec.max_nodes), job_name=spec.name, grace=spec.signal_grace
+    )
     options = dataclasses.replace(options, requeue=spec.requeue)
     if parsed.get("chdir") is not None:
         options = dataclasses.replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
@@ -155,13 +157,23 @@ def _check_node_count(client: SlurmClient, options: SbatchOptions, least: int, e
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """A Ctrl-C between sbatch and its answer would leave a job that nobody knows of: it takes effect afterwards."""
-    waiting = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    """A Ctrl-C between sbatch and its answer would leave a job that nobody knows of: it takes effect afterwards.
+
+    Blocked, it does not reach sbatch either, which inherits that; held back by a handler, it does not come in through
+    another thread of this process.
+    """
+    waiting = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in waiting}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def _remember(job: JobId, paths: RunPaths, now_ns: int, env: Mapping[str, str]) -> None:

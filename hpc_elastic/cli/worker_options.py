@@ -13,6 +13,7 @@ from hpc_elastic.cli.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.log_pieces import parse_count, parse_size
 from hpc_elastic.processes.std_streams import parse_local_ranks, parse_std_streams
+from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.run_spec import EntryKind, Entrypoint
 
@@ -43,6 +44,12 @@ OPTIONS = (
     Option(
         group=GROUP, names=("--restart-steps",), dest="restart_steps", metavar="N",
         help="N steps (hpc_elastic.heartbeat) beyond the last failure refill --max-restarts (default: they do not)",
+    ),
+    Option(
+        group=GROUP, names=("--grow",), dest="grow", metavar="checkpoint|now|never",
+        help="when a node that comes late is taken into a run smaller than MAX: after the next checkpoint that the "
+        "script reports, at once where it reported none for 5 minutes (the default); at once; or not before the "
+        "next restart",
     ),
     Option(
         group=GROUP, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
@@ -190,6 +197,7 @@ def worker_fields(parsed: Parsed) -> dict[str, Any]:
     for dest in ("max_restarts", "max_requeues", "max_same_failures"):
         _put(fields, dest, _whole(parsed, dest, least=0, most=1_000_000))
     _put(fields, "restart_steps", _whole(parsed, "restart_steps", least=1, most=1_000_000_000))
+    _put(fields, "grow", _grow(parsed))
     timeouts = parsed.get("section_timeouts")
     if timeouts is not None:
         parse_section_timeouts(timeouts, option=parsed.source("section_timeouts", ""))
@@ -251,6 +259,14 @@ def _nproc(text: str, option: str) -> str:
     if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65536):
         return text
     raise UsageError(f"{option} {text}: give a number of workers from 1, or auto, gpu or cpu")
+
+
+def _grow(parsed: Parsed) -> str | None:
+    text = parsed.get("grow")
+    names = [policy.value for policy in GrowPolicy]
+    if text is not None and text not in names:
+        raise UsageError(f"--grow {text}: give one of {', '.join(names)}")
+    return text
 
 
 def _whole(parsed: Parsed, dest: str, *, least: int, most: int) -> int | None:

@@ -33,7 +33,7 @@ class LocalSite:
         armed = spec.requeue and spec.max_requeues > 0
         return SiteFacts(
             cluster="local",
-            nodes=tuple(f"node{index}" for index in range(spec.max_nodes)),
+            nodes=tuple(f"node{index}" for index in range(spec.max_nodes + spec.spares)),
             requeue_armed=armed,
             requeue_reason="" if armed else "--no-requeue or --max-requeues 0 was given",
         )

@@ -325,6 +325,8 @@ def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
     """The first lines of the job log: what a person who opens it needs to find everything else."""
     versions = ", ".join(f"{name} {value}" for name, value in attempt.versions.items())
     asked = "" if spec.min_nodes == spec.max_nodes else f" ({spec.min_nodes}-{spec.max_nodes})"
+    spares = max(0, len(attempt.nodes) - spec.max_nodes)
+    asked += f", {spares} of them spare{'s' if spares > 1 else ''}" if spares else ""
     nodes = f"{len(attempt.nodes)} node{'s' if len(attempt.nodes) > 1 else ''}{asked}"
     where = f"job {attempt.job_id}" if attempt.job_id else "this machine"
     armed = "yes" if attempt.requeue_armed else f"no, because {attempt.requeue_reason}"

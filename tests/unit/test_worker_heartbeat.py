@@ -61,6 +61,33 @@ def test_the_last_word_stands_in_the_file(beats: Path) -> None:
     assert (said(beats).step, said(beats).section) == (9, "step")
 
 
+def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_says_so(beats: Path) -> None:
+    def completed() -> int:
+        return said(beats).checkpoints
+
+    with hpc_elastic.section("setup-data"):
+        pass
+    assert (completed(), said(beats).saved_ns) == (0, 0)
+    with hpc_elastic.section("checkpoint"):
+        before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        assert (completed(), said(beats).section) == (0, "checkpoint")
+    assert completed() == 1
+    assert before <= said(beats).saved_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    with pytest.raises(OSError, match="no space"), hpc_elastic.section("checkpoint"):
+        raise OSError("no space left")
+    assert completed() == 1, "one that failed is none"
+    hpc_elastic.heartbeat(step=5, section="evaluation")
+    hpc_elastic.checkpoint_done()
+    assert (completed(), said(beats).section, said(beats).step) == (2, "evaluation", 5)
+    hpc_elastic.heartbeat(step=6)
+    assert completed() == 2, "a later word keeps what was said"
+
+
+def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(beats: Path) -> None:
+    hpc_elastic.checkpoint_done()
+    assert (said(beats).checkpoints, said(beats).section) == (1, "setup")
+
+
 def test_times_between_steps_are_measured_where_nothing_else_was_done(beats: Path) -> None:
     hpc_elastic.heartbeat(step=1)
     hpc_elastic.heartbeat(step=2)

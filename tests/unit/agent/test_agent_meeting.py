@@ -54,6 +54,10 @@ def test_without_a_doorbell_no_port_is_told(tmp_path: Path) -> None:
     assert meeting.info.port == 0
 
 
+def test_nodes_beyond_max_are_spares(tmp_path: Path) -> None:
+    assert [meet(tmp_path, node).info.spare for node in (OBSERVER_NODE, 0, 1)] == [False, False, True]
+
+
 def test_no_file_is_touched_before_the_thread_runs(tmp_path: Path) -> None:
     meet(tmp_path / "a mount that hangs", 0)
     assert list(tmp_path.iterdir()) == []

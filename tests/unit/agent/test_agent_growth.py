@@ -1,0 +1,145 @@
+"""What a node tells the coordinator of its checkpoints, and when it looks for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hpc_elastic.agent.growth import CheckpointWatch, CheckpointWord
+from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.rendezvous.growth import GrowPolicy
+from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from tests.rigs.fake_clock import FakeClock
+
+FINAL = RoundRecord(
+    number=5,
+    epoch="e",
+    term=1,
+    leader="a",
+    round=2,
+    status=Status.FINAL,
+    members=(Member("a", 0, 2), Member("b", 1, 2)),
+)
+WAITING = replace(FINAL, waiting=1)
+
+
+class Heartbeats:
+    """Stands for `HangWatch`: two workers."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.reads = 0
+        self.beats = [RankBeat(rank=n, local_rank=n, section="step", at=0.0) for n in range(2)]
+
+    def read(self) -> list[RankBeat]:
+        self.reads += 1
+        return self.beats
+
+    def write(self, local_rank: int) -> None:
+        self.beats[local_rank] = replace(self.beats[local_rank], section="checkpoint")
+
+    def complete(self, local_rank: int) -> None:
+        beat = self.beats[local_rank]
+        done = {"checkpoints": beat.checkpoints + 1, "saved_at": self._clock.now, "section": "step"}
+        self.beats[local_rank] = replace(beat, **done)
+
+
+class Node:
+    def __init__(self, grow: GrowPolicy = GrowPolicy.CHECKPOINT, max_nodes: int = 3) -> None:
+        self.clock = FakeClock()
+        self.heartbeats = Heartbeats(self.clock)
+        self.watch = CheckpointWatch(self.heartbeats, grow=grow, max_nodes=max_nodes, clock=self.clock)  # type: ignore[arg-type]
+
+    def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> tuple[int, int, float | None] | None:
+        self.clock.now += after
+        word = self.watch.look(running)
+        return None if word is None else (word.round, word.serial, word.age)
+
+
+def test_while_nobody_waits_nobody_looks() -> None:
+    node = Node()
+    node.watch.heed(FINAL)
+    node.heartbeats.complete(0)
+    assert node.watch.due is None
+    assert node.look(after=100) is None
+    assert node.heartbeats.reads == 0
+
+
+def test_nor_where_nobody_can_be_taken_in_or_is_to_be_after_a_checkpoint() -> None:
+    for node in (Node(max_nodes=2), Node(GrowPolicy.NOW), Node(GrowPolicy.NEVER)):
+        node.watch.heed(WAITING)
+        assert node.watch.due is None
+
+
+def test_an_earlier_checkpoint_is_told_with_its_age_and_the_next_one_when_it_is_complete() -> None:
+    node = Node()
+    node.heartbeats.complete(1)
+    node.clock.now += 40
+    node.watch.heed(WAITING)
+    assert node.look() == (2, 0, 40.0)
+    assert node.look(after=0.5) is None
+    assert node.heartbeats.reads == 1, "once a second is enough"
+    assert node.look(after=0.5) is None
+    node.heartbeats.complete(0)
+    assert node.look(after=1) == (2, 1, 1.0)
+    assert node.watch.due is None, "it has said what there is to say"
+    node.watch.heed(replace(WAITING, number=6, waiting=2))
+    assert node.watch.due is None, "also where one more waits"
+
+
+def test_while_workers_write_one_it_says_so_once_and_not_that_another_is_complete() -> None:
+    node = Node()
+    node.watch.heed(WAITING)
+    assert node.look() is None
+    node.heartbeats.write(0)
+    node.heartbeats.write(1)
+    assert node.look(after=1) == (2, 0, None)
+    node.heartbeats.complete(1)
+    assert node.look(after=1) is None
+    node.heartbeats.complete(0)
+    assert node.look(after=1) == (2, 0, 1.0)
+
+
+def test_who_has_ended_writes_nothing() -> None:
+    node = Node()
+    node.watch.heed(WAITING)
+    node.look()
+    node.heartbeats.write(0)
+    node.heartbeats.complete(1)
+    assert node.look(after=1, running=(1,)) == (2, 0, 1.0)
+
+
+def test_nodes_that_wait_again_begin_a_new_period() -> None:
+    node = Node()
+    node.watch.heed(WAITING)
+    node.look()
+    node.heartbeats.complete(0)
+    assert node.look(after=1) == (2, 0, 1.0)
+    node.watch.heed(FINAL)
+    assert node.watch.due is None
+    node.watch.heed(WAITING)
+    assert node.look(after=5) == (2, 1, 6.0), "a word of its own: the former can't be taken back"
+    node.watch.heed(replace(WAITING, round=3))
+    assert node.look(after=1) == (3, 0, 7.0)
+
+
+def test_a_round_that_is_over_ends_it() -> None:
+    node = Node()
+    node.watch.heed(WAITING)
+    node.watch.heed(replace(WAITING, status=Status.JOINABLE, round=3))
+    assert node.watch.due is None
+
+
+def test_the_words_reach_the_participant() -> None:
+    said: list[tuple[Any, ...]] = []
+
+    class Participant:
+        def report_saving(self, *words: Any) -> None:
+            said.append(("saving", *words))
+
+        def report_saved(self, *words: Any) -> None:
+            said.append(("saved", *words))
+
+    for age in (None, 2.5):
+        CheckpointWord(round=1, serial=4, age=age).say(Participant())  # type: ignore[arg-type]
+    assert said == [("saving", 1, 4), ("saved", 1, 4, 2.5)]

@@ -1,0 +1,79 @@
+"""``--grow`` and ``--spares``: what reaches run.json and Slurm, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.cli import job_options, worker_options
+from hpc_elastic.cli.option_table import Parsed, parse
+from hpc_elastic.cli.run import _nodes_of
+from hpc_elastic.errors import UsageError
+from hpc_elastic.rendezvous.growth import GrowPolicy
+from hpc_elastic.run_spec import RunSpec
+
+TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
+
+
+def read(*argv: str) -> Parsed:
+    return parse(argv, TABLE, refused=worker_options.REFUSED, env={})
+
+
+@pytest.mark.parametrize("policy", ["checkpoint", "now", "never"])
+def test_the_policy_reaches_the_run(policy: str) -> None:
+    assert worker_options.worker_fields(read("--grow", policy))["grow"] == policy
+    assert GrowPolicy(policy).value == policy
+
+
+def test_by_default_nodes_come_in_after_a_checkpoint() -> None:
+    assert "grow" not in worker_options.worker_fields(read())
+    assert {field: RunSpec.__dataclass_fields__[field].default for field in ("grow", "spares")} == {
+        "grow": "checkpoint",
+        "spares": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spares", "asked"),
+    [
+        ((4, 4), 0, "4"),
+        ((4, 4), 2, "6"),  # whoever asks for spares of a fixed number wants to have them
+        ((2, 4), 0, "2-4"),
+        ((2, 4), 2, "2-6"),  # but where less than MAX will do, nobody waits for one
+        ((1, 1), 1, "2"),
+    ],
+)
+def test_slurm_is_asked_for_the_spares_too(nodes: tuple[int, int], spares: int, asked: str) -> None:
+    assert job_options.allocated_nodes(nodes, spares) == asked
+    parsed = read("--spares", str(spares))
+    assert job_options.sbatch_options(parsed, nodes=nodes, job_name="j", grace=9).nodes == asked
+
+
+@pytest.mark.parametrize(
+    ("argv", "allocated", "workers"),
+    [
+        ((), 4, (4, 4)),
+        (("--spares=1",), 4, (3, 3)),
+        (("--nodes=2", "--spares=1"), 4, (2, 2)),
+        (("--nodes=2-9", "--spares=1"), 4, (2, 4)),
+    ],
+)
+def test_in_an_allocation_spares_are_what_is_beyond_max(
+    argv: tuple[str, ...], allocated: int, workers: tuple[int, int]
+) -> None:
+    assert _nodes_of(read(*argv), allocated) == workers
+
+
+@pytest.mark.parametrize("text", ["-1", "all", "1.5", "999999999"])
+def test_spares_that_are_no_number_of_nodes(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--spares {text}"):
+        job_options.spare_nodes(read(f"--spares={text}"))
+
+
+def test_a_policy_that_is_not_known() -> None:
+    with pytest.raises(UsageError, match="--grow later: give one of checkpoint, now, never"):
+        worker_options.worker_fields(read("--grow=later"))
+
+
+def test_an_allocation_of_spares_alone() -> None:
+    with pytest.raises(UsageError, match="--spares 2: this allocation has 2 nodes"):
+        _nodes_of(read("--spares=2"), 2)
