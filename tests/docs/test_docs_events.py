@@ -27,6 +27,10 @@ def written_events() -> set[str]:
                     and re.fullmatch(r"[a-z]+(_[a-z]+)*", str(first.value))
                 ):
                     found.add(str(first.value))
+            if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.elts[1], ast.Dict):
+                name = node.elts[0]  # an event that is handed on: its name and its fields
+                if isinstance(name, ast.Constant) and re.fullmatch(r"[a-z]+(_[a-z]+)+", str(name.value)):
+                    found.add(str(name.value))
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
                     if ast.unparse(key or ast.Constant("")).startswith("RoundEvent.") and isinstance(
