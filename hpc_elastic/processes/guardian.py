@@ -41,6 +41,7 @@ _IGNORED = (
     signal.SIGTSTP,
 )
 _BOUND_S = 10.0
+_STRANGERS_BOUND_S = 5.0
 _LOOK_S = 0.02
 _LOOK_AT_AGENT_S = 1.0
 _GUARDIANS_OWN_TIME_S = 1.0
@@ -186,7 +187,7 @@ def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S, family: Famil
     return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False)
 
 
-def end_strangers(tag: Tag, *, clock: Clock, bound: float = _BOUND_S) -> list[Proc]:
+def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) -> list[Proc]:
     """End what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
 
     A new agent calls it before it joins. Only this run's processes of this node are touched: those whose worker tag is

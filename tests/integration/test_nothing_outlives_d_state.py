@@ -1,0 +1,68 @@
+"""Workers that not even SIGKILL ends: told of and left after a bound; the node goes on without them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.agent_stand_in import is_alive, until
+from tests.rigs.local_run import LocalRun
+from tests.rigs.nfs_emulator import require_fuse
+from tests.rigs.silent_mount import SilentMount
+
+_STUCK = """
+if ROUND == 0 and RANK == 1:
+    tell("here")
+    open(os.environ["NEVER"], "rb").read()
+tell("here")
+if ROUND == 0:
+    wait_for("fail")
+    os._exit(1)
+wait_for("end")
+"""
+_WORDS = "it sits in an uninterruptible system call"
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[SilentMount]:
+    require_fuse()
+    with SilentMount(tmp_path / "silent") as mount:
+        yield mount
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: SilentMount, is_killed: bool) -> None:
+    """By the agent that stops it, after 5 s; where that was killed, by the one that follows it, after 5 s more."""
+    run = LocalRun(tmp_path, _STUCK, nodes=2, environ={"NEVER": str(mount.file)}, options=["--shutdown-timeout", "0.5"])
+    with run:
+        here = run.wait_moments("here", count=2, round_index=0)
+        stuck = here[1]["pid"]
+        until(lambda: mount.was_asked and _state(stuck) in "DS", what="its wait")
+        if is_killed:
+            os.kill(run.agent(1).pid, signal.SIGKILL)
+        else:
+            run.say("fail")
+        run.wait_moments("here", count=2, round_index=1)
+        assert _state(stuck) == "D", "it is still there"
+        if is_killed:
+            assert f"process {stuck} " in run.log()
+            assert "of an earlier agent here does not end; it may hold devices" in run.log()
+        else:
+            (event,) = [event for event in run.events("workers_stopped") if event["node"] == 1]
+            assert stuck in event["left"]
+            assert 5.0 <= event["seconds"] < 7.5, "half a second of grace, and the bound"
+            assert _WORDS in run.log()
+        run.say("end")
+        assert run.finish(within=20) == ExitCode.OK
+        mount.release()
+        until(lambda: not is_alive(stuck), what="its end, once the mount has gone")
+        run.check_nothing_left(within=5)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
