@@ -54,9 +54,13 @@ def answer(checks: HealthChecks, last_round: int = -1) -> HealthVerdict:
     return verdict
 
 
-def marked() -> list[tree.Proc]:
-    found = tree.own_processes_where(lambda _, environ: environ.get(TOKEN_VARIABLE) is not None)
-    return [proc for proc in found if not proc.is_dead]
+def marked(tmp_path: Path) -> list[tree.Proc]:
+    """What a check of this test has started, and is still there."""
+
+    def is_ours(proc: tree.Proc, environ: tree.Environ) -> bool:
+        return environ.get(TOKEN_VARIABLE) is not None and environ.get("TMPDIR") == str(tmp_path)
+
+    return [proc for proc in tree.own_processes_where(is_ours) if not proc.is_dead]
 
 
 def test_a_dead_mount_is_a_reason_and_the_others_answers_are_kept(
@@ -158,7 +162,7 @@ def test_nothing_that_a_script_started_outlives_it(tmp_path: Path, ends: bool) -
     assert verdict.is_healthy is ends
     checks.close()
     assert int((tmp_path / "daemon").read_text()) > 0
-    assert marked() == []
+    assert marked(tmp_path) == []
     assert checks.pids == frozenset()
 
 
@@ -169,6 +173,7 @@ def test_close_ends_what_runs(tmp_path: Path) -> None:
     deadline = time.monotonic() + PATIENCE
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert len(marked(tmp_path)) >= 1
     checks.close()
-    assert marked() == []
+    assert marked(tmp_path) == []
     assert checks.take() is None
