@@ -9,6 +9,7 @@ from hpc_elastic.rendezvous.coordinator import Proposal
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import Member, RoundRecord
+from hpc_elastic.rendezvous.succession import Move
 from hpc_elastic.rendezvous.transitions import RoundEvent
 
 EVENT_NAMES = MappingProxyType(
@@ -37,6 +38,11 @@ def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     if proposal.event is RoundEvent.FREEZE:
         fields["nodes"] = [m.node for m in record.members]
     return EVENT_NAMES[proposal.event], fields
+
+
+def told_of_move(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
+    """As `told`, of what a participant that is not the coordinator did about it."""
+    return EVENT_NAMES[move.event], {"round": record.round, "reason": move.why}
 
 
 def consequences(

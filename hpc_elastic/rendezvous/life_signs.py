@@ -116,27 +116,32 @@ class LifeSigns:
         silent = self.silence(uid)
         return silent is not None and silent > self._pace.silence
 
-    def is_dead(self, uid: str) -> bool:
-        """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time."""
+    def is_dead(self, uid: str, *, patience: float = 0.0) -> bool:
+        """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time.
+
+        `patience`: seconds more than that.
+        """
         silent = self.silence(uid)
         asked = self._hearing.asked_since(uid)
         if asked is not None:
             # Who was in touch notices that it is not any more, and looks; who was not, only looks as often as it does.
             allowed = self._pace.answer if self._hearing.hears_us(uid) else self._pace.answer_unheard
-            if self._liveness.unchanged_from(uid, asked) > allowed:
+            if self._liveness.unchanged_from(uid, asked) > allowed + patience:
                 return silent is None or silent >= self._pace.silence
         age = self._liveness.age(uid)
-        return (age if silent is None else min(age, silent)) > self._pace.lease
+        return (age if silent is None else min(age, silent)) > self._pace.lease + patience
 
     def answered(self, suspects: Iterable[str]) -> frozenset[str]:
-        """Those that have rewritten their heartbeat since they were asked, or were heard again."""
+        """Those that have rewritten their heartbeat since they were asked, or are heard.
+
+        Who is heard was silent when it was asked; or somebody else has asked, who does not hear it.
+        """
         found = set()
         for uid in suspects:
             asked = self._hearing.asked_since(uid)
-            silent = self.silence(uid)
             if asked is None:
                 continue
-            if silent is not None and self._listened - silent > asked:
+            if self.hears(uid):
                 found.add(uid)
             elif self._liveness.changed_since(uid, asked):
                 found.add(uid)

@@ -22,7 +22,7 @@ from hpc_elastic.rendezvous.coordinator import (
     next_proposal,
     rests_on_absence,
 )
-from hpc_elastic.rendezvous.decision_events import consequences, told
+from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_move
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
@@ -38,7 +38,6 @@ from hpc_elastic.rendezvous.stirring import Stirring
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from hpc_elastic.rendezvous.uid import supersedes
 from hpc_elastic.rendezvous.watch import Watch
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.lease import Heartbeat
@@ -91,7 +90,7 @@ class Participant:
         self._peers = Peers(store, info, bell)
         self._life = LifeSigns(store, settings, self.pace, clock)
         self._lookout = Lookout(store, info.uid, self._peers, self._life)
-        self._succession = Succession(info, settings, self.pace, self._life, rng)
+        self._succession = Succession(store, info, settings, self.pace, self._life, rng)
         self._watch = Watch(self.pace, rng, now, observes=self.observes)
         # Its first claim says that it lives: thousands of nodes need not write at the same moment.
         first = now + rng.uniform(0.25, 1.0) * self.pace.heartbeat
@@ -222,15 +221,8 @@ class Participant:
         record = self._record
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
-        # Thousands that have just claimed a place wait for the next record: the first would tell them nothing.
-        about = record_name(record.number) if record.number > 1 else ""
         uids = {m.uid for m in record.members} | self._lookout.joining if self._leads() else {record.leader}
-        heard = {uid for uid in uids if self._life.hears(uid)}
-        if self._leads():
-            whom = [tuple(self._peers.addresses(some)) for some in (heard, uids - heard)]
-        else:
-            whom = [tuple(addresses_of(record.bell)), ()] if heard else [(), tuple(addresses_of(record.bell))]
-        return BeatPlan(about=about, heard=whom[0], unheard=whom[1])
+        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._life.hears)
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
@@ -377,8 +369,8 @@ class Participant:
             self._lookout.somebody_was_lost(now)
         self._watch.new_record(now)
         self._life.asked(record.suspects, now)
-        if before is not None and before.leader != record.leader:
-            self._life.forget(record.leader)  # what it said before it was coordinator was not meant for all
+        if before is not None:
+            self._succession.new_record(before, record)
         self._listener.on_record(record)
 
     def _answer_if_asked(self, now: float) -> None:
@@ -398,6 +390,8 @@ class Participant:
         key = self._claims.flush()
         if key:
             self._ring_coordinator(key)
+        if key == goodbye_key(self._info.uid) and self._leads():
+            self._peers.ring_all(key)  # somebody has to take over
         return bool(key)
 
     def _join_if_wanted(self) -> bool:
@@ -472,27 +466,20 @@ class Participant:
         return True
 
     def _take_over_if_needed(self, record: RoundRecord, *, looked: bool) -> bool:
-        me = self._info.uid
-        suspects = record.suspects
-        if supersedes(me, record.leader):
-            why = "the coordinator's node has a new agent"
-        else:
-            why = self._succession.why(record, self._clock.monotonic(), looked=looked)
-            if not why:
-                return False
+        now = self._clock.monotonic()
+        move = self._succession.move(record, now, looked=looked, rung_about=self._rung_about.keys)
+        if move is None:
+            return False
+        if not move.certain:
             self._store.stir("log")
             self._take_newest()
             if self._record is not record:
                 return True  # caches hid that somebody has gone on
-            if self._bell is not None:
-                suspects = self._succession.whom_to_ask(record)
-            self._life.forget(record.leader)
         now = self._clock.monotonic()
         self._epoch.check(now)  # the coordinator may have gone because of it
         self._heartbeat.beat_now(now)
-        successor = record.successor(term=record.term + 1, leader=me, bell=bell_of(self._info), suspects=suspects)
-        logger.info("taking over as coordinator: %s", why)
-        if self._append(successor, "coordinator_changed", {"round": record.round, "reason": why}):
+        successor = self._succession.successor(record, move, asks=self._bell is not None)
+        if self._append(successor, *told_of_move(record, move)) and self._leads():
             self._succession.took_over(successor)
         return True
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.rung_about import record_name
+from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
 from hpc_elastic.rendezvous.uid import host_of, node_of
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
@@ -107,6 +108,15 @@ class Peers:
             while first[0] not in deaf and nodes and len(forward) + len(nodes[-1]) <= MOST_FORWARDED:
                 forward += nodes.pop()
             self._bell.ring(first, about, forward)
+
+    def beat_plan(self, record: RoundRecord, whom: Iterable[str], *, hears: Callable[[str], bool]) -> BeatPlan:
+        """Say to `whom` that this one lives; where the coordinator's bell is, is in the record."""
+        # Thousands that have just claimed a place wait for the next record: the first would tell them nothing.
+        about = record_name(record.number) if record.number > 1 else ""
+        found: dict[bool, list[Address]] = {True: [], False: []}
+        for uid in whom:
+            found[hears(uid)] += addresses_of(record.bell) if uid == record.leader else self.addresses([uid])
+        return BeatPlan(about=about, heard=tuple(found[True]), unheard=tuple(found[False]))
 
     def addresses(self, uids: Iterable[str]) -> list[Address]:
         """Where the bells of those of `uids` are that are known; never this one's own."""

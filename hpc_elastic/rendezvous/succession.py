@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Collection
+from dataclasses import dataclass
 
+from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.pace import LOOK_AT_ONCE, Pace
+from hpc_elastic.rendezvous.peers import bell_of
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
+from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.uid import supersedes
+from hpc_elastic.store.base import Store
+
+logger = logging.getLogger(__name__)
 
 STANDBYS = 16
 """Members, from the first slot on, that watch the coordinator's heartbeat; the others only see to it now and then."""
 _RARELY = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """What to do about the coordinator."""
+
+    event: RoundEvent
+    """TAKE_OVER, or ASK: name it in the log, where it finds that it has to show that it lives."""
+    why: str
+    certain: bool = False
+    """Whether it rests on no absence: what caches may hide need not be looked for first."""
+
+
 class Succession:
     """One participant's view of the coordinator's office."""
 
     def __init__(
-        self, info: NodeInfo, settings: RendezvousSettings, pace: Pace, life: LifeSigns, rng: random.Random
+        self,
+        store: Store,
+        info: NodeInfo,
+        settings: RendezvousSettings,
+        pace: Pace,
+        life: LifeSigns,
+        rng: random.Random,
     ) -> None:
+        self._store = store
         self._info = info
         self._settings = settings
         self._pace = pace
@@ -27,27 +55,62 @@ class Succession:
         self._patience = rng.uniform(0.0, 0.1)
         self._looks = rng.randrange(_RARELY)
         self._own_look = 0.0
+        self._left: tuple[str, float] = ("", 0.0)
+        """The coordinator that is known to have said goodbye, and since when."""
         self.next_look = float("inf")
         """When this node, as a standby, is to see to the coordinator's heartbeat next."""
 
-    def why(self, record: RoundRecord, now: float, *, looked: bool) -> str:
-        """Why this node should take over, or nothing.
+    def move(self, record: RoundRecord, now: float, *, looked: bool, rung_about: Collection[str]) -> Move | None:
+        """What this node should do about the coordinator, if anything.
+
+        Silence alone says no more than that no packet comes through from there to here: who took over for that would
+        take a healthy run's beats away. So the coordinator is asked like everybody else.
 
         Args:
             record: The newest.
             now: Seconds, monotonic.
             looked: Whether this step has looked at the log.
+            rung_about: What others have rung about.
         """
         leader = record.leader
+        if supersedes(self._info.uid, leader):
+            return Move(event=RoundEvent.TAKE_OVER, why="the coordinator's node has a new agent", certain=True)
         self._watch(record, now, looked=looked)
         turn = self._turn(record) * 0.2 + self._patience
         unchanged = self._life.unchanged(leader)
         silent = self._life.silence(leader)
+        if self._has_left(leader, now, turn, looked=looked, told=goodbye_key(leader) in rung_about):
+            return Move(event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} has left")
         if unchanged > self._settings.heartbeat_ttl + turn:
-            return f"the coordinator {leader} has not changed its heartbeat for {unchanged:.1f} s"
+            why = f"the coordinator {leader} has not changed its heartbeat for {unchanged:.1f} s"
+            return Move(event=RoundEvent.TAKE_OVER, why=why)
+        if leader in record.suspects:
+            if not self._life.is_dead(leader, patience=turn):
+                return None
+            return Move(
+                event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} was asked whether it lives: no answer"
+            )
         if silent is not None and silent > self._pace.silence + turn:
-            return f"no word from the coordinator {leader} for {silent:.1f} s"
-        return ""
+            why = f"no word from the coordinator {leader} for {silent:.1f} s: asked whether it lives"
+            return Move(event=RoundEvent.ASK, why=why)
+        return None
+
+    def _has_left(self, leader: str, now: float, turn: float, *, looked: bool, told: bool) -> bool:
+        """Whether it has said goodbye, and this node's turn has come."""
+        late = self._life.unchanged(leader) > 1.5 * self._settings.heartbeat_interval
+        suspicious = self._life.is_silent(leader) or (late and not self._life.hears(leader))
+        worth_a_look = self._left[0] != leader and (told or (looked and suspicious))
+        if worth_a_look and self._store.get(goodbye_key(leader)) is not None:
+            self._left = (leader, now)
+        return self._left[0] == leader and now - self._left[1] >= turn
+
+    def new_record(self, before: RoundRecord, record: RoundRecord) -> None:
+        """Take in who coordinates, or has answered."""
+        leader = record.leader
+        if before.leader != leader:
+            self._life.forget(leader)  # what it said before it was coordinator was not meant for all
+        elif leader in before.suspects and leader not in record.suspects and not self._life.hears(leader):
+            self._life.forget(leader)  # it lives, and its packets do not come through
 
     def _watch(self, record: RoundRecord, now: float, *, looked: bool) -> None:
         """Its beats come from a thread that no hung filesystem stops: its heartbeat has to move as well."""
@@ -68,16 +131,29 @@ class Succession:
         rank = record.rank(self._info.uid)
         return min(rank, 20) if rank is not None else 20 + min(self._info.node, 20)
 
-    def whom_to_ask(self, record: RoundRecord) -> tuple[str, ...]:
-        """Suspects for a new coordinator that has heard none of the others: who died with the old one is to be missed.
+    def successor(self, record: RoundRecord, move: Move, *, asks: bool) -> RoundRecord:
+        """The record that carries `move` out; `asks`: whether there are packets, and so suspects."""
+        suspects = self._whom_to_ask(record, move) if asks and not move.certain else record.suspects
+        if move.event is RoundEvent.ASK:
+            return record.successor(suspects=suspects)
+        logger.info("taking over as coordinator: %s", move.why)
+        me = self._info
+        return record.successor(term=record.term + 1, leader=me.uid, bell=bell_of(me), suspects=suspects)
 
-        The old one may live, cut off from here alone: it stays in if it answers. Where there are many nodes only the
-        old one is asked: the others have to send their beats here from now on, or are asked for that.
+    def _whom_to_ask(self, record: RoundRecord, move: Move) -> tuple[str, ...]:
+        """Suspects beside the coordinator, of whom this node hears none: who died with it is to be missed.
+
+        Who was asked with it and has answered is none any more. Where there are many nodes only the coordinator is
+        asked: the others have to send their beats to the new one, or are asked for that.
         """
-        others = sorted({m.uid for m in record.members} - {self._info.uid})
-        asked = [uid for uid in others if len(others) <= LOOK_AT_ONCE or uid == record.leader]
-        self._life.look_at(asked, closely=True)  # what their cells say before they are asked
-        return tuple(asked)
+        if move.event is RoundEvent.TAKE_OVER and record.leader in record.suspects:
+            self._life.look_at(record.suspects, closely=True)
+            asked = set(record.suspects) - self._life.answered(record.suspects)
+            return tuple(sorted(asked - {self._info.uid}))
+        others = {m.uid for m in record.members} | {record.leader}
+        asked = {uid for uid in others if len(others) <= LOOK_AT_ONCE or uid == record.leader} - {self._info.uid}
+        self._life.look_at(sorted(asked), closely=True)  # what their cells say before they are asked
+        return tuple(sorted(asked | set(record.suspects) - {self._info.uid}))
 
     def took_over(self, record: RoundRecord) -> None:
         """This node is the coordinator now."""

@@ -19,7 +19,7 @@ from tests.rigs.chaos.schedule import Kind, make_schedule
 from tests.rigs.network_mounts import KINDS, require_mounts
 from tests.rigs.nfs_emulator import require_fuse
 
-LONG_SECONDS = 240.0
+LONG_SECONDS = 180.0
 IN_CI = [
     ChaosRun(seed=388, place="nfs", nodes=4, bursts=3),
     ChaosRun(seed=357, place="nfs-coarse", nodes=3, bursts=2, doorbell=False),

@@ -314,6 +314,8 @@ def test_a_node_whose_packets_are_lost_in_one_direction_stays_in(cut: tuple[int,
     assert record is not None
     assert (record.round, record.status) == (0, Status.FINAL)
     assert record.suspects == ()
+    assert record.term == 1, "the coordinator has answered: nobody takes its place"
+    assert record.number <= 6
     assert record.number < 12, "nobody is asked again and again"
 
 
