@@ -92,6 +92,8 @@ class HealthChecks:
         self._verdicts: deque[HealthVerdict] = deque()
         self._session: _Session | None = None
         self._warned: set[str] = set()
+        self._is_awaited = False
+        """Whether something was begun whose answer has not been taken."""
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
@@ -113,8 +115,9 @@ class HealthChecks:
         Args:
             last_round: The last round that this node took part in, -1 before the first: for the user's check.
         """
-        if self._session is not None and not self._session.is_over:
+        if self._is_awaited:
             return
+        self._is_awaited = True
         self._session = _Session(self._tell)
         self._session.run(self._jobs(self._session, last_round))
 
@@ -127,14 +130,15 @@ class HealthChecks:
             pass
         if not self._verdicts:
             return None
-        verdict = self._verdicts.pop()
+        verdict = self._verdicts.popleft()
+        self._is_awaited = False
         news = {check: text for check, text in verdict.warnings.items() if check not in self._warned}
         self._warned.update(news)
         return replace(verdict, warnings=news)
 
     def wait(self, seconds: float) -> None:
         """Until there is an answer to what was begun, or so many seconds have passed."""
-        if self._session is None or self._session.is_over:
+        if not self._is_awaited:
             return
         select.select([self._told_read], [], [], seconds)
 
@@ -245,7 +249,6 @@ class _Session:
         self._cancelled = threading.Event()
         self._children: list[_Child] = []
         self._busy: set[str] = set()
-        self.is_over = False
 
     @property
     def pids(self) -> frozenset[int]:
@@ -337,7 +340,6 @@ class _Session:
             for child in self._children:
                 child.kill()
         self._tell(verdict)
-        self.is_over = True
 
 
 @dataclass(frozen=True, slots=True)

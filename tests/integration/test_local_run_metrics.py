@@ -63,8 +63,3 @@ def test_prometheus_reads_how_it_ended(tmp_path: Path) -> None:
         assert f"hpc_elastic_workers_remaining_restarts{{{labels}}} 2\n" in text
         assert f'hpc_elastic_workers_state{{{labels},state="succeeded"}} 1\n' in text
         assert f'hpc_elastic_workers_state{{{labels},state="healthy"}} 0\n' in text
-
-
-def test_a_disk_that_refuses_figures_changes_nothing(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, 'tell("here")', nodes=1, options=["--metrics", f"jsonl:{tmp_path}/no/such/x.jsonl"]) as run:
-        assert run.finish() == ExitCode.OK

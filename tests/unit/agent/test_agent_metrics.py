@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,45 @@ def test_the_option(tmp_path: Path) -> None:
 def test_anything_else_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match="--metrics"):
         metrics_from_option(text, labels={})
+
+
+class Later:
+    """A disk that hangs: what is to be written waits until a test says so."""
+
+    def __init__(self) -> None:
+        self.posted: list[Callable[[], object]] = []
+
+    def __call__(self, action: Callable[[], object]) -> None:
+        self.posted.append(action)
+
+    def run(self) -> int:
+        posted, self.posted = self.posted, []
+        for action in posted:
+            action()
+        return len(posted)
+
+
+def test_while_a_disk_hangs_json_lines_wait_and_are_not_without_bound(tmp_path: Path) -> None:
+    path, later = tmp_path / "x.jsonl", Later()
+    sink = JsonlMetrics(path, post=later)
+    for number in range(1500):
+        sink.put("workers.default.n", number)
+    assert not path.exists()
+    assert later.run() == 1, "one thing waits behind the disk, however much there is to write"
+    values = [json.loads(line)["value"] for line in path.read_text().splitlines()]
+    assert values == list(range(500, 1500))
+    sink.put("workers.default.n", 0)
+    assert later.run() == 1
+    assert len(path.read_text().splitlines()) == 1001
+
+
+def test_while_a_disk_hangs_the_newest_state_waits(tmp_path: Path) -> None:
+    path, later = tmp_path / "x.prom", Later()
+    sink = PrometheusMetrics(path, post=later)
+    for number in range(10):
+        sink.put("workers.default.n", number)
+    assert later.run() == 1
+    assert 'hpc_elastic_workers_n{role="default"} 9' in path.read_text()
+    sink.put("workers.default.n", 10)
+    assert later.run() == 1
+    assert 'hpc_elastic_workers_n{role="default"} 10' in path.read_text()
