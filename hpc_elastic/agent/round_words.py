@@ -23,9 +23,12 @@ _PLACES = (("host", "node"), ("replaces_host", "replaces_node"))
 def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
     """What this node decided as coordinator."""
     events.write(event, **fields)
-    if event == "node_lost":
+    if event in ("node_lost", "node_missing"):
         node = int(fields["node"])
         name = nodes[node] if 0 <= node < len(nodes) else str(node)
+        if event == "node_missing":
+            logger.warning("node %s has not come: the round begins without it", name)
+            return
         silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
         logger.warning("node %s is lost%s", name, silent)
     elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):

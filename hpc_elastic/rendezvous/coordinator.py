@@ -169,9 +169,12 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     enough = len(present) >= settings.min_nodes
     last_call_over = view.since_status >= settings.last_call_timeout
     timed_out = view.since_status >= settings.timeout
-    is_full = _first_choice(view, present) >= settings.max_nodes
+    first_choices = awaited & frozenset(range(settings.max_nodes))
+    is_full = len(present) >= settings.max_nodes and not (first_choices and _has_new_spares(view, present, settings))
     complete = not stopping and (not awaited or is_full or last_call_over)
     if enough and (complete or timed_out):
+        if is_full and not last_call_over:
+            awaited = first_choices  # spares that nobody has waited for are not missing
         return _freeze(view, settings, settle, present, away, awaited)
     if not settings.give_up:
         return None
@@ -231,10 +234,11 @@ def _freeze(
     )
 
 
-def _first_choice(view: View, present: Sequence[Member]) -> int:
-    """How many of those who are here need not wait for others to come: all but spares that have no place yet."""
+def _has_new_spares(view: View, present: Sequence[Member], settings: RendezvousSettings) -> bool:
+    """Whether some of those who are here would only be members for want of the ones that they are spares for."""
     seated = {member.node for member in view.record.members}
-    return sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
+    settled = sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
+    return settled < settings.max_nodes
 
 
 def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:

@@ -68,8 +68,10 @@ def consequences(
         if node in proposal.left:
             events.append(("node_left", {**fields, "reason": proposal.left[node]}))
             continue
-        age = round(life.unchanged(member.uid), 3) if member is not None else None
-        events.append(("node_lost", {**fields, "age": age}))
+        if member is None:
+            events.append(("node_missing", {**fields}))
+            continue
+        events.append(("node_lost", {**fields, "age": round(life.unchanged(member.uid), 3)}))
     for gone, come in proposal.replaced:
         fields = {"round": record.round, "group_rank": record.rank(come.uid), "node": come.node, "host": host(come)}
         events.append(("node_replaced", {**fields, "replaces_node": gone.node, "replaces_host": host(gone)}))

@@ -63,20 +63,22 @@ def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, an
         answer: How long it may take until the members, asked by the record that says that nodes wait, have told of the
             checkpoints that they completed before.
     """
+    several = facts.newcomers + facts.spares > 1
+    waits, as_a_spare = ("wait", "wait as spares") if several else ("waits", "waits as a spare")
     if facts.newcomers + facts.spares == 0 or facts.free <= 0:
-        return Growth(takes_in=False, why="waits as a spare")
+        return Growth(takes_in=False, why=as_a_spare)
     if facts.vacant > 0:
-        return Growth(takes_in=True, why="came for a lost node")
+        return Growth(takes_in=True, why=f"came for {'lost nodes' if several else 'a lost node'}")
     if facts.newcomers == 0:
-        return Growth(takes_in=False, why="waits as a spare")
+        return Growth(takes_in=False, why=as_a_spare)
     if policy is GrowPolicy.NOW:
         return Growth(takes_in=True, why="came")
     if policy is GrowPolicy.NEVER:
-        return Growth(takes_in=False, why="waits for a new round to begin (--grow never)")
+        return Growth(takes_in=False, why=f"{waits} for a new round to begin (--grow never)")
     idle = min(facts.since_saved, facts.since_final)
     if idle >= patience and facts.since_waiting >= answer:
         return Growth(takes_in=True, why=f"came, and no checkpoint was reported for {idle:.0f} s")
     is_fresh = SETTLE_SECONDS <= facts.since_saved < facts.since_waiting
     if is_fresh and not facts.is_saving:
         return Growth(takes_in=True, why="came, and a checkpoint is complete")
-    return Growth(takes_in=False, why="waits for the next checkpoint (--grow checkpoint)")
+    return Growth(takes_in=False, why=f"{waits} for the next checkpoint (--grow checkpoint)")

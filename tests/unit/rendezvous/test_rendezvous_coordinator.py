@@ -10,6 +10,7 @@ import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.coordinator import Proposal, Settlement, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -20,6 +21,7 @@ from hpc_elastic.rendezvous.state import (
     Outcome,
     RoundRecord,
     Status,
+    decode_record,
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent
 
@@ -185,6 +187,91 @@ def test_at_max_nobody_else_is_waited_for() -> None:
     settings = replace(SETTINGS, max_nodes=2, expected_nodes=4)
     proposal = committed(view(START, joined=ALL[:2]), settings)
     assert nodes_of(proposal) == [0, 1]
+
+
+def spares(seen: View, *nodes: int) -> View:
+    """The same, where agents on these nodes were submitted as spares."""
+    joined = {name: replace(node, spare=node.node in nodes) for name, node in seen.joined.items()}
+    return replace(seen, joined=joined)
+
+
+TWO_OF_FOUR = replace(SETTINGS, max_nodes=2, expected_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "nodes"),
+    [
+        ("all others are here", view(START, joined=ALL[:2]), [0, 1]),
+        ("one is not, spares are", view(START, joined=ALL[1:]), None),
+        ("the same when the last call is over", view(START, joined=ALL[1:], since_status=30), [1, 2]),
+        ("or the one was given up", view(START, joined=ALL[1:], gone=frozenset([0])), [1, 2]),
+        (
+            "one of two members was lost",
+            view(record(Status.JOINABLE, *ALL[:2], lost=(0,)), joined=ALL[1:3]),
+            [2, 1],
+        ),
+        (
+            "a spare that has a place is as good as any",
+            view(record(Status.JOINABLE, uid(2), uid(1)), joined=[uid(0), uid(1), uid(2)]),
+            [2, 1],
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_spares_are_the_second_choice(what: str, seen: View, nodes: list[int] | None) -> None:
+    proposal = decide(spares(seen, 2, 3), TWO_OF_FOUR)
+    assert (nodes_of(proposal) if proposal else None) == nodes
+
+
+def test_a_spare_that_nobody_waited_for_is_not_missing() -> None:
+    proposal = committed(spares(view(START, joined=ALL[:2]), 2, 3), TWO_OF_FOUR)
+    assert proposal.record.lost == ()
+    assert "without" not in proposal.reason
+    late = committed(spares(view(START, joined=ALL[:3], gone=frozenset([3])), 2, 3), TWO_OF_FOUR)
+    assert late.record.lost == (3,)
+
+
+def test_who_takes_whose_place_is_told() -> None:
+    proposal = committed(
+        view(record(Status.JOINABLE, *ALL[:3], lost=(1,)), joined=[uid(0), uid(2), uid(3)], names={1: "n1", 3: "n3"})
+    )
+    assert nodes_of(proposal) == [0, 3, 2]
+    assert [(gone.node, come.node) for gone, come in proposal.replaced] == [(1, 3)]
+    assert "n3 took the place of n1" in proposal.reason
+
+
+def test_places_of_lost_members_stay_vacant_until_somebody_takes_them() -> None:
+    shrunk = committed(view(replace(AGAIN, lost=(2, 3)), joined=ALL[:2])).record
+    assert (len(shrunk.members), shrunk.vacant) == (2, 2)
+    assert decode_record(9, shrunk.to_json(), run_id="r").vacant == 2
+    of = replace(shrunk, status=Status.JOINABLE)
+    assert committed(view(of, joined=ALL[:3])).record.vacant == 1
+    assert committed(view(of, joined=ALL)).record.vacant == 0
+    assert committed(view(START, joined=ALL[:2], since_status=30)).record.vacant == 0, "who never came was not lost"
+
+
+def test_a_node_that_comes_for_a_lost_one_is_taken_in_whatever_grow_says() -> None:
+    never = replace(SETTINGS, grow=GrowPolicy.NEVER)
+    of = record(Status.FINAL, *ALL[:2], lost=(2, 3), master="n0:1")
+    waits = committed(view(of, joined=[uid(2)]), never)
+    assert (waits.event, waits.reason) == (RoundEvent.ANNOUNCE, "node 2 waits for a new round to begin (--grow never)")
+    comes = committed(view(replace(of, vacant=1), joined=[uid(2)]), never)
+    assert (comes.event, comes.reason) == (RoundEvent.REOPEN, "node 2 came for a lost node")
+
+
+def test_a_node_that_waits_and_leaves_is_not_taken_in() -> None:
+    of = replace(SMALL, waiting=1)
+    proposal = committed(view(of, joined=[uid(3)], leaving={uid(3): "its agent left"}))
+    assert (proposal.event, proposal.record.waiting) == (RoundEvent.ANNOUNCE, 0)
+
+
+def test_after_a_checkpoint_those_who_wait_come_in() -> None:
+    settings = replace(SETTINGS, grow=GrowPolicy.CHECKPOINT)
+    seen = view(replace(SMALL, waiting=1), joined=[uid(3)], since_status=60, since_waiting=20)
+    assert decide(seen, settings) is None
+    assert decide(replace(seen, since_saved=5.0, is_saving=True), settings) is None
+    assert committed(replace(seen, since_saved=5.0), settings).event is RoundEvent.REOPEN
+    assert decide(replace(seen, since_saved=5.0, done=frozenset(ALL[:1])), settings) is None, "the end is near"
 
 
 def test_a_member_that_still_ends_its_workers_is_waited_for_even_at_max() -> None:
