@@ -25,7 +25,9 @@ IN_CI = [
     ChaosRun(seed=357, place="nfs-coarse", nodes=3, bursts=2, doorbell=False),
     ChaosRun(seed=342, place="disk", nodes=5, bursts=4),
     ChaosRun(seed=67, place="nfs-ahead", nodes=16, min_nodes=4, bursts=2, handlers=True),
-    ChaosRun(seed=110, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
+    ChaosRun(seed=358, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
+    ChaosRun(seed=358, place="sshfs", nodes=3, bursts=1),
+    ChaosRun(seed=104, place="cephfs", nodes=3, bursts=1),
 ]
 LONG = [
     *[ChaosRun(seed=0, place=place, nodes=4, bursts=8) for place in sorted(PLACES)],
@@ -63,6 +65,10 @@ def test_what_must_hold_holds(run: ChaosRun) -> None:
 
 def test_everything_that_can_be_done_is_done_in_these_runs() -> None:
     """Chance may have left something out: then another seed is to be taken above."""
+    full = [
+        run.place for run in IN_CI if Kind.FULL in {a.kind for a in make_schedule(run.seed, plan_of(run)).actions()}
+    ]
+    assert {"disk", "glusterfs", "sshfs"} <= set(full), "a server's disk that is full is told in many ways"
     done = {action.kind for run in IN_CI for action in make_schedule(run.seed, plan_of(run)).actions()}
     assert done == set(Kind)
     clocks = {offset for run in IN_CI for offset in make_schedule(run.seed, plan_of(run)).clocks}
