@@ -1,0 +1,236 @@
+"""What an agent costs and how fast it is: asleep, at a failure, at its own start, and over many restarts.
+
+::
+
+    python -m tests.bench.agent_numbers            as in the full benchmark
+    python -m tests.bench.agent_numbers --quick    shorter
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.processes.guardian import GUARDIAN_NAME
+from tests.rigs.local_run import LocalRun
+from tests.rigs.many_restarts import restart
+
+ROOT = Path(__file__).resolve().parents[2]
+_SLEEPER = ["--no-python", "sh", "-c", "touch $LOCAL_RUN_STAGE/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; exec sleep 1000"]
+_STUBBORN = ["--no-python", "sh", "-c", f"trap '' TERM; {_SLEEPER[-1]}"]
+_GRACE = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Number:
+    """One row."""
+
+    title: str
+    unit: str
+    values: Sequence[float]
+    goal: float | None = None
+    """At most, of the median."""
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def is_met(self) -> bool:
+        return self.goal is None or self.median <= self.goal
+
+
+def measure(*, quick: bool) -> list[Number]:
+    """All of them: some 30 s where `quick`, else two minutes."""
+    numbers = [*_start(5 if quick else 15)]
+    numbers += _asleep(nodes=2, seconds=8.0 if quick else 40.0)
+    numbers += _failures(rounds=3 if quick else 9)
+    numbers += _stubborn(rounds=1 if quick else 3)
+    numbers += _restarts(*((60, 20) if quick else (1000, 100)))
+    return numbers
+
+
+def lines(numbers: Sequence[Number]) -> list[str]:
+    """As lines of a Markdown table."""
+    found = ["| an agent | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
+    for number in numbers:
+        least, most = min(number.values), max(number.values)
+        told = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
+        goal = "–" if number.goal is None else f"≤ {number.goal:.3g} {number.unit}"
+        met = "–" if number.goal is None else "yes" if number.is_met else "**no**"
+        found.append(f"| {number.title}{f'; {number.note}' if number.note else ''} | {told} | {goal} | {met} |")
+    return found
+
+
+def _start(repetitions: int) -> Iterator[Number]:
+    """With compiled modules, as an installation has them: PYTHONDONTWRITEBYTECODE would make each start compile all."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as cache:
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        env |= {"PYTHONPYCACHEPREFIX": cache, "PYTHONPATH": str(ROOT)}
+
+        def seconds(code: str) -> float:
+            began = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], env=env, check=True)
+            return time.perf_counter() - began
+
+        agent, bare = "import hpc_elastic.agent.main", "pass"
+        for code in (agent, bare):
+            seconds(code)
+        pairs = [(seconds(agent), seconds(bare)) for _ in range(repetitions)]
+    yield Number(
+        title="start → ready to join, by how often `python -c pass` fits in",
+        unit="×",
+        values=[ours / theirs for ours, theirs in pairs],
+        goal=5.0,
+        note=f"{statistics.median(ours for ours, _ in pairs) * 1000:.0f} ms here",
+    )
+
+
+@contextmanager
+def _run(nodes: int, nproc: int, command: Sequence[str], *options: str) -> Iterator[LocalRun]:
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        arguments = ["--max-restarts", "100", "--max-same-failures", "0", *options]
+        run = LocalRun(
+            Path(folder), "", nodes=nodes, nproc=nproc, interpreter=command, options=arguments, heartbeat_ttl=20.0
+        )
+        run.__enter__()
+        try:
+            yield run
+        finally:
+            run.__exit__(RuntimeError)
+
+
+def _workers(run: LocalRun, round_index: int, count: int) -> dict[int, int]:
+    """Rank → pid, of a round that has begun everywhere."""
+
+    def found() -> list[list[str]]:
+        return [path.name.split(".") for path in run.stage.glob(f"*.{round_index}.*")]
+
+    run.until(lambda: len(found()) == count, f"{count} workers in round {round_index}")
+    return {int(rank): int(pid) for rank, _, pid in found()}
+
+
+def _asleep(*, nodes: int, seconds: float) -> Iterator[Number]:
+    with _run(nodes, 8, _SLEEPER) as run:
+        _workers(run, 0, 8 * nodes)
+        time.sleep(2.0)
+        agents = [run.agent(node).pid for node in range(nodes)]
+        guardians = [_guardian_of(agent) for agent in agents]
+        before, began = {pid: _cost(pid) for pid in (*agents, *guardians)}, time.monotonic()
+        time.sleep(seconds)
+        passed = time.monotonic() - began
+        spent = {}
+        for pid, then in before.items():
+            now = _cost(pid)
+            spent[pid] = tuple((now[at] - then[at]) / passed for at in range(2))
+        memory = [_megabytes(pid) for pid in agents]
+    first, *others = zip(agents, guardians, strict=True)
+    for title, pairs in (("asleep, 8 workers: CPU", others), ("the same, where it coordinates 2 nodes", [first])):
+        yield Number(
+            title=title,
+            unit="% of a core",
+            values=[100 * (spent[agent][0] + spent[guardian][0]) for agent, guardian in pairs],
+            goal=0.1,
+            note=", ".join(
+                f"agent {100 * spent[agent][0]:.3f} with {spent[agent][1]:.1f} wake-ups a second, "
+                f"guardian {100 * spent[guardian][0]:.3f} with {spent[guardian][1]:.1f}"
+                for agent, guardian in pairs
+            ),
+        )
+    yield Number(title="resident, with 8 workers", unit="MB", values=memory, goal=30.0)
+
+
+def _guardian_of(agent: int) -> int:
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == GUARDIAN_NAME)
+
+
+def _cost(pid: int) -> tuple[float, int]:
+    """CPU seconds and voluntary context switches, of all threads. (utime and stime are whole ticks: too coarse.)"""
+    cpu, wakes = 0, 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        cpu += int((task / "schedstat").read_text().split()[0])
+        wakes += int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    return cpu / 1e9, wakes
+
+
+def _megabytes(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6
+
+
+def _failures(rounds: int) -> Iterator[Number]:
+    """8 agents with a worker each: when the agent hears of its worker's death, and when all others have ended."""
+    nodes, heard, ended = 8, [], []
+    with _run(nodes, 1, _SLEEPER) as run:
+        for index in range(rounds):
+            workers = _workers(run, index, nodes)
+            victim = workers[index * 3 % nodes]
+            others = [os.pidfd_open(pid) for pid in workers.values() if pid != victim]
+            killed, began = time.time_ns(), time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            ended.append(_last_end(others) - began)
+            _workers(run, index + 1, nodes)
+            told = [e for e in run.events("workers_stopping") if e["round"] == index and "SIGKILL" in e["reason"]]
+            heard.append((min(event["t"] for event in told) - killed) / 1e6)
+    yield Number(title="a worker's death → its agent acts on it", unit="ms", values=heard, goal=20.0)
+    yield Number(title="a worker's death → all workers of 8 agents ended", unit="s", values=ended, goal=0.3)
+
+
+def _last_end(pidfds: list[int]) -> float:
+    import select
+
+    poll = select.poll()
+    for fd in pidfds:
+        poll.register(fd, select.POLLIN)
+    left, deadline = len(pidfds), time.monotonic() + 30
+    while left:
+        for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            poll.unregister(fd)
+            os.close(fd)
+            left -= 1
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{left} workers have not ended after 30 s")
+    return time.monotonic()
+
+
+def _stubborn(rounds: int) -> Iterator[Number]:
+    with _run(1, 8, _STUBBORN, "--shutdown-timeout", f"{_GRACE:g}") as run:
+        for index in range(rounds):
+            os.kill(_workers(run, index, 8)[index % 8], signal.SIGKILL)
+        _workers(run, rounds, 8)
+        found = [event["seconds"] - _GRACE for event in run.events("workers_stopped")]
+    yield Number(title="stop of 8 workers that ignore SIGTERM, beyond the grace", unit="s", values=found, goal=0.2)
+
+
+def _restarts(rounds: int, warm: int) -> Iterator[Number]:
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        found = restart(Path(folder), rounds=rounds, warm=warm)
+    early, late = found.early, found.late
+    yield Number(
+        title=f"a restart, of {rounds} in one agent",
+        unit="s",
+        values=[found.seconds_each],
+        note=f"{early.descriptors} → {late.descriptors} descriptors, {early.threads} → {late.threads} threads, "
+        f"{early.resident:.1f} → {late.resident:.1f} MB",
+    )
+    yield Number(title="what it grows by, per restart", unit="KiB", values=[found.kib_each], goal=4.0)
+    yield Number(title="files per round in the run directory", unit="files", values=[found.files_each], goal=10.0)
+
+
+def main(say: Callable[[str], object] = print) -> None:
+    """Print the table."""
+    say("\n".join(lines(measure(quick="--quick" in sys.argv))))
+
+
+if __name__ == "__main__":
+    main()
