@@ -413,6 +413,28 @@ def sum_up(
     )
 
 
+def first_word(reason: str, *, node: int, seconds: float, watch: HangWatch) -> NodeFailure:
+    """What is told at once of a round's failure, before the evidence is there.
+
+    Args:
+        reason: In a few words.
+        node: Index of this node.
+        seconds: How long its workers ran.
+        watch: Knows whether one hangs, and how far they came.
+    """
+    hang = watch.mark
+    return NodeFailure(
+        node=node,
+        fingerprint="",
+        failure_class="unknown" if hang is None else "hang",
+        retryable=True,
+        message=reason,
+        step=watch.furthest_step,
+        seconds=seconds,
+        hang=hang,
+    )
+
+
 def own_failure(message: str, *, node: int, seconds: float) -> NodeFailure | None:
     """What of our own failed in a round, where none of the workers did; None: nothing.
 

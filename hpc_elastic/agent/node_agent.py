@@ -17,7 +17,7 @@ from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import exit_code, falls_to_us, finish_attempt, leave_run
-from hpc_elastic.agent.local_workers import LocalWorkers, own_failure, sum_up
+from hpc_elastic.agent.local_workers import LocalWorkers, first_word, own_failure, sum_up
 from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.metrics import NoMetrics
 from hpc_elastic.agent.output_losses import tell_losses
@@ -26,14 +26,14 @@ from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
-from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.agent.worker_environment import round_facts, worker_environment
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.slots import rank_layout
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
 
 logger = logging.getLogger(__name__)
@@ -104,25 +104,38 @@ class NodeAgent:
         self._selector.register(c.coordination, selectors.EVENT_READ)
         self._selector.register(c.signals, selectors.EVENT_READ)
         self._selector.register(c.health, selectors.EVENT_READ)
-        self._join()
-        c.health.wait(FIRST_HEALTH_SECONDS)  # of thousands that start, each should say at once that it wants to be in
-        self._handle_health()
-        c.coordination.start()
+        self.begin()
         while self._phase is not Phase.ENDED:
             self._watch_workers()
             self._selector.select(self._timeout())
-            self._handle_signals()
-            self._handle_workers()
-            self._handle_heartbeats()
-            self._handle_notices()
-            if self._failure is None:
-                c.crash.check()
-            self._handle_health()
-            self._handle_stop()
-            self._handle_store()
-            tell_losses(self._.events, self._.pump)
-            self._figures.enter(self.state)
-        return self._leave()
+            self.step()
+        return self.leave()
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def begin(self) -> None:
+        """Ask to be in."""
+        self._join()
+        # Of thousands that start, each should say at once that it wants to be in.
+        self._.health.wait(FIRST_HEALTH_SECONDS)
+        self._handle_health()
+        self._.coordination.start()
+
+    def step(self) -> None:
+        """Take in all that has come, and do what follows. Never waits."""
+        self._handle_signals()
+        self._handle_workers()
+        self._handle_heartbeats()
+        self._handle_notices()
+        if self._failure is None:
+            self._.crash.check()
+        self._handle_health()
+        self._handle_stop()
+        self._handle_store()
+        tell_losses(self._.events, self._.pump)
+        self._figures.enter(self.state)
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
@@ -313,20 +326,7 @@ class NodeAgent:
         met = self._figures.end("rendezvous")
         self._figures.begin("start")
         layout = rank_layout(record.members, c.info.uid)
-        address, port, serves = record.master.split(" ")
-        facts = RoundFacts(
-            layout=layout,
-            round=record.round,
-            max_restarts=c.spec.max_restarts,
-            master_addr=address,
-            master_port=int(port),
-            agent_store=serves == "1",
-            run_id=c.spec.run_id,
-            run_dir=c.run_dir,
-            attempt=c.attempt.number,
-            role=c.spec.role,
-            tag=c.tag,
-        )
+        facts = round_facts(record, layout, spec=c.spec, run_dir=c.run_dir, attempt=c.attempt.number, tag=c.tag)
         first = layout.group_rank == 0
         if not first or not facts.agent_store:
             # Rank 0 opens it itself, or it is another node's now. Not sooner: workers elsewhere that were still being
@@ -389,17 +389,7 @@ class NodeAgent:
     def _report_failure(self, reason: str) -> None:
         """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
         assert self._workers is not None
-        hang = self._.watch.mark
-        failure = NodeFailure(
-            node=self._.info.node,
-            fingerprint="",
-            failure_class="unknown" if hang is None else "hang",
-            retryable=True,
-            message=reason,
-            step=self._.watch.furthest_step,
-            seconds=self._workers.seconds,
-            hang=hang,
-        )
+        failure = first_word(reason, node=self._.info.node, seconds=self._workers.seconds, watch=self._.watch)
         index = self._workers.round
         self._.coordination.ask(lambda participant: participant.report_failure(index, failure))
 
@@ -472,7 +462,8 @@ class NodeAgent:
 
     # -- the end -------------------------------------------------------------------------------------------------
 
-    def _leave(self) -> int:
+    def leave(self) -> int:
+        """The phase is ENDED: close all, and say the last words. Returns the exit code."""
         c = self._
         self._selector.close()
         code = exit_code(

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_elastic.rendezvous.slots import RankLayout
+from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.run_spec import RunSpec
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 
@@ -26,6 +28,26 @@ class RoundFacts:
     attempt: int
     role: str
     tag: str
+
+
+def round_facts(
+    record: RoundRecord, layout: RankLayout, *, spec: RunSpec, run_dir: str, attempt: int, tag: str
+) -> RoundFacts:
+    """Put together for a node whose place in the final round `record` is `layout`."""
+    address, port, serves = record.master.split(" ")
+    return RoundFacts(
+        layout=layout,
+        round=record.round,
+        max_restarts=spec.max_restarts,
+        master_addr=address,
+        master_port=int(port),
+        agent_store=serves == "1",
+        run_id=spec.run_id,
+        run_dir=run_dir,
+        attempt=attempt,
+        role=spec.role,
+        tag=tag,
+    )
 
 
 def worker_environment(
