@@ -135,6 +135,10 @@ def test_a_stopped_agent_s_workers_have_to_end_before_it_goes_on() -> None:
     assert known_gaps(evidence)
     evidence.works[1].last = 115.0
     assert "no_two_rounds" in only(evidence, "no_two_rounds")
+    evidence.stalls = [(90.0, 92.0), (120.0, 121.0)]
+    assert "no_two_rounds" in only(evidence, "no_two_rounds"), "the machine stood still before, or after"
+    evidence.stalls = [(105.0, 110.0)]
+    assert complaints(evidence) == [], "its guardian could not see the agent stopped for long enough"
 
 
 def test_a_node_that_was_taken_for_lost() -> None:

@@ -29,6 +29,8 @@ END_SECONDS = 60.0
 LEFT_SECONDS = 8.0
 HUNG_SECONDS = 30.0
 """A look at the run's files that takes so long would take for ever: the filesystem hangs."""
+STALL_SECONDS = 1.0
+"""A short sleep that takes so long: others on this machine have kept all processors."""
 QUIET_SECONDS = 0.3
 """After a deed: what is written later was not written by somebody who was just being killed."""
 _LOOK = 0.05
@@ -98,7 +100,10 @@ class Chaos:
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
+        slept_from = 0.0
         while True:
+            if slept_from and now() - slept_from > STALL_SECONDS:
+                self.evidence.stalls.append((slept_from, now()))
             self._cluster.tend()
             while self._due and self._due[0][0] <= time.monotonic():
                 _, _, deed, procs = heapq.heappop(self._due)
@@ -106,6 +111,7 @@ class Chaos:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
+            slept_from = now()
             time.sleep(min(left, _LOOK))
 
     def _settle(self, what: str) -> None:

@@ -66,6 +66,8 @@ class Evidence:
     deeds: list[Deed] = field(default_factory=list)
     records: list[SeenRecord] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    stalls: list[tuple[float, float]] = field(default_factory=list)
+    """From when to when the driver itself did not get to run: the machine stood still, and the run with it."""
     recoveries: list[float] = field(default_factory=list)
     """Seconds from the end of each burst until all nodes worked in one round again."""
     finish_said: float = float("inf")

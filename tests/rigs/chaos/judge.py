@@ -129,12 +129,19 @@ def _excuses(evidence: Evidence, old: Work, at: float) -> list[Deed]:
 
 
 def _can_act_from(evidence: Evidence, deed: Deed) -> float:
-    """When the node can end its workers again: with its agent stopped alone, its guardian does it."""
+    """When the node can end its workers again: with its agent stopped alone, its guardian does it.
+
+    A guardian that did not get to run itself begins anew to see the agent stopped.
+    """
     if deed.action.kind is not Kind.STOP_AGENT:
         return deed.ended
     plan = evidence.schedule.plan
     settings = settings_from_conf({"heartbeat_ttl": f"{plan.ttl:g}"}, RendezvousSettings(doorbell=plan.doorbell))
-    return min(deed.ended, deed.began + settings.silence_until_lost + GUARDIAN_SECONDS)
+    until = deed.began + settings.silence_until_lost + GUARDIAN_SECONDS
+    for began, ended in sorted(evidence.stalls):
+        if deed.began <= ended and began <= until:
+            until = max(until, ended + settings.silence_until_lost + GUARDIAN_SECONDS)
+    return min(deed.ended, until)
 
 
 def _no_two_rounds(evidence: Evidence) -> Iterator[str]:
