@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import heartbeat, leftovers, output, rendezvous_scale, stop_everywhere
+from tests.bench import agent_numbers, heartbeat, leftovers, output, rendezvous_scale, stop_everywhere
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.scale_plot import plot
@@ -30,8 +30,9 @@ from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+AGENT_BEGIN, AGENT_END = "<!-- bench of an agent: begin -->", "<!-- bench of an agent: end -->"
 SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
-PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", "stop", "scale")
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", "agent", "stop", "scale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             left.setdefault(system.name, []).append(leftovers.measure(system, ending))
     beats = heartbeat.measure() if "heartbeat" in options.parts and OURS in systems else None
     costs = output.measure() if "output" in options.parts and OURS in systems else []
+    numbers: list[agent_numbers.Number] = []
+    if "agent" in options.parts and OURS in systems and not _late(deadline, samples, "what an agent costs"):
+        numbers = _numbers(facts, samples, quick=options.quick, update=options.update_docs)
     stops = {}
     if "stop" in options.parts and OURS in systems:
         stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
@@ -83,10 +87,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"left by {system_name} after {one.ending}: {name}", file=sys.stderr)
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
-    _write_json(options.json, facts, samples, helps, left, beats, costs, stops)
-    if options.update_docs and set(options.parts) != {"scale"}:
+    _write_json(options.json, facts, samples, helps, left, beats, costs, stops, numbers)
+    if options.update_docs and not set(options.parts) <= {"scale", "agent"}:
         update_document(DOCUMENT, text)
-    return 0 if samples.values or helps or left or beats or costs or stops or "scale" in options.parts else 1
+    measured = samples.values or helps or left or beats or costs or stops or numbers
+    return 0 if measured or "scale" in options.parts else 1
+
+
+def _numbers(facts: dict[str, str], samples: Samples, *, quick: bool, update: bool) -> list[agent_numbers.Number]:
+    """The agent's own figures: a table of their own, so that they can be taken alone."""
+    _progress("what an agent costs")
+    try:
+        numbers = agent_numbers.measure(quick=quick)
+    except AssertionError as error:  # what should have happened did not
+        samples.troubles.append(f"agent: {error}")
+        return []
+    text = f"{facts['date']}, {facts['cores']} cores, load {facts['load before']}, Python {facts['python']}\n\n"
+    text += "\n".join(agent_numbers.lines(numbers)) + "\n"
+    print(text)
+    if update:
+        update_document(DOCUMENT, text, begin=AGENT_BEGIN, end=AGENT_END)
+    return numbers
 
 
 def _scale(facts: dict[str, str], *, quick: bool, update: bool) -> None:
@@ -186,6 +207,7 @@ def _write_json(
     beats: heartbeat.HeartbeatFigures | None,
     costs: list[output.Cost],
     stops: dict[str, list[float]],
+    numbers: list[agent_numbers.Number],
 ) -> None:
     value: dict[str, Any] = {
         "version": 1,
@@ -204,6 +226,7 @@ def _write_json(
         "help_seconds": helps,
         "left": {name: [asdict(one) for one in rows] for name, rows in left.items()},
         "heartbeat_microseconds": asdict(beats) if beats is not None else None,
+        "agent_numbers": [asdict(number) for number in numbers],
         "output_costs": [asdict(cost) for cost in costs],
         "stop_seconds": stops,
         "troubles": samples.troubles,
@@ -212,18 +235,18 @@ def _write_json(
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def update_document(path: Path, text: str) -> None:
+def update_document(path: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:
     """Put `text` between the two marks of a Markdown file, which is made where there is none."""
     if path.exists():
         old = path.read_text()
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        old = f"# Benchmarks\n\n{_INTRODUCTION}\n{BEGIN}\n{END}\n"
-    head, begin, rest = old.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"{path} has no lines {BEGIN} and {END} to put the table between")
-    path.write_text(f"{head}{BEGIN}\n{text}{END}{tail}")
+        old = f"# Benchmarks\n\n{_INTRODUCTION}\n{BEGIN}\n{END}\n\n{AGENT_BEGIN}\n{AGENT_END}\n"
+    head, has_begin, rest = old.partition(begin)
+    _, has_end, tail = rest.partition(end)
+    if not has_begin or not has_end:
+        raise SystemExit(f"{path} has no lines {begin} and {end} to put the table between")
+    path.write_text(f"{head}{begin}\n{text}{end}{tail}")
 
 
 _INTRODUCTION = """\
