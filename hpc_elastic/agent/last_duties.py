@@ -8,13 +8,14 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.state import Member, RoundRecord
+from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.self_command import own_command
 from hpc_elastic.store.base import StoreWipedError
 
@@ -82,6 +83,24 @@ def leave_run(participant: Participant, reason: str) -> None:
     index = participant.record.round if participant.record is not None else 0
     participant.leave(index, reason)
     participant.leave(index + 1, reason)
+
+
+def see_to_the_end(context: AgentContext, record: RoundRecord | None) -> None:
+    """Make sure that somebody writes the verdict and gives the allocation back.
+
+    When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
+    nobody would ever end it.
+
+    Args:
+        context: The agent's.
+        record: The newest one; nothing is done where it does not close the run.
+    """
+    if record is None or record.status is not Status.CLOSED:
+        return
+    if falls_to_us(context.coordination, record.members, context.info.uid, context.clock):
+        logger.warning("the batch host %s does not answer; seeing to the end here", context.attempt.batch_host)
+        context.events.write("end_taken_over", by=context.info.uid)
+        finish_attempt(context.run_dir, context.attempt.number, context.environ)
 
 
 def finish_attempt(run_dir: str, attempt: int, environ: Mapping[str, str]) -> None:

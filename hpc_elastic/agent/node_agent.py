@@ -16,7 +16,7 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.agent.last_duties import exit_code, falls_to_us, finish_attempt, leave_run
+from hpc_elastic.agent.last_duties import exit_code, leave_run, see_to_the_end
 from hpc_elastic.agent.local_workers import LocalWorkers, first_word, own_failure, sum_up
 from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.metrics import NoMetrics
@@ -473,7 +473,7 @@ class NodeAgent:
         c.watch.close()
         c.health.close()
         if self._ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
-            self._see_to_the_end()
+            see_to_the_end(c, self._record)
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())
         if not c.coordination.stop(within=HUNG_SECONDS) and (
@@ -485,17 +485,3 @@ class NodeAgent:
             if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
                 tell_coordination(c.events, *notice, nodes=c.attempt.nodes)
         return code
-
-    def _see_to_the_end(self) -> None:
-        """Make sure that somebody writes the verdict and gives the allocation back.
-
-        When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
-        nobody would ever end it.
-        """
-        record, c = self._record, self._
-        if record is None or record.status is not Status.CLOSED:
-            return
-        if falls_to_us(c.coordination, record.members, c.info.uid, c.clock):
-            logger.warning("the batch host %s does not answer; seeing to the end here", c.attempt.batch_host)
-            c.events.write("end_taken_over", by=c.info.uid)
-            finish_attempt(c.run_dir, c.attempt.number, c.environ)

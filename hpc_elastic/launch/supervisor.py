@@ -299,7 +299,9 @@ class Supervisor:
                 self._shutdown_timeout,
             )
         else:
-            logger.info("the nodes have not met yet: ending their agents by signal")
+            logger.info(
+                "the nodes have not met yet, or the filesystem of the run directory does not answer: ending the agents"
+            )
         self._launcher.terminate()
         if self._end_by is not None:
             self._end_by = min(self._end_by, self._clock.monotonic() + self._shutdown_timeout + SILENT_RESERVE)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent import node_agent
+from hpc_elastic.agent import last_duties, node_agent
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
@@ -661,7 +661,7 @@ def test_the_end_is_this_agents_where_nobody_else_sees_to_it(
 ) -> None:
     finished: list[tuple[str, int]] = []
     monkeypatch.setattr(
-        node_agent, "finish_attempt", lambda run_dir, attempt, environ: finished.append((run_dir, attempt))
+        last_duties, "finish_attempt", lambda run_dir, attempt, environ: finished.append((run_dir, attempt))
     )
     p = play()
     p.script.end = heard
