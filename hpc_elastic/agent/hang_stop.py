@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from hpc_elastic.clock import Clock
 from hpc_elastic.failures.stacks import ProcessState, look_at_process
 from hpc_elastic.processes import tree
+from hpc_elastic.processes.command_path import find_program
 from hpc_elastic.processes.spawn import WorkerProcess
 from hpc_elastic.processes.stop import GroupStopper, Stopped
 from hpc_elastic.processes.tree import Proc
@@ -169,7 +169,7 @@ def _forbid_core_dump(pid: int) -> None:
 
 
 def _start_py_spy(silent: Sequence[_Asked]) -> bool:
-    program = shutil.which("py-spy")
+    program = find_program("py-spy")
     if program is None:
         return False
     for asked in silent:

@@ -20,7 +20,6 @@ import functools
 import json
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any, TypeVar
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.file_thread import FileThread
+from hpc_elastic.processes.command_path import find_program
 
 T = TypeVar("T")
 
@@ -387,7 +387,7 @@ def _listen(family: socket.AddressFamily, address: str, port: int | None) -> soc
 @functools.cache
 def torch_available(python: str) -> bool:
     """Whether `python` could import torch, found out without importing it, once in this process' life."""
-    found = shutil.which(python)
+    found = find_program(python)
     if found is None:
         return False
     if os.path.abspath(found) == os.path.abspath(sys.executable or ""):

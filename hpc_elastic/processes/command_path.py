@@ -25,6 +25,14 @@ def candidates(command: str, env: Mapping[str, str]) -> list[str]:
     return [os.path.join(folder or ".", command) for folder in env.get("PATH", os.defpath).split(":")]
 
 
+def find_program(command: str, env: Mapping[str, str] | None = None) -> str | None:
+    """The first of `candidates` that may be executed. (What `shutil.which` does, without its imports.)"""
+    for path in candidates(command, os.environ if env is None else env):
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
+            return path
+    return None
+
+
 def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: bool) -> WorkerStartError:
     """Say why a command did not start.
 

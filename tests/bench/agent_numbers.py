@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _SLEEPER = ["--no-python", "sh", "-c", "touch $LOCAL_RUN_STAGE/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; exec sleep 1000"]
 _STUBBORN = ["--no-python", "sh", "-c", f"trap '' TERM; {_SLEEPER[-1]}"]
 _GRACE = 1.0
+_COMPILED: dict[str, str] = {}
+"""Environment of all that is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +54,14 @@ class Number:
 
 def measure(*, quick: bool) -> list[Number]:
     """All of them: some 30 s where `quick`, else two minutes."""
-    numbers = [*_start(5 if quick else 15)]
-    numbers += _asleep(nodes=2, seconds=8.0 if quick else 40.0)
-    numbers += _failures(rounds=3 if quick else 9)
-    numbers += _stubborn(rounds=1 if quick else 3)
-    numbers += _restarts(*((60, 20) if quick else (1000, 100)))
+    with tempfile.TemporaryDirectory(prefix="bench-") as cache:
+        # Compiled, as an installation is: with PYTHONDONTWRITEBYTECODE each agent would compile all, and grow by it.
+        _COMPILED.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=cache)
+        numbers = [*_start(5 if quick else 15)]
+        numbers += _asleep(nodes=2, seconds=8.0 if quick else 40.0)
+        numbers += _failures(rounds=3 if quick else 9)
+        numbers += _stubborn(rounds=1 if quick else 3)
+        numbers += _restarts(*((60, 20) if quick else (1000, 100)))
     return numbers
 
 
@@ -73,24 +78,21 @@ def lines(numbers: Sequence[Number]) -> list[str]:
 
 
 def _start(repetitions: int) -> Iterator[Number]:
-    """With compiled modules, as an installation has them: PYTHONDONTWRITEBYTECODE would make each start compile all."""
-    with tempfile.TemporaryDirectory(prefix="bench-") as cache:
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-        env |= {"PYTHONPYCACHEPREFIX": cache, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, **_COMPILED, "PYTHONPATH": str(ROOT)}
 
-        def seconds(code: str) -> float:
-            """Of CPU: one thread, and on a machine that does nothing else the same as by the wall clock."""
-            process = subprocess.Popen([sys.executable, "-c", code], env=env)
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode:
-                raise AssertionError(f"python -c {code!r} ended with {process.returncode}")
-            return usage.ru_utime + usage.ru_stime
+    def seconds(code: str) -> float:
+        """Of CPU: one thread, and on a machine that does nothing else the same as by the wall clock."""
+        process = subprocess.Popen([sys.executable, "-c", code], env=env)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise AssertionError(f"python -c {code!r} ended with {process.returncode}")
+        return usage.ru_utime + usage.ru_stime
 
-        agent, bare = "import hpc_elastic.agent.main", "pass"
-        for code in (agent, bare):
-            seconds(code)
-        pairs = [(seconds(agent), seconds(bare)) for _ in range(repetitions)]
+    agent, bare = "import hpc_elastic.agent.main", "pass"
+    for code in (agent, bare):
+        seconds(code)
+    pairs = [(seconds(agent), seconds(bare)) for _ in range(repetitions)]
     yield Number(
         title="start → imported all, by how often `python -c pass` fits in",
         unit="×",
@@ -105,7 +107,14 @@ def _run(nodes: int, nproc: int, command: Sequence[str], *options: str) -> Itera
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
         arguments = ["--max-restarts", "100", "--max-same-failures", "0", *options]
         run = LocalRun(
-            Path(folder), "", nodes=nodes, nproc=nproc, interpreter=command, options=arguments, heartbeat_ttl=20.0
+            Path(folder),
+            "",
+            nodes=nodes,
+            nproc=nproc,
+            interpreter=command,
+            options=arguments,
+            heartbeat_ttl=20.0,
+            environ=_COMPILED,
         )
         run.__enter__()
         try:
@@ -218,7 +227,7 @@ def _stubborn(rounds: int) -> Iterator[Number]:
 
 def _restarts(rounds: int, warm: int) -> Iterator[Number]:
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
-        found = restart(Path(folder), rounds=rounds, warm=warm)
+        found = restart(Path(folder), rounds=rounds, warm=warm, environ=_COMPILED)
     early, late = found.early, found.late
     yield Number(
         title=f"a restart, of {rounds} in one agent",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,13 +48,14 @@ class Restarts:
         return (self.late.resident - self.early.resident) * 1e6 / 1024 / max(1, self.late.rounds - self.early.rounds)
 
 
-def restart(folder: Path, *, rounds: int, warm: int) -> Restarts:
+def restart(folder: Path, *, rounds: int, warm: int, environ: Mapping[str, str] | None = None) -> Restarts:
     """Run the real agent, and look at it after `warm` rounds and after all of them.
 
     Args:
         folder: Empty.
         rounds: How often the worker fails, and is started again.
         warm: After so many, what is allocated once has been.
+        environ: More of the run's environment.
     """
     command = ["--no-python", "sh", "-c", "test $TORCHELASTIC_RESTART_COUNT -lt $ROUNDS && exit 7; sleep 1000"]
     run = LocalRun(
@@ -62,7 +64,7 @@ def restart(folder: Path, *, rounds: int, warm: int) -> Restarts:
         nodes=1,
         interpreter=command,
         options=["--max-restarts", str(rounds + 10), "--max-same-failures", "0"],
-        environ={"ROUNDS": str(rounds)},
+        environ={**(environ or {}), "ROUNDS": str(rounds)},
     )
     with run:
         agent = run.agent(0).pid

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.processes.command_path import WorkerStartError, candidates, exec_failure
+from hpc_elastic.processes.command_path import WorkerStartError, candidates, exec_failure, find_program
 from hpc_elastic.processes.spawn import pipe_bytes_for
 from hpc_elastic.processes.tags import Tag
 from hpc_elastic.processes.tree import Environ, Proc, ancestors, parse_stat, subtree
@@ -115,3 +116,16 @@ def test_pipes_stay_within_the_users_share(workers: int) -> None:
 def test_usual_node_gets_the_largest_pipes() -> None:
     assert pipe_bytes_for(8) == 1 << 20
     assert pipe_bytes_for(0) == 1 << 20
+
+
+def test_program_is_found_where_it_may_be_executed(tmp_path: Path) -> None:
+    for name, mode in (("a", 0o644), ("b", 0o755)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tool").write_text("")
+        (tmp_path / name / "tool").chmod(mode)
+    (tmp_path / "b" / "folder").mkdir()
+    env = {"PATH": f"{tmp_path}/a:{tmp_path}/b"}
+    assert find_program("tool", env) == f"{tmp_path}/b/tool"
+    assert find_program(f"{tmp_path}/b/tool", {}) == f"{tmp_path}/b/tool"
+    assert find_program("folder", env) is None
+    assert find_program("nothing", env) is None
