@@ -53,6 +53,11 @@ class Family:
                 seen[pid] = known
         self._children = seen
 
+    @property
+    def pids(self) -> frozenset[int]:
+        """The children at the last look, ended ones included."""
+        return frozenset(self._children)
+
     def remnants(self) -> list[Proc]:
         """Those of the family that live. A pid or session that has got another meaning since is not taken for one."""
         leaders = {child.proc.sid: child.proc.starttime for child in self._children.values() if child.leads}

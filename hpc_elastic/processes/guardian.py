@@ -150,14 +150,17 @@ def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None,
         return True
     if pidfd is not None:
         poll.register(pidfd, select.POLLIN)
+    ended: frozenset[int] | None = None
     while not poll.poll(pause * 1000):
         # A thread that a hung mount holds keeps a dead agent's descriptors open, and its pidfd quiet.
         proc = tree.look_at(agent)
         if proc is None or proc.is_dead:
             return True
         family.look()
-        if watch.look(proc.state, clock.monotonic()):
+        stays_stopped = watch.look(proc.state, clock.monotonic())
+        if stays_stopped and ended != family.pids:  # once: who is stopped starts no more
             end_tagged(tag, clock=clock, family=family)
+        ended = family.pids if stays_stopped else None
     os.set_blocking(control, False)
     try:
         return os.read(control, 1) != _LEAVE
