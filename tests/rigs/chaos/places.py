@@ -261,15 +261,9 @@ class NetworkFilesystem(_PlaceBase):
 
 
 def network_kinds(kind: str) -> tuple[Kind, ...]:
-    """What can be done on a network filesystem.
-
-    MooseFS (3.0.117) is not frozen, for its client locks itself up when it thaws: the thread that takes the master's
-    answers tells the kernel to forget a file's pages, and waits there for a page that a read holds; and the read waits
-    for an answer of the master's.
-    """
-    frozen = (Kind.FREEZE_ALL, Kind.FREEZE_ONE) if kind != "moosefs" else ()
+    """What can be done on a network filesystem."""
     full = (Kind.FULL,) if KINDS[kind].disk_megabytes else ()
-    return (*_PROCESS_KINDS, *frozen, *full)
+    return (*_PROCESS_KINDS, Kind.FREEZE_ALL, Kind.FREEZE_ONE, *full)
 
 
 def fill_disk(path: Path) -> None:

@@ -18,7 +18,7 @@ _EMPTY = "/var/lib/mfs/metadata.mfs.empty"
 
 
 def start(site: Site) -> None:
-    site.mount_disk(1024)
+    site.mount_disk(16384)  # the master counts 64 MiB for every file that is being written
     for name in ("master", "chunk"):
         (site.folder / name).mkdir()
     site.call(["ip", "link", "add", "moose0", "type", "veth", "peer", "name", "moose1"])
