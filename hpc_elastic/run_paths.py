@@ -15,7 +15,7 @@
         heartbeats/node-00012.json       where each node's workers were last (agent/hang_watch.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
         result.json                      how the attempt ended, and what was decided (launch/result.py)
-        report.json report.txt
+        report.json report.txt report.html
 """
 
 from __future__ import annotations
@@ -86,6 +86,10 @@ class AttemptPaths:
     @property
     def report_text(self) -> Path:
         return self.root / "report.txt"
+
+    @property
+    def report_html(self) -> Path:
+        return self.root / "report.html"
 
     def heartbeats(self, node: int) -> Path:
         return self.root / "heartbeats" / f"node-{node:05d}.json"

@@ -21,6 +21,9 @@ else
     if ! .venv/bin/python -m tests.rigs.slurm_cluster install </dev/null >"$log" 2>&1; then
         say "skipped: the real-Slurm tests, which can't run here: $(tail -n 1 "$log")"
     fi
+    if ! .venv/bin/python -m tests.browser.chromium install </dev/null >"$log" 2>&1; then
+        say "skipped: tests of the HTML report in a browser, which can't run here: $(tail -n 1 "$log")"
+    fi
     rm -f "$log"
 fi
 

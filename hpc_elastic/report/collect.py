@@ -27,6 +27,7 @@ from hpc_elastic.report.history import (
     StackGroup,
 )
 from hpc_elastic.report.output_losses import OutputLoss, read_loss
+from hpc_elastic.report.timeline_times import TimesBuilder
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
 
 _JSON_LIMIT = 4 << 20
@@ -240,6 +241,7 @@ class _AttemptBuilder:
     problems: list[str] = field(default_factory=list)
     closed_outcome: str = ""
     closed_reason: str = ""
+    times: TimesBuilder = field(default_factory=TimesBuilder)
 
     def round(self, index: int) -> _RoundBuilder:
         if index not in self.rounds:
@@ -250,6 +252,7 @@ class _AttemptBuilder:
         """Fill in what one event tells; an event that this version does not know tells nothing."""
         name, when = event["event"], _integer(event.get("t")) or 0
         node, host = _integer(event.get("node")), _text(event.get("host"))
+        self.times.take(event)
         if name == "closed":
             self.closed_outcome, self.closed_reason = _text(event.get("outcome")), _text(event.get("reason"))
             return
@@ -284,6 +287,7 @@ class _AttemptBuilder:
             notices=tuple(dict.fromkeys(self.notices)),
             output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
+            times=self.times.build(),
         )
 
     def _tell_once_who_left(self) -> None:

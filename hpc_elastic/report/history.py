@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.output_losses import OutputLoss
+from hpc_elastic.report.timeline_times import AttemptTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +158,8 @@ class AttemptHistory:
     """What of the workers' output was lost."""
     problems: tuple[str, ...] = ()
     """What could not be read."""
+    times: AttemptTimes = field(default_factory=AttemptTimes)
+    """When each node did what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def _root(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: 
     if failure.problem:
         fields += _wrapped("", f"({failure.problem})", width)
     fields += _wrapped("verdict", verdict.evidence, width)
-    fields += _wrapped("kind", _class_text(failure), width)
+    fields += _wrapped("kind", describe_class(failure), width)
     if failure.last_step is not None:
         fields.append(_field("last step", str(failure.last_step)))
     found_text = find_python_traceback(failure.traceback) if failure.traceback else None
@@ -216,7 +216,8 @@ def _also(verdict: Verdict) -> str:
     return f"; the same on {count} ranks: {_shorten(rank_ranges(verdict.same_failure), 40)}" if count > 1 else ""
 
 
-def _class_text(failure: WorkerFailure) -> str:
+def describe_class(failure: WorkerFailure) -> str:
+    """Why a failure is of its class, and whether another try may help."""
     retry = "" if failure.retryable else "; not worth another try"
     return (
         f"{failure.reason} ({failure.category.value}){retry}" if failure.reason else f"{failure.category.value}{retry}"
@@ -283,11 +284,11 @@ def _fold_line(fold: Fold, root: WorkerFailure | None) -> str:
 def _done(history: RunHistory, subject: Subject, shown: AttemptHistory | None, width: int) -> list[str]:
     lines: list[str] = []
     if subject.round is not None and subject.attempt is not None:
-        lines += _after_round(subject.attempt, subject.round)
+        lines += describe_after_round(subject.attempt, subject.round)
         if subject.attempt is not shown and subject.attempt.decision:
-            lines.append(_decision(subject.attempt.decision))
+            lines.append(describe_decision(subject.attempt.decision))
     if shown is not None and shown.decision and shown.outcome != "succeeded":
-        lines.append(_decision(shown.decision))
+        lines.append(describe_decision(shown.decision))
     if not lines and subject.round is None:
         return []
     title = "What was done about it:"
@@ -312,7 +313,7 @@ def _item(text: str, width: int) -> list[str]:
     return [*lines[:2], _fit(" ".join([lines[2], *lines[3:]]), width)] if len(lines) > 2 else lines
 
 
-def _decision(text: str) -> str:
+def describe_decision(text: str) -> str:
     """``requeue: requeue 1 of 3: …`` → the reason alone; ``end: …`` → that it was not requeued."""
     action, separator, reason = text.partition(": ")
     if not separator:
@@ -322,7 +323,8 @@ def _decision(text: str) -> str:
     return reason if reason.startswith(action) else text
 
 
-def _after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
+def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
+    """What was done about a round's failure, and what the next round looks like."""
     lines: list[str] = []
     after = next((item for item in attempt.rounds if item.index > part.index), None)
     decision = part.decision

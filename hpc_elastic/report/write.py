@@ -9,6 +9,7 @@ from pathlib import Path
 from hpc_elastic.atomic_file import json_text, write_private
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import choose_subject, with_end
@@ -31,7 +32,9 @@ class ReportResult:
 def write_report(
     run_dir: Path | str, *, attempt: int, outcome: str, exit_code: int | None, decision: str = ""
 ) -> ReportResult:
-    """Build an attempt's report from the run directory and write report.txt and report.json. Never raises.
+    """Build an attempt's report from the run directory and write report.txt, report.json and report.html. Never raises.
+
+    The page of a run of many nodes and rounds takes seconds and is not made here: ``hpc-elastic report --format html``.
 
     Args:
         run_dir: The run.
@@ -63,4 +66,9 @@ def write_report(
         write_private(paths.report_json, json_text(render_json(history, attempt=attempt), indent=1) + "\n")
     except Exception as error:
         problems.append(f"could not write {paths.report_json}: {error}")
+    try:
+        if is_cheap(history):
+            write_private(paths.report_html, render_html(history, attempt=attempt))
+    except Exception as error:
+        problems.append(f"could not write {paths.report_html}: {error}")
     return ReportResult(verdict=verdict, text=text, history=history, problems=tuple(problems))

@@ -211,9 +211,11 @@ class RunBuilder:
         )
         return failure
 
-    def stopped(self, attempt: int, index: int, *, at: float, reason: str = "a peer failed") -> None:
-        """All nodes' workers are stopped."""
-        for node in range(self.nodes):
+    def stopped(
+        self, attempt: int, index: int, *, at: float, reason: str = "a peer failed", without: tuple[int, ...] = ()
+    ) -> None:
+        """All nodes' workers are stopped, but some that tell nothing."""
+        for node in (node for node in range(self.nodes) if node not in without):
             self.event(attempt, "agent", node, at - 0.1, "workers_stopping", round=index, reason=reason)
             self.event(attempt, "agent", node, at, "workers_stopped", round=index, seconds=0.1)
 

@@ -273,6 +273,8 @@ def test_write_report(builder: RunBuilder) -> None:
     value = json.loads(paths.report_json.read_text())
     assert (value["attempt"], value["exit_code"], value["decision"]) == (0, 1, "end: 3 of 3 requeues used")
     assert oct(paths.report_json.stat().st_mode & 0o777) == "0o600"
+    assert paths.report_html.read_text().startswith("<!doctype html>")
+    assert oct(paths.report_html.stat().st_mode & 0o777) == "0o600"
 
 
 def test_write_report_never_raises(tmp_path: Path, builder: RunBuilder) -> None:
@@ -281,6 +283,6 @@ def test_write_report_never_raises(tmp_path: Path, builder: RunBuilder) -> None:
     assert result.problems
     builder.attempt(0)
     result = write_report(builder.root, attempt=7, outcome="failed", exit_code=1)
-    assert len(result.problems) == 2
-    assert "could not write" in result.problems[0]
+    assert len(result.problems) == 3
+    assert all("could not write" in problem for problem in result.problems)
     assert result.text

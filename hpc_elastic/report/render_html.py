@@ -1,0 +1,159 @@
+"""report.html: the run to look at, in one file. It needs no network and no script, and what it quotes can't act in it.
+
+The style sheet's hash stands in the page's content security policy, which allows nothing else: no script, no address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+
+from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
+from hpc_elastic.report.render_html_markup import Markup, element
+from hpc_elastic.report.render_html_parts import (
+    TextRoom,
+    entry_parts,
+    failures_part,
+    goodput_part,
+    head_part,
+    notes_part,
+    rounds_part,
+    stacks_part,
+    verdict_part,
+)
+from hpc_elastic.report.render_html_style import stylesheet
+from hpc_elastic.report.render_html_words import duration, zone
+from hpc_elastic.report.subject import Subject, choose_subject
+from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
+from hpc_elastic.report.timeline_axis import make_axis
+from hpc_elastic.report.timeline_goodput import measure_goodput
+from hpc_elastic.report.verdict import ClockBounds
+
+ENTRIES = 250
+"""Failures, folded, of which the page tells everything."""
+_RANK_ROUNDS = 30_000
+"""Of ranks' parts in rounds so many are drawn: beyond, only ranks that failed have rows of their own."""
+CHEAP_NODE_ROUNDS = 20_000
+"""Nodes' parts in rounds of a run whose page is made within about a second."""
+
+
+def is_cheap(history: RunHistory) -> bool:
+    """Whether the page can be made by the way, at the end of an attempt."""
+    return sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS
+
+
+def render_html(history: RunHistory, *, attempt: int | None = None, limits: ChartLimits | None = None) -> str:
+    """Render the page.
+
+    Args:
+        history: The run.
+        attempt: The attempt that the verdict is about; None: the last one in which something failed. The timeline is
+            the whole run's.
+        limits: How much of the chart a page may hold.
+
+    Returns:
+        HTML without a character that UTF-8 can't write.
+    """
+    subject = choose_subject(history, attempt=attempt)
+    shown = next((part for part in history.attempts if part.number == attempt), None)
+    if attempt is None and history.attempts:
+        shown = history.attempts[-1]
+    limits = limits or ChartLimits()
+    rounds = sum(len(part.rounds) for part in history.attempts)
+    timeline = build_timeline(history, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
+    axis = make_axis([(span.number, span.start_ns, span.end_ns) for span in timeline.attempts])
+    goodput = measure_goodput(history, timeline)
+    told = _told(timeline)
+    verdict = _entry_of(subject, timeline)
+    chart = draw_chart(timeline, axis, shown=told, limits=limits)
+    room = TextRoom()
+    windows = entry_parts(timeline.entries, told, room)
+    stacks = subject.round if subject.round is not None and subject.round.stacks else None
+    first_ns = timeline.attempts[0].start_ns if timeline.attempts else None
+    notes = [*_clock_notes(timeline), *_gap_notes(timeline), *chart.left_out]
+    if len(told) < len(timeline.entries):
+        hidden = len(timeline.entries) - len(told)
+        notes.append(f"{hidden} of {len(timeline.entries)} kinds of failures are left out here; report.json has all.")
+    if room.refused:
+        notes.append(f"{room.refused} tracebacks are left out for the page's size.")
+    body = element(
+        "main",
+        head_part(history, shown, zone=zone(first_ns)),
+        verdict_part(history, subject, shown, entry=verdict if verdict in told else None),
+        goodput_part(goodput),
+        element("section", element("h2", "Timeline"), chart.html, class_="card", aria_label="Timeline of the run"),
+        stacks_part(subject.attempt, stacks),
+        failures_part(timeline.entries, told),
+        rounds_part(history),
+        windows,
+        notes_part(notes),
+    )
+    return _page(f"{history.name} \u00b7 {history.run_id}", body)
+
+
+def _page(title: str, body: Markup) -> str:
+    style = f"{stylesheet()}{choice_rules()}\n"
+    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    # style-src is for browsers that don't know the two others. Places on the axis are style attributes.
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; "
+        f"style-src-elem 'sha256-{digest}'; style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+    )
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("meta", name="referrer", content="no-referrer"),
+        element("title", title),
+        element("style", Markup(style)),
+    )
+    return f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n"
+
+
+def _told(timeline: Timeline) -> frozenset[int]:
+    """The entries that have their place in the page: what counts first, then the latest."""
+    order = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))
+    return frozenset(entry.number for entry in order[:ENTRIES])
+
+
+def _entry_of(subject: Subject, timeline: Timeline) -> int | None:
+    failure, loss = subject.verdict.failure, subject.verdict.lost_node
+    for entry in timeline.entries:
+        if loss is not None and entry.loss is loss:
+            return entry.number
+        if failure is not None and _has(entry, failure):
+            return entry.number
+    return None
+
+
+def _has(entry: Entry, failure: object) -> bool:
+    return entry.fold is not None and any(member is failure for member in entry.fold.members)
+
+
+def _clock_notes(timeline: Timeline) -> list[str]:
+    bound = duration(ClockBounds().across_hosts_ns / 1e9)
+    if not timeline.offsets:
+        return [
+            "Times are those of each host's own clock. No offsets between them were measured: they are taken to agree "
+            f"within {bound}, and marks on different hosts that are closer than that may have come in another order."
+        ]
+    notes = [f"Times are those of each host's own clock, taken to agree within {bound} where nothing else is said."]
+    for name, offset in sorted(timeline.offsets.items())[:20]:
+        way = "ahead of" if offset.offset_ns > 0 else "behind"
+        how = "measured" if offset.measured else "concluded from when it learned of each round"
+        notes.append(
+            f"The clock of {name} is {duration(abs(offset.offset_ns) / 1e9)} {way} the others' ({how}, to within "
+            f"{duration(offset.bound_ns / 1e9)}): its row is shifted by that, and the times in words are not."
+        )
+    if len(timeline.offsets) > 20:
+        notes.append(f"{len(timeline.offsets) - 20} more hosts' rows are shifted in the same way.")
+    return notes
+
+
+def _gap_notes(timeline: Timeline) -> list[str]:
+    if len(timeline.attempts) < 2:
+        return []
+    return ["Attempts are to scale; the waits between them are hatched and cut short, short attempts widened."]

@@ -1,0 +1,59 @@
+"""HTML that can't be broken out of: text becomes markup in `element` alone, and there it is escaped."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+
+from hpc_elastic.failures.traceback_text import clean_text
+
+# What turns the direction of the text around it, or is invisible: a message could show something that is not there.
+_DECEPTIVE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060\u2066-\u2069\ufeff]")
+_VOID = frozenset({"meta", "input"})
+_EMPTY = frozenset({"path", "use"})
+
+
+class Markup(str):
+    """HTML source, made by this module's functions."""
+
+    __slots__ = ()
+
+
+def text(value: str) -> Markup:
+    """Somebody's words as HTML, for content and for attributes alike."""
+    shown = _DECEPTIVE.sub("\ufffd", clean_text(value)).encode("utf-8", "replace").decode("utf-8")
+    return Markup(escape(shown, quote=True))
+
+
+def element(name: str, /, *content: str, **attributes: str | bool | None) -> Markup:
+    """One element.
+
+    Args:
+        name: The tag's name.
+        content: Markup is taken as it is, any other text is escaped.
+        attributes: ``_`` stands for ``-``, a ``_`` at the end is left out (``class_``); True: without a value; False,
+            None: not there.
+    """
+    parts = [f"<{name}"]
+    for key, value in attributes.items():
+        if value is None or value is False:
+            continue
+        key = key.rstrip("_").replace("_", "-")
+        parts.append(f" {key}" if value is True else f' {key}="{_source(str(value))}"')
+    if name in _EMPTY:  # SVG's
+        return Markup("".join([*parts, "/>"]))
+    parts.append(">")
+    if name in _VOID:
+        return Markup("".join(parts))
+    parts += [_source(piece) for piece in content]
+    parts.append(f"</{name}>")
+    return Markup("".join(parts))
+
+
+def join(*pieces: str) -> Markup:
+    """One after the other."""
+    return Markup("".join(_source(piece) for piece in pieces))
+
+
+def _source(piece: str) -> str:
+    return piece if isinstance(piece, Markup) else text(piece)

@@ -1,0 +1,481 @@
+"""What stands around the chart: the verdict, the goodput, failures, stacks and rounds in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
+from hpc_elastic.report.output_losses import describe_losses
+from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
+from hpc_elastic.report.render_html_markup import Markup, element, join
+from hpc_elastic.report.render_html_words import clock_time, count, duration, names, ranks, shorten
+from hpc_elastic.report.render_text import (
+    describe_after_round,
+    describe_class,
+    describe_decision,
+    describe_end,
+    describe_outcome,
+)
+from hpc_elastic.report.subject import Subject, verdict_of
+from hpc_elastic.report.timeline import IMPORTANCE, Entry
+from hpc_elastic.report.timeline_goodput import Goodput
+from hpc_elastic.report.verdict import Cause
+
+TRACEBACK_CHARS = 12_000
+TRACEBACK_TOTAL = 600_000
+MEMBERS = 40
+ROUNDS = 300
+STACKS = 60
+COSTS = 12
+
+
+@dataclass(slots=True)
+class TextRoom:
+    """How many characters of tracebacks the page still takes."""
+
+    left: int = TRACEBACK_TOTAL
+    refused: int = 0
+
+    def take(self, words: str) -> str | None:
+        """A text, cut to its end where the cause stands; None where there is no room any more."""
+        if len(words) > TRACEBACK_CHARS:
+            words = f"\u2026 {len(words) - TRACEBACK_CHARS} characters above\n{words[-TRACEBACK_CHARS:]}"
+        if len(words) > self.left:
+            self.refused += 1
+            return None
+        self.left -= len(words)
+        return words
+
+
+def head_part(history: RunHistory, shown: AttemptHistory | None, *, zone: str) -> Markup:
+    """Which run, and how it ended."""
+    outcome = describe_outcome(history, shown)
+    broken = sum(1 for a in history.attempts for part in a.rounds if verdict_of(part).cause is not Cause.NONE)
+    ended = shown.outcome if shown is not None else ""
+    tone = "good" if ended == "succeeded" else "bad" if ended else "warn"
+    sign = {"good": "\u2713 ", "bad": "\u2715 ", "warn": "\u2026 "}[tone]
+    facts = []
+    if shown is not None:
+        facts.append(f"attempt {shown.number}")
+        facts += [f"job {shown.job_id}"] if shown.job_id else []
+        facts += [f"exit code {shown.exit_code}"] if shown.exit_code is not None else []
+        facts += [count(len(shown.nodes), "node")] if shown.nodes else []
+        facts += [f"started {clock_time(history.attempts[0].started_ns, date=True)}"]
+        facts += [f"times are {zone}"]
+    survived = ""
+    if ended == "succeeded" and broken:
+        were = "was" if broken == 1 else "were"
+        survived = f"{count(broken, 'failure')} {were} survived; the run went on and succeeded."
+    return element(
+        "header",
+        element("h1", history.name),
+        element("span", sign, outcome, class_=f"chip {tone}"),
+        element("p", " \u00b7 ".join(facts), class_="muted"),
+        element("p", survived) if survived else "",
+        element("p", element("span", "run directory ", class_="muted"), element("code", history.run_dir)),
+        class_="top",
+    )
+
+
+def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | None, *, entry: int | None) -> Markup:
+    """The root cause with its evidence, and what was done about it."""
+    verdict, failure, loss = subject.verdict, subject.verdict.failure, subject.verdict.lost_node
+    fine = verdict.cause is Cause.NONE and (shown is None or shown.outcome in ("", "succeeded"))
+    facts: list[tuple[str, str]] = []
+    body: list[Markup] = []
+    where = ""
+    if subject.round is not None and subject.attempt is not None:
+        where = f", in round {subject.round.index} of attempt {subject.attempt.number}"
+    if loss is not None:
+        what = loss.summary
+        whose = f"{loss.host}'s clock" if loss.left else "last sign of it, by its observer's clock"
+        facts.append(("time", f"{clock_time(loss.gone_ns, date=True)} ({whose})"))
+        facts.append(("host", f"{loss.host} (node {loss.node}){where}"))
+    elif failure is not None:
+        what = failure.headline or "(no message)"
+        same = verdict.same_failure
+        also = f"; the same on {count(len(same), 'rank')}: {ranks(same)}" if len(same) > 1 else ""
+        facts.append(("time", f"{clock_time(failure.ended_ns, date=True, fine=True)} ({failure.host}'s clock)"))
+        facts.append(("host", f"{failure.host} (node {failure.node}){where}"))
+        facts.append(("rank", f"{failure.global_rank} (local_rank: {failure.local_rank}){also}"))
+        signal = f" ({failure.signal})" if failure.signal else ""
+        facts.append(("exitcode", f"{failure.exitcode} (pid: {failure.pid}){signal}"))
+        facts.append(("error_file", failure.error_file or "<N/A>"))
+        facts.append(("kind", describe_class(failure)))
+        if failure.last_step is not None:
+            facts.append(("last step", str(failure.last_step)))
+    elif fine:
+        what = "No worker failed by itself."
+    else:
+        what = f"None of the workers: {verdict.evidence}"
+        facts.append(("reason", shown.reason if shown is not None and shown.reason else describe_end(shown)))
+    if verdict.cause is not Cause.NONE:
+        facts.append(("verdict", f"{verdict.evidence} (confidence: {verdict.confidence.value})"))
+    facts += [("" if number else "then", line) for number, line in enumerate(_done(subject, shown))]
+    if shown is not None:
+        facts += [("output lost", line) for line in describe_losses(shown.output_lost)]
+    problems = [*history.problems, *(shown.problems if shown is not None else ())]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        facts.append(("incomplete", f"{problems[0]}{more}"))
+    if failure is not None:
+        body.append(_evidence_text(failure, TextRoom(), is_open=True))
+    button: str = ""
+    if entry is not None and subject.round is not None and len(subject.round.failures) > 1:
+        button = element("p", _opener(entry, "All that is known of this failure"), class_="screen")
+    title = "" if fine else element("div", "Root Cause (first observed failure)", class_="label")
+    return element(
+        "section",
+        title,
+        element("h2", what, class_="what"),
+        _facts(facts),
+        *body,
+        button,
+        class_=f"card verdict{' good' if fine else ''}",
+        aria_label="Verdict",
+    )
+
+
+def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
+    lines: list[str] = []
+    if subject.round is not None and subject.attempt is not None:
+        lines += describe_after_round(subject.attempt, subject.round)
+        if subject.attempt is not shown and subject.attempt.decision:
+            lines.append(describe_decision(subject.attempt.decision))
+    if shown is not None and shown.decision and shown.outcome != "succeeded":
+        lines.append(describe_decision(shown.decision))
+    return list(dict.fromkeys(lines))
+
+
+def goodput_part(goodput: Goodput) -> Markup:
+    """How much of the time was training, and where the rest went."""
+    share = goodput.share
+    if share is None:
+        return Markup("")
+    parts = [
+        ("training", "all workers ran", goodput.training),
+        ("starting", "until they first ran", goodput.starting),
+        ("interrupted", "after failures, until all ran again", goodput.interrupted),
+        ("queued", "between attempts", goodput.queued),
+        ("ending", "ending", goodput.ending),
+    ]
+    parts = [part for part in parts if part[2] > 0]
+    bar = [element("i", class_=f"f-{key}", style=f"width:{100 * s / goodput.wall:.2f}%") for key, _, s in parts]
+    told = [
+        element("li", element("i", class_=f"f-{key}"), f"{words}: {duration(s)} ({100 * s / goodput.wall:.1f} %)")
+        for key, words, s in parts
+    ]
+    costs = sorted(goodput.costs, key=lambda cost: -cost.seconds)
+    rows = [
+        element(
+            "tr",
+            element("td", _lasted(cost.seconds, cost.queued, cost.recovered), class_="n"),
+            element("td", f"attempt {cost.attempt}, round {cost.round}", class_="w"),
+            element("td", shorten(cost.what, 300), class_="wide"),
+        )
+        for cost in costs[:COSTS]
+    ]
+    table: str = ""
+    if rows:
+        title = "What each interruption cost"
+        if len(costs) > len(rows):
+            title += f" (the {len(rows)} dearest of {len(costs)})"
+        table = element(
+            "details",
+            element("summary", title),
+            element("div", element("table", _head("cost", "where", "what", numbers=("cost",)), *rows), class_="scroll"),
+            open=len(costs) <= COSTS,
+        )
+    return element(
+        "section",
+        element("h2", "Goodput"),
+        element(
+            "div",
+            element("div", f"{100 * share:.1f} %", class_="number"),
+            element("div", *bar, class_="share", aria_hidden="true"),
+            element("ul", *told, class_="parts"),
+            class_="goodput",
+        ),
+        element(
+            "p",
+            f"of {duration(goodput.wall)} of wall time all workers of the round were running. "
+            "Steps that were computed again after a restart are not taken off.",
+            class_="muted",
+        ),
+        table,
+        class_="card",
+        aria_label="Goodput",
+    )
+
+
+def _lasted(seconds: float, queued: float, recovered: bool) -> str:
+    more = [f"{duration(queued)} in the queue"] if queued > 0.05 else []
+    more += [] if recovered else ["to the end"]
+    return duration(seconds) + (f" ({', '.join(more)})" if more else "")
+
+
+def failures_part(entries: Sequence[Entry], shown: frozenset[int]) -> Markup:
+    """All failures, folded, each leading to its traceback."""
+    if not entries:
+        return Markup("")
+    rows = []
+    place = None
+    for entry in sorted(
+        (entry for entry in entries if entry.number in shown), key=lambda e: (e.attempt, e.round, IMPORTANCE[e.kind])
+    ):
+        if place != (entry.attempt, entry.round):
+            place = (entry.attempt, entry.round)
+            title = f"Attempt {entry.attempt}, round {entry.round}"
+            rows.append(element("tr", element("td", title, colspan="4"), class_="group"))
+        shape = element(
+            "span", class_=f"m {MARK_CLASSES[entry.kind]}", style="position:relative;margin:0", aria_hidden="true"
+        )
+        rows.append(
+            element(
+                "tr",
+                element("td", shape, " ", MARK_WORDS[entry.kind], class_="w"),
+                element("td", clock_time(_first_seen(entry), fine=True), class_="w"),
+                element("td", _whose(entry), class_="who"),
+                element("td", _opener(entry.number, shorten(entry.headline, 220) or "(no message)"), class_="wide"),
+            )
+        )
+    return element(
+        "section",
+        element("h2", "Failures"),
+        element("div", element("table", _head("kind", "first at", "where", "what"), *rows), class_="scroll"),
+        class_="card",
+        aria_label="Failures",
+    )
+
+
+def entry_parts(entries: Sequence[Entry], shown: frozenset[int], room: TextRoom) -> Markup:
+    """One window per entry; on paper, one after the other."""
+    found = []
+    for entry in sorted(entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round)):
+        if entry.number in shown:
+            found.append(_entry(entry, room))
+    if not found:
+        return Markup("")
+    return element("section", element("h2", "Failures in full"), *found, class_="entries")
+
+
+def _entry(entry: Entry, room: TextRoom) -> Markup:
+    name = f"e{entry.number}"
+    facts: list[tuple[str, str]] = [
+        ("kind", MARK_WORDS[entry.kind]),
+        ("where", f"{_whose(entry)}, round {entry.round} of attempt {entry.attempt}"),
+    ]
+    body: list[Markup] = []
+    if entry.loss is not None:
+        loss = entry.loss
+        facts.append(("taken out at", clock_time(loss.seen_ns, date=True, fine=True)))
+        if loss.age:
+            facts.append(("without a sign", duration(loss.age)))
+        if loss.detail:
+            facts.append(("known", loss.detail))
+    elif entry.fold is not None:
+        first = entry.fold.first
+        facts.append(("first at", f"{clock_time(first.ended_ns, date=True, fine=True)} ({first.host}'s clock)"))
+        signal = f" ({first.signal})" if first.signal else ""
+        facts.append(("exitcode", f"{first.exitcode} (pid: {first.pid}){signal}"))
+        facts.append(("class", describe_class(first)))
+        if first.last_step is not None:
+            facts.append(("last step", str(first.last_step)))
+        facts.append(("error_file", first.error_file or "<N/A>"))
+        if first.problem:
+            facts.append(("note", first.problem))
+        body.append(_evidence_text(first, room, is_open=True))
+        if len(entry.fold.members) > 1:
+            body.append(_members(entry))
+    close = element("button", "Close", type="button", class_="close", popovertarget=name, popovertargetaction="hide")
+    title = element("h3", entry.headline or "(no message)", id=f"{name}h")
+    return element(
+        "div",
+        element("div", title, close, class_="head"),
+        _facts(facts),
+        *body,
+        popover=True,
+        id=name,
+        class_="entry",
+        role="dialog",
+        aria_labelledby=f"{name}h",
+        tabindex="-1",
+        autofocus=True,
+    )
+
+
+def _members(entry: Entry) -> Markup:
+    members = entry.fold.members if entry.fold is not None else ()
+    rows = [
+        element(
+            "tr",
+            element("td", str(failure.global_rank), class_="n"),
+            element("td", failure.host),
+            element("td", clock_time(failure.ended_ns, fine=True), class_="w"),
+            element("td", str(failure.pid), class_="n"),
+        )
+        for failure in members[:MEMBERS]
+    ]
+    more: str = ""
+    if len(members) > MEMBERS:
+        more = element("p", f"and {len(members) - MEMBERS} more, which report.json has", class_="muted")
+    table = element("table", _head("rank", "host", "time", "pid", numbers=("rank", "pid")), *rows)
+    return element(
+        "details", element("summary", f"The same on {len(members)} ranks"), element("div", table, class_="scroll"), more
+    )
+
+
+def _evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool) -> Markup:
+    words = failure.traceback.rstrip("\n") or failure.stderr_tail.rstrip("\n")
+    if not words:
+        return element("p", "No traceback was printed, and nothing else on stderr.", class_="muted")
+    kept = room.take(words)
+    if kept is None:
+        return element("p", "The traceback is left out here for the page's size: see the error file.", class_="muted")
+    title = "Traceback" if failure.traceback else "No traceback was printed; the end of its stderr"
+    return element(
+        "details",
+        element("summary", title),
+        element("pre", kept, tabindex="0", role="region", aria_label=title),
+        open=is_open,
+    )
+
+
+def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Markup:
+    """Where every rank was when a round was ended because of a hang, the odd one out first."""
+    if part is None or attempt is None or not part.stacks:
+        return Markup("")
+    steps = {word.rank: word for word in part.words}
+    items = []
+    for number, group in enumerate(part.stacks[:STACKS]):
+        at = sorted({word.step for rank in group.ranks if (word := steps.get(rank)) and word.step is not None})
+        step = "" if not at else f", step {at[0]}" if len(at) == 1 else f", steps {at[0]} to {at[-1]}"
+        inner = group.stack[-1] if group.stack else "no Python stack"
+        title = f"{ranks(group.ranks)} ({count(len(group.ranks), 'rank')}{step}): {shorten(inner, 120)}"
+        lines = "\n".join(reversed(group.stack)) or "none could be had"
+        items.append(
+            element(
+                "details",
+                element("summary", title),
+                element("pre", lines, tabindex="0", role="region", aria_label=f"Stack of {ranks(group.ranks)}"),
+                open=number < 3,
+            )
+        )
+    more: str = ""
+    if len(part.stacks) > STACKS:
+        hidden = sum(len(group.ranks) for group in part.stacks[STACKS:])
+        more = element("p", f"and {count(hidden, 'rank')} more, in report.json", class_="muted")
+    return element(
+        "section",
+        element("h2", f"Where each rank's main thread was in round {part.index} of attempt {attempt.number}"),
+        element("p", "The innermost call first, the rarest place first.", class_="muted"),
+        *items,
+        more,
+        class_="card",
+        aria_label="Stacks",
+    )
+
+
+def rounds_part(history: RunHistory) -> Markup:
+    """Attempts and rounds in words."""
+    rows = []
+    total = sum(len(attempt.rounds) for attempt in history.attempts)
+    skipped = max(0, total - ROUNDS)
+    seen = 0
+    for attempt in history.attempts:
+        lasted = ""
+        if attempt.started_ns and attempt.ended_ns:
+            lasted = f", {duration((attempt.ended_ns - attempt.started_ns) / 1e9)}"
+        job = f" (job {attempt.job_id})" if attempt.job_id else ""
+        code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
+        began = clock_time(attempt.started_ns, date=True)
+        title = f"Attempt {attempt.number}{job}: {began}{lasted}: {describe_outcome(history, attempt)}{code}"
+        rows.append(element("tr", element("td", title, colspan="5"), class_="group"))
+        for part in attempt.rounds:
+            seen += 1
+            if seen > skipped:
+                rows.append(_round_row(attempt, part))
+        if attempt.decision and attempt.outcome != "succeeded":
+            decision = describe_decision(attempt.decision)
+            rows.append(element("tr", element("td", decision, colspan="5", class_="wide")))
+    if not rows:
+        return Markup("")
+    more: str = ""
+    if skipped:
+        more = element("p", f"The first {skipped} of {total} rounds are left out.", class_="muted")
+    head = _head("round", "began", "lasted", "who", "how it ended", numbers=("round", "lasted"))
+    return element(
+        "section",
+        element("h2", "Attempts and rounds"),
+        element("div", element("table", head, *rows), class_="scroll"),
+        more,
+        class_="card",
+        aria_label="Attempts and rounds",
+    )
+
+
+def _round_row(attempt: AttemptHistory, part: RoundHistory) -> Markup:
+    verdict = verdict_of(part)
+    if verdict.cause is not Cause.NONE:
+        others = len(part.failures) - (1 if verdict.failure is not None else 0)
+        how = shorten(verdict.summary, 240) + (f" (+{others} more)" if others else "")
+        how = "; ".join([how, *describe_after_round(attempt, part)[:1]])
+    elif part.succeeded:
+        how = "all workers ended with 0"
+    elif part.stopping_reasons:
+        how = f"stopped: {part.stopping_reasons[0]}"
+    else:
+        how = "running" if not attempt.outcome else "no end is recorded"
+    size = count(len(part.nodes), "node") if part.nodes else "never started"
+    if part.world_size is not None:
+        size += f", {count(part.world_size, 'worker')}"
+    return element(
+        "tr",
+        element("td", str(part.index), class_="n"),
+        element("td", clock_time(part.started_ns), class_="w"),
+        element("td", duration(part.seconds) if part.seconds is not None else "", class_="n"),
+        element("td", size, class_="w"),
+        element("td", shorten(how, 500), class_="wide"),
+    )
+
+
+def notes_part(notes: Sequence[str]) -> Markup:
+    """What the picture is worth, and what is not in it."""
+    items = [element("li", note) for note in notes]
+    return element(
+        "section",
+        element("h2", "About this page"),
+        element("ul", *items, class_="plain muted"),
+        class_="card",
+        aria_label="About this page",
+    )
+
+
+def _facts(facts: Sequence[tuple[str, str]]) -> Markup:
+    pairs = (join(element("dt", name), element("dd", value)) for name, value in facts)
+    return element("dl", *pairs, class_="facts")
+
+
+def _head(*columns: str, numbers: Sequence[str] = ()) -> Markup:
+    cells = (element("th", name, scope="col", class_="n" if name in numbers else None) for name in columns)
+    return element("tr", *cells)
+
+
+def _opener(entry: int, words: str) -> Markup:
+    return element("button", words, type="button", class_="open", popovertarget=f"e{entry}")
+
+
+def _whose(entry: Entry) -> str:
+    if entry.loss is not None:
+        return f"{entry.loss.host} (node {entry.loss.node})"
+    if entry.fold is None:
+        return ""
+    return f"{ranks(entry.fold.ranks, limit=40)} on {names(entry.fold.hosts, limit=40)}"
+
+
+def _first_seen(entry: Entry) -> int:
+    if entry.loss is not None:
+        return entry.loss.gone_ns
+    return entry.fold.first.ended_ns if entry.fold is not None else 0

@@ -1,0 +1,451 @@
+"""The picture of a run, as values: rows of spans with marks on one axis of time. Drawn by `render_html`.
+
+One axis for all hosts: times are wall-clock times, those of a clock that is known to be wrong shifted. They are good
+for a picture to look at; which failure was first is decided elsewhere (`verdict`), with the clocks' bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.timeline_clocks import ClockOffset, node_offsets
+from hpc_elastic.report.timeline_spans import Span, State, Stay, make_stays, node_spans, round_extents
+from hpc_elastic.report.timeline_times import NodeTimes
+
+
+class MarkKind(str, Enum):
+    """What stands at a moment, the most important first."""
+
+    CAUSE = "root cause"
+    """What the verdict on its round names."""
+    LOST = "lost node"
+    FAILURE = "failure"
+    HANG = "hang"
+    INFRASTRUCTURE = "infrastructure"
+    SYMPTOM = "consequence"
+    STOPPED = "ended by this job"
+
+
+_KINDS = {
+    FailureClass.ROOT: MarkKind.FAILURE,
+    FailureClass.HANG: MarkKind.HANG,
+    FailureClass.INFRASTRUCTURE: MarkKind.INFRASTRUCTURE,
+    FailureClass.SYMPTOM: MarkKind.SYMPTOM,
+    FailureClass.STOPPED_BY_US: MarkKind.STOPPED,
+}
+IMPORTANCE = {kind: number for number, kind in enumerate(MarkKind)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Something that went wrong: failures of one kind in one round, or a lost node."""
+
+    number: int
+    """Its place in `Timeline.entries`."""
+    kind: MarkKind
+    attempt: int
+    round: int
+    fold: Fold | None = None
+    loss: NodeLoss | None = None
+
+    @property
+    def headline(self) -> str:
+        """One line."""
+        if self.loss is not None:
+            return self.loss.summary
+        return self.fold.first.headline if self.fold is not None else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """An entry on a row: one mark however many of the row's ranks it is about."""
+
+    entry: int
+    kind: MarkKind
+    at_ns: int
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A node or a rank."""
+
+    name: str
+    detail: str
+    """A rank's hosts, a node's ranks."""
+    spans: tuple[Span, ...]
+    marks: tuple[Mark, ...]
+    key: tuple[tuple[State, int, int], ...] = ()
+    """What it went through, without times: rows that went through the same are alike."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divider:
+    """Where a round begins."""
+
+    at_ns: int
+    attempt: int
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTimes:
+    """A round on the common axis."""
+
+    attempt: int
+    round: int
+    start_ns: int
+    end_ns: int
+    trained_ns: tuple[int, int] | None
+    """From when to when all its workers ran; None: they never did all at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptSpan:
+    """An attempt on the axis."""
+
+    number: int
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Everything that the picture shows."""
+
+    attempts: tuple[AttemptSpan, ...]
+    rounds: tuple[RoundTimes, ...]
+    nodes: tuple[Row, ...]
+    ranks: tuple[Row, ...]
+    """At most as many as were asked for: those that failed first, then by number."""
+    ranks_left_out: int
+    entries: tuple[Entry, ...]
+    dividers: tuple[Divider, ...]
+    offsets: Mapping[str, ClockOffset]
+    """Names of nodes whose clock was set right."""
+
+
+def build_timeline(
+    history: RunHistory, *, most_ranks: int = 1024, measured: Mapping[str, ClockOffset] | None = None
+) -> Timeline:
+    """Lay a run's history out in time.
+
+    Args:
+        history: The run.
+        most_ranks: As many rows of ranks at most.
+        measured: Host name → its clock's offset, where offsets were measured.
+    """
+    parts = [_AttemptPart(attempt, measured or {}) for attempt in history.attempts]
+    parts = [part for part in parts if part.end_ns]
+    entries = _entries(part.attempt for part in parts)
+    by_round: dict[tuple[int, int], list[Entry]] = {}
+    for entry in entries:
+        by_round.setdefault((entry.attempt, entry.round), []).append(entry)
+    chosen, left_out = _choose_ranks(parts, entries, most_ranks)
+    node_rows, rank_rows = _Rows(), _Rows()
+    for part in parts:
+        _draw_nodes(part, node_rows, by_round)
+        _draw_ranks(part, rank_rows, by_round, chosen)
+    offsets = {part.name(node): offset for part in parts for node, offset in part.offsets.items()}
+    return Timeline(
+        attempts=tuple(AttemptSpan(number=p.attempt.number, start_ns=p.start_ns, end_ns=p.end_ns) for p in parts),
+        rounds=tuple(part.round_times(item) for part in parts for item in part.attempt.rounds),
+        nodes=node_rows.build(),
+        ranks=rank_rows.build(),
+        ranks_left_out=left_out,
+        entries=entries,
+        dividers=tuple(
+            Divider(
+                at_ns=part.extents[item.index][0], attempt=part.attempt.number, round=item.index, reason=item.reason
+            )
+            for part in parts
+            for item in part.attempt.rounds
+            if item.index in part.extents
+        ),
+        offsets=offsets,
+    )
+
+
+class _AttemptPart:
+    """One attempt with all its times on the common axis."""
+
+    def __init__(self, attempt: AttemptHistory, measured: Mapping[str, ClockOffset]) -> None:
+        self.attempt = attempt
+        self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
+        self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
+        known = {item.node for item in attempt.times.nodes} | set(self._hosts)
+        names = {node: self.name(node) for node in known}
+        self.offsets = node_offsets(attempt.times.nodes, hosts=names, measured=measured)
+        self.losses: dict[int, dict[int, NodeLoss]] = {}
+        for item in attempt.rounds:
+            for loss in item.lost_nodes:
+                self.losses.setdefault(loss.node, {})[item.index] = loss
+        self.agent_starts = {
+            agents.node: [self.at(agents.node, when) for when in agents.started_ns] for agents in attempt.times.agents
+        }
+        self.agent_ends = {
+            agents.node: [self.at(agents.node, when) for when in agents.ended_ns] for agents in attempt.times.agents
+        }
+        self._times: dict[int, list[NodeTimes]] = {}
+        for told in attempt.times.nodes:
+            self._times.setdefault(told.node, []).append(self._shifted(told))
+        self.start_ns, self.end_ns = self._extent()
+        self.stays = {
+            node: make_stays(
+                times,
+                agent_starts=self.agent_starts.get(node, []),
+                losses=self.losses.get(node, {}),
+                end_ns=self.end_ns,
+            )
+            for node, times in self._times.items()
+        }
+        self.by_round: dict[int, dict[int, Stay]] = {}
+        for node, stays in self.stays.items():
+            for stay in stays:
+                self.by_round.setdefault(stay.round, {})[node] = stay
+        self.extents = round_extents(stay for stays in self.stays.values() for stay in stays)
+
+    def name(self, node: int) -> str:
+        """The node's name: Slurm's, or else what its agent calls its host."""
+        names = self.attempt.nodes
+        if 0 <= node < len(names) and names[node]:
+            return names[node]
+        return self._hosts.get(node) or f"node {node}"
+
+    def at(self, node: int, when_ns: int) -> int:
+        """A node's time on the common axis."""
+        offset = self.offsets.get(node)
+        return when_ns if offset is None else when_ns - offset.offset_ns
+
+    def _shifted(self, told: NodeTimes) -> NodeTimes:
+        if told.node not in self.offsets:
+            return told
+        values = (told.final_ns, told.started_ns, told.stopping_ns, told.ended_ns)
+        final, started, stopping, ended = (None if when is None else self.at(told.node, when) for when in values)
+        return NodeTimes(
+            round=told.round,
+            node=told.node,
+            final_ns=final,
+            started_ns=started,
+            stopping_ns=stopping,
+            ended_ns=ended,
+            succeeded=told.succeeded,
+        )
+
+    def _extent(self) -> tuple[int, int]:
+        attempt = self.attempt
+        told: list[int | None] = [attempt.started_ns, attempt.ended_ns]
+        for whens in (*self.agent_starts.values(), *self.agent_ends.values()):
+            told += whens
+        for items in self._times.values():
+            for item in items:
+                told += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
+        for part in attempt.rounds:
+            told += [self.at(failure.node, failure.ended_ns) for failure in part.failures]
+            told += [loss.seen_ns for loss in part.lost_nodes]
+            told += [self.at(word.node, word.told_ns) for word in part.words]
+        told += [end.seen_ns for end in attempt.agent_ends]
+        known = [when for when in told if when]
+        return (min(known), max(known)) if known else (0, 0)
+
+    def round_times(self, item: RoundHistory) -> RoundTimes:
+        """From when to when all of a round's workers ran: till the first stopped, failed or was lost."""
+        there = self.by_round.get(item.index, {})
+        stays = {node.node: there[node.node] for node in item.nodes if node.node in there}
+        start, end = self.extents.get(item.index, (self.end_ns, self.end_ns))
+        trained = None
+        if stays and len(stays) == len(item.nodes):
+            ends = [stay.stopping_ns for stay in stays.values()]
+            ends += [self.at(failure.node, failure.ended_ns) for failure in item.failures if failure.ended_ns]
+            begin = max(stay.running_ns for stay in stays.values())
+            if min(ends) > begin:
+                trained = (begin, min(ends))
+        return RoundTimes(attempt=self.attempt.number, round=item.index, start_ns=start, end_ns=end, trained_ns=trained)
+
+
+class _Rows:
+    """Rows that grow attempt by attempt."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, list[Span]] = {}
+        self._keys: dict[str, list[tuple[State, int, int]]] = {}
+        self._marks: dict[str, list[Mark]] = {}
+        self._details: dict[str, dict[str, None]] = {}
+
+    def add(self, name: str, attempt: int, spans: Iterable[Span], detail: str) -> None:
+        mine = self._spans.setdefault(name, [])
+        key = self._keys.setdefault(name, [])
+        for span in spans:
+            if mine and mine[-1].end_ns > span.start_ns:  # a rank of a lost node runs elsewhere
+                mine[-1] = mine[-1]._replace(end_ns=max(mine[-1].start_ns, span.start_ns))
+            mine.append(span)
+            key.append((span.state, attempt, span.round))
+        self._marks.setdefault(name, [])
+        details = self._details.setdefault(name, {})
+        if detail:
+            details[detail] = None
+
+    def mark(self, name: str, mark: Mark) -> None:
+        if name in self._marks:
+            self._marks[name].append(mark)
+
+    def build(self) -> tuple[Row, ...]:
+        return tuple(
+            Row(
+                name=name,
+                detail=", ".join(list(self._details[name])[-2:]),
+                spans=tuple(spans),
+                marks=tuple(sorted(self._marks[name], key=lambda mark: (mark.at_ns, IMPORTANCE[mark.kind]))),
+                key=tuple(self._keys[name]),
+            )
+            for name, spans in self._spans.items()
+        )
+
+
+def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
+    found: list[Entry] = []
+    for attempt in attempts:
+        for item in attempt.rounds:
+            verdict = verdict_of(item)
+            for loss in item.lost_nodes:
+                kind = MarkKind.CAUSE if loss is verdict.lost_node else MarkKind.LOST
+                found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, loss=loss))
+            for fold in fold_failures(item.failures):
+                is_cause = verdict.failure is not None and any(f is verdict.failure for f in fold.members)
+                kind = MarkKind.CAUSE if is_cause else _KINDS[fold.first.failure_class]
+                found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, fold=fold))
+    return tuple(found)
+
+
+def _draw_nodes(part: _AttemptPart, rows: _Rows, by_round: Mapping[tuple[int, int], Sequence[Entry]]) -> None:
+    number = part.attempt.number
+    indices = {*range(len(part.attempt.nodes)), *part.stays, *part.agent_starts}
+    names = _unique_names(sorted(index for index in indices if index >= 0), part.name)
+    ranks: dict[int, tuple[int, ...]] = {}
+    for item in part.attempt.rounds:
+        ranks.update({node.node: node.ranks for node in item.nodes})
+    for node, name in names.items():
+        spans = node_spans(
+            part.stays.get(node, []),
+            agent_starts=part.agent_starts.get(node, []),
+            agent_ends=part.agent_ends.get(node, []),
+            rounds=part.extents,
+            start_ns=part.start_ns,
+            end_ns=part.end_ns,
+        )
+        rows.add(name, number, spans, _ranks_of(ranks.get(node, ())))
+    for item in part.attempt.rounds:
+        for entry in by_round.get((number, item.index), ()):
+            if entry.loss is not None and entry.loss.node in names:
+                rows.mark(names[entry.loss.node], _loss_mark(entry, entry.loss, part))
+            for node, members in _by_node(entry).items():
+                if node in names:
+                    at = part.at(node, min(failure.ended_ns for failure in members))
+                    hit = tuple(failure.global_rank for failure in members)
+                    rows.mark(names[node], Mark(entry=entry.number, kind=entry.kind, at_ns=at, ranks=hit))
+
+
+def _draw_ranks(
+    part: _AttemptPart,
+    rows: _Rows,
+    by_round: Mapping[tuple[int, int], Sequence[Entry]],
+    chosen: Sequence[int],
+) -> None:
+    wanted = set(chosen)
+    for rank in chosen:
+        rows.add(f"rank {rank}", part.attempt.number, (), "")
+    for item in part.attempt.rounds:
+        ends = {f.global_rank: part.at(f.node, f.ended_ns) for f in item.failures if f.ended_ns}
+        entries = by_round.get((part.attempt.number, item.index), ())
+        for node in item.nodes:
+            stay = part.by_round.get(item.index, {}).get(node.node)
+            for rank in node.ranks if stay is not None else ():
+                if rank in wanted and stay is not None:
+                    spans = _cut(_rank_spans(stay, part.end_ns), ends.get(rank))
+                    rows.add(f"rank {rank}", part.attempt.number, spans, part.name(node.node))
+        for entry in entries:
+            if entry.loss is not None:
+                for node in item.nodes:
+                    for rank in node.ranks if node.node == entry.loss.node else ():
+                        rows.mark(f"rank {rank}", _loss_mark(entry, entry.loss, part))
+            for failure in entry.fold.members if entry.fold is not None else ():
+                if failure.global_rank in wanted:
+                    at = part.at(failure.node, failure.ended_ns)
+                    kind = entry.kind
+                    rows.mark(
+                        f"rank {failure.global_rank}",
+                        Mark(entry=entry.number, kind=kind, at_ns=at, ranks=(failure.global_rank,)),
+                    )
+
+
+def _rank_spans(stay: Stay, end_ns: int) -> list[Span]:
+    spans = stay.spans()
+    if stay.lost_ns is not None:
+        back = max(stay.back_ns or end_ns, stay.end_ns)
+        spans += [Span(State.LOST, stay.end_ns, back, stay.round)] if back > stay.end_ns else []
+    return spans
+
+
+def _cut(spans: Iterable[Span], end_ns: int | None) -> list[Span]:
+    if end_ns is None:
+        return list(spans)
+    kept = []
+    for span in spans:
+        if span.state is State.LOST or span.end_ns <= end_ns:
+            kept.append(span)
+        elif span.start_ns < end_ns:
+            kept.append(span._replace(end_ns=end_ns))
+    return kept
+
+
+def _ranks_of(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {rank_ranges(ranks)}" if ranks else ""
+
+
+def _loss_mark(entry: Entry, loss: NodeLoss, part: _AttemptPart) -> Mark:
+    # Its own word is by its own clock; its coordinator's is by a clock that is taken for right.
+    at = part.at(loss.node, loss.seen_ns) if loss.left else loss.gone_ns
+    return Mark(entry=entry.number, kind=entry.kind, at_ns=min(max(at, part.start_ns), part.end_ns))
+
+
+def _by_node(entry: Entry) -> dict[int, list[WorkerFailure]]:
+    found: dict[int, list[WorkerFailure]] = {}
+    for failure in entry.fold.members if entry.fold is not None else ():
+        found.setdefault(failure.node, []).append(failure)
+    return found
+
+
+def _unique_names(nodes: Iterable[int], name: Callable[[int], str]) -> dict[int, str]:
+    """Two nodes of an attempt never share a row."""
+    found: dict[int, str] = {}
+    used: set[str] = set()
+    for node in nodes:
+        mine = name(node)
+        if mine in used:
+            mine = f"{mine} (node {node})"
+        used.add(mine)
+        found[node] = mine
+    return found
+
+
+def _choose_ranks(parts: Sequence[_AttemptPart], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:
+    everybody = {rank for part in parts for item in part.attempt.rounds for node in item.nodes for rank in node.ranks}
+    everybody |= {failure.global_rank for entry in entries if entry.fold is not None for failure in entry.fold.members}
+    everybody = {rank for rank in everybody if rank >= 0}
+    if len(everybody) <= most:
+        return tuple(sorted(everybody)), 0
+    first: dict[int, int] = {}
+    for entry in entries:
+        for failure in entry.fold.members if entry.fold is not None else ():
+            order = IMPORTANCE[entry.kind]
+            first[failure.global_rank] = min(order, first.get(failure.global_rank, order))
+    order_of_all = sorted(everybody, key=lambda rank: (first.get(rank, len(IMPORTANCE)), rank))
+    return tuple(sorted(order_of_all[:most])), len(everybody) - most

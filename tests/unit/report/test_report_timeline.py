@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline
+from hpc_elastic.report.timeline_axis import make_axis
+from hpc_elastic.report.timeline_clocks import ClockOffset
+from hpc_elastic.report.timeline_goodput import measure_goodput
+from hpc_elastic.report.timeline_spans import State
+from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
+
+SECOND = 1_000_000_000
+
+
+def tell_agents(builder: RunBuilder, attempt: int, *, at: float, end: float | None = None) -> None:
+    for node in range(builder.nodes):
+        builder.event(attempt, "agent", node, at, "agent_started", pid=1)
+        if end is not None:
+            builder.event(attempt, "agent", node, end, "agent_ended", reason="", code=0)
+
+
+def picture(builder: RunBuilder) -> Timeline:
+    return build_timeline(collect_run(builder.root))
+
+
+def row(timeline: Timeline, name: str) -> Row:
+    return next(row for row in (*timeline.nodes, *timeline.ranks) if row.name == name)
+
+
+def told(part: Row) -> list[tuple[str, float, float]]:
+    """State, and seconds since the run's start."""
+    return [
+        (span.state.value, round((span.start_ns - START_NS) / 1e9, 2), round((span.end_ns - START_NS) / 1e9, 2))
+        for span in part.spans
+    ]
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> RunBuilder:
+    return RunBuilder(tmp_path / "run-1", nodes=3, per_node=2)
+
+
+def test_states_of_a_node_follow_upon_each_other(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    tell_agents(builder, 0, at=2, end=60)
+    builder.round(0, 0, at=5)
+    builder.fail(make_failure(4, at=20, exception="ValueError: bad", per_node=2))
+    builder.stopped(0, 0, at=21)
+    builder.round(0, 1, at=25, reason="restart 1 of 3")
+    builder.succeeded(0, 1, at=58)
+    builder.end(0, at=61, outcome="succeeded", code=0)
+    timeline = picture(builder)
+    assert told(row(timeline, "n1")) == [
+        ("launching", 0, 2),
+        ("rendezvous", 2, 5),
+        ("starting", 5, 5.01),
+        ("running", 5.01, 20.9),
+        ("stopping", 20.9, 21),
+        ("rendezvous", 21, 25),
+        ("starting", 25, 25.01),
+        ("running", 25.01, 58),
+        ("done", 58, 60),
+    ]
+    assert row(timeline, "n1").detail == "ranks 0-1"
+    # A rank is there in its rounds alone, and the one that failed ended before the others.
+    assert told(row(timeline, "rank 4"))[:2] == [("starting", 5, 5.01), ("running", 5.01, 20)]
+    assert told(row(timeline, "rank 5"))[:3] == [("starting", 5, 5.01), ("running", 5.01, 20.9), ("stopping", 20.9, 21)]
+    assert row(timeline, "rank 4").detail == "n3"
+    (mark,) = row(timeline, "n3").marks
+    assert (mark.kind, mark.at_ns, mark.ranks) == (MarkKind.CAUSE, START_NS + 20 * SECOND, (4,))
+    assert [(d.round, d.at_ns - START_NS) for d in timeline.dividers] == [(0, 5 * SECOND), (1, 25 * SECOND)]
+
+
+def test_lost_node_is_lost_from_its_last_sign_until_it_comes_back(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    tell_agents(builder, 0, at=1)
+    builder.round(0, 0, at=5)
+    builder.event(0, "agent", 2, 40, "node_lost", round=0, age=10.0)
+    builder.stopped(0, 0, at=41, without=(2,))
+    builder.round(0, 1, at=45, without=(2,))
+    builder.event(0, "agent", 2, 70, "agent_started", pid=2)
+    builder.stopped(0, 1, at=90, without=(2,))
+    builder.round(0, 2, at=95)
+    timeline = picture(builder)
+    assert told(row(timeline, "n3"))[3:7] == [
+        ("running", 5.01, 30),
+        ("lost", 30, 70),
+        ("waiting as a spare", 70, 90),
+        ("rendezvous", 90, 95),
+    ]
+    (mark,) = row(timeline, "n3").marks
+    assert (mark.kind, mark.at_ns) == (MarkKind.CAUSE, START_NS + 30 * SECOND)
+
+
+def test_node_that_never_joins_waits_as_a_spare(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    tell_agents(builder, 0, at=1, end=50)
+    builder.round(0, 0, at=5, without=(1,))
+    builder.succeeded(0, 0, at=45, nodes=(0, 2))
+    assert told(row(picture(builder), "n2")) == [
+        ("launching", 0, 1),
+        ("rendezvous", 1, 5),
+        ("waiting as a spare", 5, 45),
+        ("rendezvous", 45, 50),
+    ]
+
+
+def test_node_without_a_word_has_an_empty_row(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=5, without=(1,))
+    assert row(picture(builder), "n2").spans == ()
+
+
+def test_rank_of_a_lost_node_that_runs_elsewhere_is_lost_no_more(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    tell_agents(builder, 0, at=1)
+    builder.round(0, 0, at=5)
+    builder.event(0, "agent", 0, 40, "node_lost", round=0, age=10.0)
+    builder.stopped(0, 0, at=41, without=(0,))
+    builder.round(0, 1, at=45, without=(0,))
+    builder.stopped(0, 1, at=90, without=(0,))
+    spans = row(picture(builder), "rank 0").spans
+    assert [span.state for span in spans][:4] == [State.STARTING, State.RUNNING, State.LOST, State.STARTING]
+    assert all(before.end_ns <= after.start_ns for before, after in pairwise(spans))
+
+
+def test_folded_failures_are_one_entry_with_a_mark_per_node(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=5)
+    builder.fail(make_failure(0, at=20, exception="ValueError: bad", per_node=2))
+    for rank in (2, 3, 4, 5):
+        text = f"RuntimeError: {GLOO.format(rank=rank)}"
+        builder.fail(make_failure(rank, at=20 + rank, exception=text, per_node=2))
+    timeline = picture(builder)
+    assert [(entry.kind, len(entry.fold.members)) for entry in timeline.entries if entry.fold] == [
+        (MarkKind.CAUSE, 1),
+        (MarkKind.SYMPTOM, 4),
+    ]
+    assert [(m.entry, m.ranks, m.at_ns - START_NS) for m in row(timeline, "n2").marks] == [(1, (2, 3), 22 * SECOND)]
+    assert [mark.kind for mark in row(timeline, "rank 5").marks] == [MarkKind.SYMPTOM]
+
+
+def test_only_so_many_ranks_and_those_that_failed_first(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=50, per_node=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=5)
+    builder.fail(make_failure(97, at=20, exception="ValueError: bad", per_node=2))
+    timeline = build_timeline(collect_run(builder.root), most_ranks=3)
+    assert [part.name for part in timeline.ranks] == ["rank 0", "rank 1", "rank 97"]
+    assert timeline.ranks_left_out == 97
+
+
+def test_goodput_adds_up_and_says_what_each_failure_cost(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=10)  # runs from 10.01
+    builder.fail(make_failure(4, at=60.01, exception="ValueError: bad", per_node=2))
+    builder.stopped(0, 0, at=62)
+    builder.round(0, 1, at=70)  # 70.01
+    builder.fail(make_failure(1, at=80.01, exception="ValueError: other", per_node=2, round_index=1))
+    builder.stopped(0, 1, at=81)
+    builder.end(0, at=90, outcome="failed", code=75, decision="requeue: requeue 1 of 3")
+    builder.attempt(1, at=190)
+    builder.round(1, 0, at=200)  # 200.01
+    builder.succeeded(1, 0, at=240.01)
+    builder.end(1, at=250, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    goodput = measure_goodput(history, build_timeline(history))
+    assert goodput.wall == 250
+    assert goodput.training == pytest.approx(50 + 10 + 40)
+    assert goodput.share == pytest.approx(0.4)
+    assert goodput.starting == pytest.approx(10.01)
+    assert goodput.queued == pytest.approx(100)
+    assert goodput.interrupted == pytest.approx(10 + 9.99 + 10.01)
+    assert goodput.ending == pytest.approx(9.99)
+    parts = goodput.training + goodput.starting + goodput.interrupted + goodput.queued + goodput.ending
+    assert parts == pytest.approx(goodput.wall)
+    assert [(c.attempt, c.round, round(c.seconds, 2), round(c.queued, 2)) for c in goodput.costs] == [
+        (0, 0, 10, 0),
+        (0, 1, 120, 100),
+    ]
+    assert goodput.costs[1].what == "rank 1 on n1: ValueError: other"
+
+
+def test_nothing_is_asked_of_an_empty_run(tmp_path: Path) -> None:
+    history = collect_run(tmp_path)
+    timeline = build_timeline(history)
+    assert (timeline.attempts, timeline.nodes, timeline.ranks) == ((), (), ())
+    assert measure_goodput(history, timeline).share is None
+
+
+def test_clock_that_is_an_hour_ahead_is_set_right(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    for index, at in enumerate((5, 105)):
+        for node in range(3):
+            ahead = 3600.25 if node == 2 else 0.0
+            fields = {"round": index, "group_rank": node, "ranks": [2 * node, 2 * node + 1], "world_size": 6}
+            builder.event(0, "agent", node, at + ahead, "round_final", **fields)
+            builder.event(0, "agent", node, at + 1 + ahead, "workers_started", round=index, pids=[])
+            builder.event(0, "agent", node, at + 90 + ahead, "workers_stopped", round=index)
+    timeline = picture(builder)
+    offset = timeline.offsets["n3"]
+    assert abs(offset.offset_ns - 3600 * SECOND) <= offset.bound_ns
+    assert list(timeline.offsets) == ["n3"]
+    assert not offset.measured
+    assert told(row(timeline, "n3"))[:3] == told(row(timeline, "n1"))[:3]
+    assert timeline.attempts[0].end_ns == START_NS + 195 * SECOND
+
+
+def test_node_that_learns_late_once_keeps_its_clock(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    for index, late in enumerate((300.0, 0.0)):
+        for node in range(3):
+            at = 400 * index + 5 + (late if node == 2 else 0.0)
+            builder.event(0, "agent", node, at, "round_final", round=index, ranks=[node], world_size=3)
+    assert picture(builder).offsets == {}
+
+
+def test_measured_offsets_are_used(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=5)
+    measured = {"n2": ClockOffset(offset_ns=2 * SECOND, bound_ns=SECOND)}
+    timeline = build_timeline(collect_run(builder.root), measured=measured)
+    assert [told(row(timeline, name))[1] for name in ("n1", "n2")] == [("starting", 5, 5.01), ("starting", 3, 3.01)]
+    assert timeline.offsets == measured
+
+
+def test_axis_shortens_waits_and_keeps_short_attempts_visible() -> None:
+    axis = make_axis([(0, 0, 3600 * SECOND), (1, 90_000 * SECOND, 90_002 * SECOND)])
+    first, gap, second = axis.pieces
+    assert (first.attempt, gap.attempt, second.attempt) == (0, None, 1)
+    assert gap.right - gap.left == pytest.approx(0.035)
+    assert 0.04 < second.right - second.left < 0.06
+    assert second.right == pytest.approx(1)
+    assert axis.place(-5) == 0
+    assert axis.place(10**18) == pytest.approx(1)
+    places = [axis.place(when * SECOND) for when in (0, 1800, 3600, 50_000, 90_000, 90_001)]
+    assert places == sorted(places)
+    assert all(when % (60 * SECOND) == 0 for when in axis.ticks() if when < 3600 * SECOND)
+
+
+def test_attempt_that_starts_before_the_end_of_the_one_before() -> None:
+    """By another batch host's clock."""
+    axis = make_axis([(0, 0, 100 * SECOND), (1, 90 * SECOND, 200 * SECOND)])
+    assert [piece.attempt for piece in axis.pieces] == [0, 1]
+    assert axis.place(150 * SECOND) == pytest.approx(0.75)
+
+
+def test_many_attempts_fit() -> None:
+    axis = make_axis([(n, n * 1000 * SECOND, (n * 1000 + 10 + n) * SECOND) for n in range(100)])
+    assert axis.pieces[-1].right == pytest.approx(1)
+    assert all(piece.right > piece.left for piece in axis.pieces)
