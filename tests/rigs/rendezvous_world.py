@@ -101,7 +101,8 @@ class Node:
             uid=new_uid(self.index, f"n{self.index}", clock),
             node=self.index,
             host=f"n{self.index}",
-            local_world_size=1,
+            local_world_size=self.world.sizes.get(self.index, 1),
+            spare=self.world.has_spares and self.index >= self.world.settings.max_nodes,
             addresses=(f"10.0.0.{self.index}",) if self.world.driven else (),
             port=len(self.world.nodes) + 1 if self.world.driven else 0,
         )
@@ -116,6 +117,10 @@ class Node:
             listener=self,
             bell=(Bell(self) if self.world.driven else SilentBell()) if self.world.beats else None,
         )
+        self.enter()
+
+    def enter(self) -> None:
+        """It wants to be in."""
         self.participant.join()
 
     def _gate(self, where: str) -> None:
@@ -197,6 +202,10 @@ class World:
         self.loses = loses
         self.cut: set[tuple[int, int]] = set()
         """(from, to): node indexes between which no packet comes through."""
+        self.sizes: dict[int, int] = {}
+        """Node → how many workers it brings, where that is not one."""
+        self.has_spares = False
+        """Whether nodes beyond MAX were submitted as spares."""
         self.settings = settings
         self.settle = settle or settle_always_restarting
         self.clock = FakeClock()

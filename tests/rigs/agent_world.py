@@ -1,0 +1,498 @@
+"""Whole agents over one memory store and one fake clock: the real `NodeAgent`, the real participant, and workers that
+are a list.
+
+An agent has two threads, its loop and its coordination; the world steps them one by one, in any order. Each effect, on
+the store or on workers, passes a gate where a test can end the agent: then its workers go on until its guardian has
+ended them, or a new agent of that node has. After every step the invariants are checked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hpc_elastic.agent import node_agent
+from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.hang import RankBeat, SectionTimeouts
+from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.agent.local_workers import Place
+from hpc_elastic.agent.node_agent import NodeAgent
+from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.store_server import StoreState
+from hpc_elastic.agent.supervision import Phase
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.processes.spawn import Inherited
+from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.slots import RankLayout
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from tests.rigs.rendezvous_world import Crash, Node, World
+
+LOOKS_TO_STOP = 2
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process."""
+
+    agent: str
+    """Uid of the one that started it."""
+    node: int
+    round: int
+    rank: int
+    world_size: int
+    master: str
+
+
+class FakeWorkers:
+    """Stands for `LocalWorkers`."""
+
+    def __init__(self, node: AgentNode, round_index: int, layout: RankLayout) -> None:
+        self._node = node
+        self.round = round_index
+        self.layout = layout
+        self.failed = self.succeeded = self.stopping = False
+        self.took_stacks = False
+        self.stacks: dict[int, tuple[str, ...]] = {}
+        self.started = False
+        self._news = False
+        self._looks = 0
+        self._message = ""
+        self._started_at = node.world.clock.now
+
+    @property
+    def seconds(self) -> float:
+        return self._node.world.clock.now - self._started_at
+
+    @property
+    def pids(self) -> list[int]:
+        return [4000 + worker.rank for worker in self.mine()]
+
+    @property
+    def running(self) -> list[int]:
+        return [] if self.succeeded else list(range(self.layout.local_world_size))
+
+    def mine(self) -> list[Worker]:
+        processes = self._node.agents.processes
+        return [p for p in processes if p.agent == self._node.info.uid and p.round == self.round]
+
+    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
+        self._node._gate(f"before workers of round {self.round}")
+        for local_rank in range(self.layout.local_world_size):
+            env = environment(local_rank, "error")
+            self._node.agents.processes.append(
+                Worker(
+                    agent=self._node.info.uid,
+                    node=self._node.index,
+                    round=int(env["TORCHELASTIC_RESTART_COUNT"]),
+                    rank=int(env["RANK"]),
+                    world_size=int(env["WORLD_SIZE"]),
+                    master=f"{env['MASTER_ADDR']} {env['MASTER_PORT']}",
+                )
+            )
+            self._node._gate(f"worker {local_rank} of round {self.round}")
+        self.started = True
+
+    def watched(self) -> list[int]:
+        return []
+
+    def poll(self) -> bool:
+        news, self._news = self._news, False
+        return news
+
+    def quick_word(self) -> str:
+        return self._message
+
+    def take_stacks_first(self) -> None:
+        self.took_stacks = True
+
+    def begin_stop(self, *, grace: float) -> None:
+        self._node._gate("SIGTERM")
+        if not self.stopping:
+            self.stopping, self._looks = True, LOOKS_TO_STOP
+
+    def step_stop(self) -> Stopped | float:
+        if self._looks > 0:
+            self._looks -= 1
+            return 0.1
+        for worker in self.mine():
+            self._node.agents.processes.remove(worker)
+            self._node._gate(f"end of rank {worker.rank}")
+        self.stopping = False
+        return Stopped(exits={}, killed=0, left=(), seconds=0.2)
+
+    def describe_failures(self) -> list[WorkerFailure]:
+        self._node._gate("evidence")
+        if not self.failed:
+            return []
+        return [
+            WorkerFailure(
+                global_rank=self.layout.first_rank,
+                message=self._message,
+                failure_class=FailureClass.ROOT,
+                fingerprint=self._message,
+                category=Category.WORKER,
+            )
+        ]
+
+    def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
+        raise AssertionError(f"the workers can always be started, and yet: {error}")
+
+    # -- what happens to them ------------------------------------------------------------------------------------
+
+    def fall(self, message: str = "boom") -> None:
+        """One fails."""
+        if not (self.failed or self.succeeded or self.stopping):
+            self.failed, self._news, self._message = True, True, message
+
+    def finish(self) -> None:
+        """All end with 0."""
+        if not (self.failed or self.succeeded or self.stopping):
+            self.succeeded, self._news = True, True
+            for worker in self.mine():
+                self._node.agents.processes.remove(worker)
+
+
+class FakeWatch(HangWatch):
+    """Reads no files: the checkpoints are counted by the test."""
+
+    def __init__(self, node: AgentNode) -> None:
+        super().__init__(
+            folder=HeartbeatFolder(None),
+            timeouts=SectionTimeouts(),
+            clock=node.world.clock,
+            files=SimpleNamespace(post=lambda job: None),  # type: ignore[arg-type]
+        )
+        self._node = node
+
+    def read(self) -> list[RankBeat]:
+        saved = self._node.saved_at
+        beat = RankBeat(rank=0, local_rank=0, section="step", at=0.0, checkpoints=len(saved))
+        return [replace(beat, saved_at=saved[-1]) if saved else beat]
+
+
+class FakeCoordination:
+    """Stands for `Coordination`, whose thread the world steps."""
+
+    def __init__(self, node: AgentNode) -> None:
+        self._node = node
+        self.commands: deque[Callable[[Participant], None]] = deque()
+        self.notices: deque[Any] = deque()
+
+    def start(self) -> None:
+        pass
+
+    def ask(self, command: Callable[[Participant], None]) -> None:
+        self.commands.append(command)
+
+    def take(self) -> list[Any]:
+        taken = list(self.notices)
+        self.notices.clear()
+        return taken
+
+    def stop(self, *, within: float) -> bool:
+        self.step()
+        return True
+
+    def step(self) -> float:
+        while self.commands:
+            self.commands.popleft()(self._node.participant)
+        return self._node.participant.step()
+
+
+class FakeServer:
+    """Stands for the TCPStore's host."""
+
+    failure = ""
+
+    def __init__(self) -> None:
+        self._port = 29500
+
+    def fileno(self) -> int:
+        return -1
+
+    def bind(self, address: str, port: int | None) -> tuple[str, int]:
+        self._port += 1
+        return address, self._port
+
+    def handle(self) -> StoreState:
+        return StoreState.IDLE
+
+    def serve(self) -> None:
+        pass
+
+    release = close = serve
+
+
+class FakeHealth:
+    """Every node is fit, and says so a little later."""
+
+    is_stuck = False
+    pids: Collection[int] = frozenset()
+
+    def __init__(self, looks: int) -> None:
+        self._looks = looks
+        self._begun = 0
+
+    def begin(self, last_round: int) -> None:
+        self._begun = self._looks
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def take(self) -> HealthVerdict | None:
+        self._begun -= 1
+        return HealthVerdict() if self._begun == 0 else None
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class AgentNode(Node):
+    """An agent: two threads that the world steps."""
+
+    agent: NodeAgent = field(init=False)
+    coordination: FakeCoordination = field(init=False)
+    code: int | None = None
+    """What it ended with."""
+    saved_at: list[float] = field(default_factory=list)
+    """When its workers completed checkpoints."""
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def agents(self) -> AgentWorld:
+        assert isinstance(self.world, AgentWorld)
+        return self.world
+
+    @property
+    def workers(self) -> FakeWorkers | None:
+        return self.agent._workers  # type: ignore[return-value]
+
+    def is_settled(self, round_index: int) -> bool:
+        """Whether its workers run in that round and nothing is to come, or have ended with 0, whatever it did since."""
+        if self.workers is None or self.workers.round != round_index or self.workers.failed:
+            return False
+        runs = self.alive and not self.frozen and self.running_round == round_index
+        return runs or self.agent.phase is Phase.DONE
+
+    def enter(self) -> None:
+        world = self.agents
+        self.coordination = FakeCoordination(self)
+        context = AgentContext(
+            spec=world.spec,
+            attempt=AttemptInfo(
+                number=0,
+                cluster="local",
+                nodes=tuple(f"n{node}" for node in range(world.settings.expected_nodes)),
+                batch_host="n0",
+                started_ns=0,
+            ),
+            place=Place(attempt=AttemptPaths(Path("/nowhere")), host=self.info.host, node=self.index),
+            info=self.info,
+            tag="tag",
+            run_dir="/nowhere",
+            environ={},
+            inherited=Inherited(umask=0o77, core_limit=(0, 0), subreaper=False),
+            clock=world.clock,
+            coordination=self.coordination,  # type: ignore[arg-type]
+            doorbell=None,
+            pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
+            store_server=FakeServer(),  # type: ignore[arg-type]
+            torch_available=lambda: True,
+            events=SimpleNamespace(write=lambda event, **fields: self.told.append((event, fields))),  # type: ignore[arg-type]
+            signals=SimpleNamespace(take=list, holds=lambda numbers: False),  # type: ignore[arg-type]
+            shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
+            helpers=frozenset,
+            files=SimpleNamespace(stuck_for=lambda: 0.0, do=lambda job, **_: job()),  # type: ignore[arg-type]
+            watch=FakeWatch(self),
+            health=FakeHealth(world.looks_to_health),  # type: ignore[arg-type]
+            crash=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
+        )
+        self.agent = NodeAgent(context)
+        self.agent.begin()
+
+    def on_record(self, record: RoundRecord) -> None:
+        self.coordination.notices.append(record)
+        if record.status is Status.FINAL and record.member(self.info.uid) is not None:
+            self.finals.append(record)
+
+    def on_event(self, event: str, fields: object) -> None:
+        super().on_event(event, fields)
+        self.coordination.notices.append((event, fields))
+
+    def step(self, *, rung: bool = True) -> float:
+        """Both threads, in an order of the world's choice."""
+        joined = self.world.joined_before_a_step()
+        try:
+            for thread in self.agents.order((self.step_loop, self.step_coordination)):
+                if self.alive:
+                    thread()
+        except Crash:
+            pass
+        finally:
+            self.world.check_freeze(joined)
+        return 0.0
+
+    def step_coordination(self) -> None:
+        self.coordination.step()
+
+    def step_loop(self) -> None:
+        self.agent.step()
+        workers = self.workers
+        runs = workers is not None and workers.started and self.agent.phase is Phase.RUNNING
+        self.running_round = workers.round if workers is not None and runs else None
+        if self.agent.phase is Phase.ENDED:
+            self.code = self.agent.leave()
+            self.alive = False
+
+
+class AgentWorld(World):
+    """`settings` and `grow` as for a run; `rng` mixes the order of threads, and how soon a guardian works."""
+
+    def __init__(
+        self,
+        settings: RendezvousSettings,
+        *,
+        rng: random.Random | None = None,
+        max_restarts: int = 3,
+        sizes: Mapping[int, int] | None = None,
+        patch: Callable[[object, str, object], None],
+    ) -> None:
+        """Args:
+        settings: Of all participants.
+        rng: None: everything in order, and guardians at once.
+        max_restarts: The budget.
+        sizes: Node → how many workers it brings; 1 where it is not said.
+        patch: Sets an attribute for the time of the test: (object, name, value).
+        """
+        policy = RestartPolicy(max_restarts=max_restarts, max_same_failures=0)
+        super().__init__(settings, settle=policy.settle)
+        self._rng = rng
+        self.max_restarts = max_restarts
+        self.sizes = dict(sizes or {})
+        self.processes: list[Worker] = []
+        self.has_spares = True
+        self.looks_to_health = 2
+        self.spec = RunSpec(
+            run_id="model",
+            uid="0" * 32,
+            name="model",
+            created_ns=0,
+            entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+            cwd="/",
+            max_restarts=max_restarts,
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
+            grow=settings.grow.value,
+        )
+        patch(node_agent, "LocalWorkers", self._make_workers)
+        patch(node_agent, "reap_orphans", lambda known: [])
+
+    def _make_workers(self, place: Place, *, round_index: int, layout: RankLayout, **_: object) -> FakeWorkers:
+        node = next(node for node in reversed(self.nodes) if node.index == place.node)
+        assert isinstance(node, AgentNode)
+        return FakeWorkers(node, round_index, layout)
+
+    @property
+    def agents(self) -> list[AgentNode]:
+        return [node for node in self.nodes if isinstance(node, AgentNode)]
+
+    def order(self, threads: Collection[Callable[[], None]]) -> list[Callable[[], None]]:
+        if self._rng is None:
+            return list(threads)
+        return self._rng.choices(list(threads), k=self._rng.randint(1, 3))
+
+    def start(self, index: int) -> AgentNode:
+        """A new agent; before anything else it ends what another one of its node left running."""
+        self.processes = [worker for worker in self.processes if worker.node != index]
+        node = AgentNode(self, index)
+        self.nodes.append(node)
+        return node
+
+    def newest_agent(self, index: int) -> AgentNode:
+        return next(node for node in reversed(self.agents) if node.index == index)
+
+    def check(self) -> None:
+        super().check()
+        self._guard()
+        self._check_workers()
+
+    def _guard(self) -> None:
+        """The guardians of dead agents end their workers, sooner or later."""
+        if self._rng is not None and self._rng.random() < 0.5:
+            return
+        living = {node.info.uid for node in self.agents if node.alive}
+        self.processes = [worker for worker in self.processes if worker.agent in living]
+
+    def _check_workers(self) -> None:
+        groups: dict[int, set[tuple[str, int]]] = {}
+        for worker in self.processes:
+            groups.setdefault(worker.node, set()).add((worker.agent, worker.round))
+        for node, found in groups.items():
+            assert len(found) == 1, f"on node {node} workers of several rounds run: {found}"
+        finals = {record.round: record for record in self.history.values() if record.status is Status.FINAL}
+        for worker in self.processes:
+            record = finals.get(worker.round)
+            assert record is not None, f"round {worker.round} was never final, and has workers"
+            sizes = [member.local_world_size for member in record.members]
+            rank = record.rank(worker.agent)
+            assert rank is not None, f"{worker.agent} has workers in round {worker.round}, and is no member"
+            first = sum(sizes[:rank])
+            assert worker.rank in range(first, first + sizes[rank]), "ranks as the record says"
+            assert worker.world_size == sum(sizes)
+            assert record.master.startswith(worker.master), "one master for all"
+        for node in self.agents:
+            if node.alive and node.agent.phase in (Phase.JOINING, Phase.READY, Phase.ENDED):
+                mine = [worker for worker in self.processes if worker.agent == node.info.uid]
+                assert not mine, f"{node.info.uid} is {node.agent.phase.value}, and its workers run"
+            if not node.alive and node.code is not None:
+                assert not any(worker.agent == node.info.uid for worker in self.processes), "it left workers behind"
+        assert all(record.restarts_used <= self.max_restarts for record in self.history.values())
+
+    # -- what tests wait for -------------------------------------------------------------------------------------
+
+    def everybody_runs(self, *, least: int = 1) -> bool:
+        """All living agents that are members run the newest round, and it has that many members at least."""
+        record = self.newest()
+        return (
+            record is not None
+            and len(record.members) >= least
+            and self.all_running_in_one_round()
+            and not any(node.workers is not None and node.workers.failed for node in self.agents if node.alive)
+        )
+
+    def is_settled(self) -> bool:
+        """Every member of the newest round lives and its workers run in that round, or they have ended with 0."""
+        record = self.newest()
+        if record is None or record.status is not Status.FINAL:
+            return False
+        return all(node.is_settled(record.round) for node in self.agents if record.member(node.info.uid) is not None)
+
+    def is_over(self) -> bool:
+        """The run is closed, and every agent that lived has ended."""
+        record = self.newest()
+        return record is not None and record.status is Status.CLOSED and not any(node.alive for node in self.nodes)
+
+    def finish(self) -> None:
+        """Whoever's workers run, they end with 0."""
+        for node in self.agents:
+            if node.alive and node.workers is not None and node.workers.started and node.agent.phase is Phase.RUNNING:
+                node.workers.finish()
+
+    def succeeded(self) -> bool:
+        record = self.newest()
+        return record is not None and record.outcome is Outcome.SUCCEEDED
