@@ -16,7 +16,7 @@ MANY = 40
 ZOOMS = (1, 4, 16, 64)
 _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
-_TICK_SPACING = 0.09
+_TICK_SPACING = 0.1
 MARK_CLASSES = {
     MarkKind.CAUSE: "cause",
     MarkKind.LOST: "lost",
@@ -326,7 +326,7 @@ def _axis_row(axis: Axis, timeline: Timeline) -> Markup:
             title = f"round {divider.round} of attempt {divider.attempt}: {shorten(divider.reason, 120)}"
             name = f"round {divider.round}"
             words.append(element("em", name, style=f"left:{100 * place:.2f}%", title=title))
-            free = place + 0.062
+            free = place + 0.08
     for factor in _TICKS:
         for when in axis.ticks(spacing=_TICK_SPACING / factor):
             place = axis.place(when)

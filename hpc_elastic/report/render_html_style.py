@@ -140,7 +140,7 @@ background:var(--card)}
 .legend .m.cause,td .m.cause{margin:-3px calc(.5rem - 3px) -3px -3px;vertical-align:-6px}
 .chartscroll{--label:13rem;overflow:auto;max-height:82vh;border:1px solid var(--line);border-radius:6px;
 background:var(--card);position:relative}
-.chart{position:relative;width:calc(100% * var(--zoom,1));min-width:max(100%,46rem);padding-bottom:.5rem}
+.chart{position:relative;width:calc(max(100%,54rem) * var(--zoom,1));padding-bottom:.5rem}
 .axis,.row{display:grid;grid-template-columns:var(--label) minmax(0,1fr)}
 .axis{position:sticky;top:0;z-index:5;background:var(--card);border-bottom:1px solid var(--line);font-size:.78rem;
 line-height:1.2;color:var(--muted)}
@@ -218,7 +218,7 @@ main{max-width:none;padding:0}
 .card{break-inside:auto;padding:.5rem .8rem;margin:.5rem 0}
 .choices,.close,.screen{display:none!important}
 .chartscroll{overflow:visible;max-height:none;--label:8.5rem}
-.chart{width:100%!important;min-width:0}.axis time{display:none!important}.axis time.t1{display:block!important}
+.chart{width:100%!important}.axis time{display:none!important}.axis time.t1{display:block!important}
 .axis{position:static}.row .name,.axis>span:first-child{position:static}
 .row,tr,.legend{break-inside:avoid}
 pre{max-height:none;white-space:pre-wrap;overflow-wrap:anywhere;overflow:visible;font-size:8pt}

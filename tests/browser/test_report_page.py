@@ -30,6 +30,10 @@ const rows = [...document.querySelectorAll('.row')].filter(row => row.offsetPare
 });
 return rows;
 """
+_LABELS = """
+return [...document.querySelectorAll(`.axis .at ${arguments[0]}`)].filter(label => label.offsetWidth)
+  .map(label => label.getBoundingClientRect()).map(box => ({left: box.left, right: box.right}));
+"""
 _CONTRAST = """
 const rgb = text => text.match(/[\\d.]+/g).map(Number);
 const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
@@ -249,6 +253,12 @@ def test_wide_things_scroll_on_a_small_screen(
     show(browser, pages("requeued"), width=400, height=1600)
     browser.screenshot(keep("small"))
     assert browser.run("return document.documentElement.scrollWidth") <= 400
+    for zoom in (1, 4, 64):
+        browser.click(f"label[for=z{zoom}]")
+        for kind in ("time", "em", "b"):
+            places = browser.run(_LABELS, kind)
+            assert places, (zoom, kind)
+            assert all(before["right"] <= after["left"] for before, after in pairwise(places)), (zoom, kind, places)
 
 
 def test_page_of_a_real_run(browser: Browser, tmp_path: Path, keep: Callable[[str], Path]) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -314,11 +315,21 @@ class TestCommand:
         [
             (["--output", "x"], "--format html"),
             (["--format", "html", "--output", "/no-such-folder/x.html"], "/no-such-folder/x.html can't be written"),
-            (["--format", "html", "--output", "/dev/null"], "no regular file"),
-            (["--format", "html", "--output", "/"], "no regular file"),
+            (["--format", "html", "--output", "a-pipe"], "no regular file"),
+            (["--format", "html", "--output", "."], "no regular file"),
         ],
     )
-    def test_wrong_use(self, root: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    def test_wrong_use(
+        self,
+        root: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        arguments: list[str],
+        words: str,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        os.mkfifo("a-pipe")
         assert main(["report", str(root), *arguments]) == 2
         err = capsys.readouterr().err
         assert words in err
