@@ -25,6 +25,10 @@ class Epoch:
         self._id: str | None = None
         self._missing_since: float | None = None
 
+    @property
+    def is_known(self) -> bool:
+        return self._id is not None
+
     def open(self) -> str:
         """The store's name, given now where it has none.
 

@@ -44,6 +44,8 @@ from hpc_elastic.store.lease import Heartbeat
 
 logger = logging.getLogger(__name__)
 
+FEW_NODES = 64
+"""As many may make their heartbeats' cells when they start."""
 OBSERVER_NODE = -1
 """Node index of a participant that only looks: the supervisor."""
 
@@ -92,8 +94,10 @@ class Participant:
         self._lookout = Lookout(store, info.uid, self._peers, self._life)
         self._succession = Succession(store, info, settings, self.pace, self._life, rng)
         self._watch = Watch(self.pace, rng, now, observes=self.observes)
-        # Its first claim says that it lives: thousands of nodes need not write at the same moment.
-        first = now + rng.uniform(0.25, 1.0) * self.pace.heartbeat
+        # Its first claim says that it lives: thousands of nodes need not write at the same moment. But the cell should
+        # be there before a disk fills up, which lets one be changed, and none be made.
+        few = settings.expected_nodes <= FEW_NODES
+        first = now if few else now + rng.uniform(0.25, 1.0) * self.pace.heartbeat
         self._heartbeat = Heartbeat(store, info.uid, interval=self.pace.heartbeat, first=first)
         self._answered_number = 0
         self._claims = OwnClaims(store, info.uid)
@@ -253,7 +257,7 @@ class Participant:
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self._life.begin_step()
-        if self._doubts_store:
+        if self._doubts_store and self._epoch.is_known:
             self._epoch.check(now)
             self._doubts_store = False
         plans = bool(self._claims) or self._closing is not None or self._wants_in
@@ -322,8 +326,10 @@ class Participant:
         due = self._heartbeat.due(now)
         early = now >= self._watch.look_due and due - now < self.pace.early * self._heartbeat.interval
         if now >= due or early:
-            if self._leads() or self._heartbeat.age(now) == float("inf"):
+            if self._leads():
                 self._epoch.check(now)
+            elif self._heartbeat.age(now) == float("inf"):
+                self._doubts_store = True  # once, as soon as a record has told which store it should be
             try:
                 self._heartbeat.beat_now(now)
             except FileNotFoundError:
