@@ -11,6 +11,7 @@ from hpc_elastic.heartbeat_record import CHECKPOINT
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run_spec import RunSpec
 
 LOOK_SECONDS = 1.0
 """Between two looks at the workers' heartbeats, while nodes wait."""
@@ -40,16 +41,15 @@ class CheckpointWatch:
     it is writing one, and that this one is complete.
     """
 
-    def __init__(self, watch: HangWatch, *, grow: GrowPolicy, max_nodes: int, clock: Clock) -> None:
+    def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
         """Args:
         watch: Reads the workers' heartbeats.
-        grow: ``--grow``.
-        max_nodes: At so many members, no one is taken in.
+        spec: Says whether anybody waits for a checkpoint, and at how many members no one is taken in.
         clock: The heartbeats'.
         """
         self._watch = watch
-        self._is_asked_for = grow is GrowPolicy.CHECKPOINT
-        self._max_nodes = max_nodes
+        self._is_asked_for = spec.grow == GrowPolicy.CHECKPOINT.value
+        self._max_nodes = spec.max_nodes
         self._clock = clock
         self._round = -1
         self._serial = 0

@@ -31,7 +31,6 @@ from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
-from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.slots import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
@@ -76,12 +75,7 @@ class NodeAgent:
         """The workers' last signs of life before they were ended, and when they were read."""
         self._is_unhealthy = False
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
-        self._checkpoints = CheckpointWatch(
-            context.watch,
-            grow=GrowPolicy(context.spec.grow),
-            max_nodes=context.spec.max_nodes,
-            clock=context.clock,
-        )
+        self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 

@@ -126,7 +126,7 @@ OPTIONS = (
     ),
     Option(
         group=GROUP, names=("--rdzv-conf",), dest="rdzv_conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF",
-        help="timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, doorbell",
+        help="timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, doorbell, grow_patience",
     ),
     Option(
         group=GROUP, names=("--master-addr",), dest="master_addr", metavar="ADDRESS", env="PET_MASTER_ADDR",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from hpc_elastic.agent.growth import CheckpointWatch, CheckpointWord
@@ -48,7 +49,8 @@ class Node:
     def __init__(self, grow: GrowPolicy = GrowPolicy.CHECKPOINT, max_nodes: int = 3) -> None:
         self.clock = FakeClock()
         self.heartbeats = Heartbeats(self.clock)
-        self.watch = CheckpointWatch(self.heartbeats, grow=grow, max_nodes=max_nodes, clock=self.clock)  # type: ignore[arg-type]
+        spec = SimpleNamespace(grow=grow.value, max_nodes=max_nodes)
+        self.watch = CheckpointWatch(self.heartbeats, spec, clock=self.clock)  # type: ignore[arg-type]
 
     def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> tuple[int, int, float | None] | None:
         self.clock.now += after
