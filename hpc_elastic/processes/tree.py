@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.processes import linux
+from hpc_elastic.processes.environments import read_all
 from hpc_elastic.processes.spare_fd import OUT_OF_DESCRIPTORS, SPARE
 
 _DEAD = frozenset("ZX")
@@ -196,10 +197,10 @@ def main_children(pid: int) -> list[int] | None:
 def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
     """Our user's living processes that, with the environment they started with, satisfy `matches`.
 
-    Those that hide their environment (set-user-id programs) are left out.
+    Those that hide their environment (set-user-id programs), or can't be looked into (`environments`), are left out.
     """
     uid = os.geteuid()
-    found: list[Proc] = []
+    own: dict[int, Proc] = {}
     for name in _list("/proc"):
         if not name.isdigit():
             continue
@@ -210,12 +211,10 @@ def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
             continue
         # The start time first: were the pid recycled before we read the environment, a signal would miss, not err.
         proc = look_at(int(name))
-        if proc is None or proc.is_dead:
-            continue
-        raw = _read(f"/proc/{name}/environ")
-        if raw and matches(proc, Environ(raw)):
-            found.append(proc)
-    return found
+        if proc is not None and not proc.is_dead:
+            own[proc.pid] = proc
+    raw = read_all(list(own), lambda pid: _read(f"/proc/{pid}/environ"))
+    return [proc for pid, proc in own.items() if pid in raw and matches(proc, Environ(raw[pid]))]
 
 
 def tagged(key: str, value: str) -> list[Proc]:
