@@ -6,10 +6,10 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from hpc_elastic.launch.agent_process import AgentProcess
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
@@ -44,7 +44,7 @@ class LocalLauncher:
         self._command = command
         self._environment = environment
         self._umask = umask
-        self._agents: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._agents: dict[int, tuple[int, AgentProcess]] = {}
         """pidfd → node, process."""
         self._failed: list[AgentEnded] = []
         self._dead_since: dict[int, float] = {}
@@ -56,13 +56,7 @@ class LocalLauncher:
 
     def relaunch(self, node: int) -> None:
         try:
-            process = subprocess.Popen(
-                list(self._command(node)),
-                env=dict(self._environment(node)),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                umask=self._umask,
-            )
+            process = AgentProcess(self._command(node), env=self._environment(node), umask=self._umask)
         except OSError as error:
             self._failed.append(AgentEnded(node=node, code=None, detail=str(error), started=False))
             return
@@ -103,7 +97,7 @@ class LocalLauncher:
             self.terminate()
             self._wait_all(within)
             for _, process in self._agents.values():
-                process.kill()  # its guardian ends what it leaves
+                process.send_signal(signal.SIGKILL)  # its guardian ends what it leaves
             self._has_killed = True
             self._wait_all(KILL_SECONDS)
         self._wait_for_leftovers(KILL_SECONDS)

@@ -173,20 +173,26 @@ def conclude(
     hand = files or FileThread()
     attempt_paths = paths.attempt(attempt.number)
 
-    def on_disk(action: Callable[[], T], otherwise: T) -> T:
-        hangs = hand.stuck_for() > HUNG_SECONDS
+    def on_disk(action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
+        """`answers`: the filesystem has just answered, so what takes long is work."""
+        # Who was told to end by a signal has little time, and does not spend it on a mount that may never answer.
+        short = hand.stuck_for() > HUNG_SECONDS or (result.signal_number is not None and not answers)
         try:
-            within = HUNG_SECONDS if hangs else REPORT_SECONDS
+            within = HUNG_SECONDS if short else REPORT_SECONDS
             return hand.do(action, within=within, unless=lambda: hand.stuck_for() > HUNG_SECONDS and is_hurried())
         except FilesystemHangsError:
             return otherwise
 
     def finish(decision: RequeueDecision) -> None:
-        def write() -> bool:
-            _finish(attempt_paths, attempt, paths, result, decision)
+        def save() -> bool:
+            _save_result(attempt_paths, result, decision)
             return True
 
-        if not on_disk(write, False):
+        def report() -> bool:
+            _report(attempt, paths, result, decision)
+            return True
+
+        if not (on_disk(save, False) and on_disk(report, False, answers=True)):
             logger.error("%s does not answer: the report can't be written", attempt_paths.root)
         _say_end(attempt, result, decision)
 
@@ -262,14 +268,7 @@ def _requeue(site: Site, decision: RequeueDecision) -> RequeueDecision:
     return decision
 
 
-def _finish(
-    attempt_paths: AttemptPaths,
-    attempt: AttemptInfo,
-    paths: RunPaths,
-    result: AttemptResult,
-    decision: RequeueDecision,
-) -> None:
-    """Write how it ended, and the report. A failure of the report never hides the result."""
+def _save_result(attempt_paths: AttemptPaths, result: AttemptResult, decision: RequeueDecision) -> None:
     stored = StoredResult(
         outcome=result.outcome.value,
         reason=result.reason,
@@ -283,6 +282,10 @@ def _finish(
         stored.save(attempt_paths.result_json)
     except OSError as error:
         logger.error("the result could not be written: %s", error)
+
+
+def _report(attempt: AttemptInfo, paths: RunPaths, result: AttemptResult, decision: RequeueDecision) -> None:
+    """Write the report. A failure of it never hides the result."""
     try:
         from hpc_elastic.report.write import write_report
 
