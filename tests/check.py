@@ -46,7 +46,7 @@ class Tier:
 
 
 TIERS = (
-    Tier(name="unit", folders=("tests/unit",), budget=60),
+    Tier(name="unit", folders=("tests/unit",), budget=90),
     Tier(name="store", folders=("tests/contract", "tests/model"), budget=360),
     Tier(name="faults", folders=("tests/integration",), budget=900, processes=2),
     Tier(name="slurm", folders=("tests/slurm",), budget=900),

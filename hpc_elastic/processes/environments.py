@@ -1,8 +1,8 @@
 """Reading the environments of many processes, none of which can hold the reader up.
 
 To open ``/proc/<pid>/environ`` is to wait for a program that is just being loaded, and one whose inherited file lies on
-a mount that hangs is loaded never: the kernel closes the file first (``exec_update_lock``, seen on Linux 6.18). So a thread
-reads, and is left behind where it does not come on.
+a mount that hangs is loaded never: the kernel closes the file first (``exec_update_lock``, seen on Linux 6.18). So a
+thread reads, and is left behind where it does not come on.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.events import read_events
+from hpc_elastic.processes.environments import read_all
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
 from hpc_elastic.run_paths import AttemptPaths, RankPaths, RunPaths
 
@@ -91,7 +92,7 @@ class Process:
     environ: Mapping[str, str]
 
     def lives(self) -> bool:
-        now = _look(self.pid)
+        now = _look(self.pid, b"")
         return now is not None and now.started == self.started
 
     def __str__(self) -> str:
@@ -415,20 +416,31 @@ def peak_memory_mib(pid: int) -> float:
 
 
 def _all_processes() -> list[Process]:
-    found = (_look(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    # Another test's mount may hang, and hold up who looks into a program that is being loaded there.
+    environments = read_all(pids, _environment)
+    found = (_look(pid, raw) for pid, raw in environments.items())
     return [process for process in found if process is not None]
 
 
-def _look(pid: int) -> Process | None:
+def _environment(pid: int) -> bytes | None:
+    """What it was started with, and a NUL; None where it has ended or is another user's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
+    except OSError:
+        return None
+
+
+def _look(pid: int, environment: bytes) -> Process | None:
     """The process that has this pid now; None where there is none, a zombie, or another user's."""
     try:
         words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
         argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-        raw = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
     except OSError:
         return None
     if words[0] in "ZX":
         return None
+    raw = environment.decode("utf-8", "replace")
     environ = dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
     return Process(pid, int(words[19]), int(words[1]), tuple(argv[:-1]), environ)
 
