@@ -32,7 +32,7 @@ class AgentProcess:
                 argv[0],
                 list(argv),
                 dict(env),
-                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+                file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0), *_closing()],
                 setsid=True,
                 setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores for itself
             )
@@ -56,3 +56,16 @@ class AgentProcess:
         """Nothing happens where it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
+
+
+def _closing() -> list[tuple[int, int]]:
+    """What this process was itself started with, beyond the standard streams, and would hand on."""
+    actions = []
+    for name in os.listdir("/proc/self/fd"):
+        fd = int(name)
+        try:
+            if fd > 2 and os.get_inheritable(fd):
+                actions.append((os.POSIX_SPAWN_CLOSE, fd))
+        except OSError:
+            pass  # the listing's own
+    return actions
