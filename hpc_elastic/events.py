@@ -23,6 +23,7 @@ from hpc_elastic.file_thread import FileThread
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
+_OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """A filesystem that knows nothing of it."""
 
@@ -55,17 +56,19 @@ class EventLog:
         self._waiting: deque[bytes] = deque(maxlen=_KEPT_WHEN_DISK_IS_FULL)
         self._dropped = 0
         self._offset = 0
-        self._fd = -1
+        self._exists = False
+        self._closed = False
         self._files = files
         self._flush_is_due = False
         if files is None:
-            self._open()
+            self._create()
         else:
-            files.post(self._open)
+            files.post(self._create)
 
-    def _open(self) -> None:
+    def _create(self) -> None:
         make_private_dir(self._folder)
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        os.close(os.open(self._path, _OPENED | os.O_CREAT | os.O_EXCL, 0o600))
+        self._exists = True
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
@@ -89,40 +92,47 @@ class EventLog:
             self._files.post(self._flush)
 
     def _flush(self) -> None:
-        # Not O_APPEND: it loses records on NFS and CephFS. One writer knows its own offset.
         self._flush_is_due = False
-        if self._fd < 0 and self._files is not None:
-            try:
-                self._open()  # it could not be made before
-            except (OSError, UnsafePathError):
-                return
-        if self._fd < 0:
+        if self._closed:
             return
+        try:
+            if not self._exists:
+                if self._files is None:
+                    return
+                self._create()  # it could not be made before
+            # Opened for each write: every process that is started while a file on a mount that hangs is open would hang
+            # too, when the kernel closes for it what it inherited.
+            fd = os.open(self._path, _OPENED)
+        except (OSError, UnsafePathError):
+            return
+        try:
+            self._write_out(fd)
+        finally:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # what counts as written was synced before
+
+    def _write_out(self, fd: int) -> None:
+        # Not O_APPEND: it loses records on NFS and CephFS. One writer knows its own offset.
         # An NFS client would keep it for half a minute, and a node that loses its power would take it along. And what
         # it can't write out at last, on a full disk, it drops, and tells fsync alone: so a line is kept here until
         # then, and written again at the same offset.
         offset, written = self._offset, []
         try:
             for raw in tuple(self._waiting):
-                if os.pwrite(self._fd, raw, offset) != len(raw):
+                if os.pwrite(fd, raw, offset) != len(raw):
                     break  # the disk filled up in mid-line
                 offset += len(raw)
                 written.append(raw)
         except OSError:
             pass
-        if not written or not self._is_synced():
+        if not written or not _is_synced(fd):
             return
         self._offset = offset
         for raw in written:
             if self._waiting and self._waiting[0] is raw:  # else it was pushed out meanwhile, and counted as dropped
                 self._waiting.popleft()
-
-    def _is_synced(self) -> bool:
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            return error.errno in _NO_SYNC
-        return True
 
     def close(self, *, within: float = 5.0) -> None:
         """Write what waits.
@@ -139,16 +149,21 @@ class EventLog:
             pass
 
     def _close(self) -> None:
-        if self._fd >= 0:
-            self._flush()  # first, so that what follows pushes out nothing
-            self._files = None
-            if self._dropped:
-                self.write("events_dropped", count=self._dropped)
-            fd, self._fd = self._fd, -1
-            try:
-                os.close(fd)
-            except OSError:
-                pass  # what it tells of was synced before, or could not be
+        if self._closed:
+            return
+        self._flush()  # first, so that what follows pushes out nothing
+        self._files = None
+        if self._dropped:
+            self.write("events_dropped", count=self._dropped)
+        self._closed = True
+
+
+def _is_synced(fd: int) -> bool:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        return error.errno in _NO_SYNC
+    return True
 
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:

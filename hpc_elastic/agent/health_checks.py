@@ -44,6 +44,7 @@ from hpc_elastic.processes import tree
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited, WorkerProcess, start_worker
 from hpc_elastic.processes.tags import TAG_VARIABLE
+from hpc_elastic.readable import wait_readable
 from hpc_elastic.self_command import module_command
 
 TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_CHECK"
@@ -140,7 +141,7 @@ class HealthChecks:
         """Until there is an answer to what was begun, or so many seconds have passed."""
         if not self._is_awaited:
             return
-        select.select([self._told_read], [], [], seconds)
+        wait_readable([self._told_read], seconds)
 
     def close(self) -> None:
         """No answer is wanted any more: end what runs. Waits for that, but not for what is stuck."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
+from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN
 from hpc_elastic.rendezvous.participant import Participant
@@ -43,7 +43,7 @@ def falls_to_us(coordination: Coordination, members: Sequence[Member], uid: str,
     coordination.ask(lambda participant: participant.see_to_the_end(turn))
     deadline = clock.monotonic() + END_PATIENCE + END_TURN * turn + _SPARE_SECONDS
     while (left := deadline - clock.monotonic()) > 0:
-        select.select([coordination], [], [], left)
+        wait_readable([coordination], left)
         for notice in coordination.take():
             if isinstance(notice, Exception) or (isinstance(notice, tuple) and notice[0] == "end_seen_to"):
                 return False

@@ -8,7 +8,6 @@ and ends when the child says how the run ended, or has ended but for what the ke
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import time
@@ -17,6 +16,7 @@ from types import FrameType
 
 from hpc_elastic.processes import linux, tree
 from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
+from hpc_elastic.readable import wait_readable
 
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -110,7 +110,7 @@ class _Front:
     def wait(self) -> int:
         while True:
             watched = [self._wake_read] if self._pipe < 0 else [self._wake_read, self._pipe]
-            ready, _, _ = select.select(watched, [], [], _LOOK_SECONDS if self._code is None else 0.02)
+            ready = wait_readable(watched, _LOOK_SECONDS if self._code is None else 0.02)
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if self._pipe in ready:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from hpc_elastic.launch.agent_process import AgentProcess
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+from hpc_elastic.readable import wait_readable
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class LocalLauncher:
     def _wait_all(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self._agents and (left := deadline - time.monotonic()) > 0:
-            select.select(list(self._agents), [], [], min(left, 0.1))
+            wait_readable(self._agents, min(left, 0.1))
             self.take()
 
 

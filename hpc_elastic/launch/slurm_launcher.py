@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.local_launcher import describe_code
+from hpc_elastic.readable import wait_readable
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun_line
 
@@ -211,7 +211,7 @@ class SlurmLauncher:
         self.terminate()
         deadline = time.monotonic() + within
         while self._steps and (left := deadline - time.monotonic()) > 0:
-            select.select(self.filenos(), [], [], min(left, 0.2))
+            wait_readable(self.filenos(), min(left, 0.2))
             self.take()
         for step in list(self._steps):
             step.process.kill()  # its tasks end when the batch script does

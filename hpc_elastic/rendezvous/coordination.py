@@ -7,7 +7,6 @@ a byte on a socket pair tells the main loop.
 from __future__ import annotations
 
 import logging
-import select
 import socket
 import threading
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan
 from hpc_elastic.rendezvous.state import RoundRecord
@@ -175,11 +175,11 @@ class Coordination:
         while (left := deadline - self._clock.monotonic()) > 0:
             deaf = self._doorbell.deaf_for() if self._doorbell is not None else 0.0
             listening = watched if not deaf else watched[:1]
-            ready, _, _ = select.select(listening, [], [], min(left, deaf) if deaf else left)
-            if self._wake_read in ready:
+            ready = wait_readable(listening, min(left, deaf) if deaf else left)
+            if self._wake_read.fileno() in ready:
                 _drain(self._wake_read)
                 return False
-            if self._doorbell is not None and self._doorbell in ready:
+            if self._doorbell is not None and self._doorbell.fileno() in ready:
                 if self._hear(participant):
                     return True
                 if slack and deadline - self._clock.monotonic() < 4 * slack:

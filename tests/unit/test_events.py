@@ -209,3 +209,15 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_a_missing_folder_has_no_events(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "gone")) == []
+
+
+def test_no_file_stays_open_between_two_lines(tmp_path: Path) -> None:
+    """A process that is started meanwhile inherits none, and hangs with no mount that hangs."""
+    log = open_log(tmp_path / "events", uid="a")
+    log.write("worker_failed")
+    opened = {
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if int(name) > 2 and os.path.lexists(f"/proc/self/fd/{name}")
+    }
+    assert not [path for path in opened if path.startswith(f"{tmp_path}")]
