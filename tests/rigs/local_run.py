@@ -349,7 +349,10 @@ class LocalRun:
             agent = self._agent(node)
             return agent if agent is not None and self._workers_of(agent) else None
 
-        os.kill(self.until(found, f"agent with workers on node {node}").pid, signal.SIGKILL)
+        agent = self.until(found, f"agent with workers on node {node}")
+        os.kill(agent.pid, signal.SIGKILL)
+        # Else the next call might find the same one, dying.
+        self.until(lambda: not agent.lives(), f"end of the agent on node {node}")
 
     def _workers_of(self, agent: Process) -> list[Process]:
         return [p for p in self.processes() if p.parent == agent.pid and "RANK" in p.environ]
