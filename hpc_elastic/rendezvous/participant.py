@@ -28,6 +28,7 @@ from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.lookout import Lookout, gone_key
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
+from hpc_elastic.rendezvous.own_life import OwnLife
 from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -40,12 +41,9 @@ from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.watch import Watch
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.lease import Heartbeat
 
 logger = logging.getLogger(__name__)
 
-FEW_NODES = 64
-"""As many may make their heartbeats' cells when they start."""
 OBSERVER_NODE = -1
 """Node index of a participant that only looks: the supervisor."""
 
@@ -94,20 +92,16 @@ class Participant:
         self._lookout = Lookout(store, info.uid, self._peers, self._life)
         self._succession = Succession(store, info, settings, self.pace, self._life, rng)
         self._watch = Watch(self.pace, rng, now, observes=self.observes)
-        # Its first claim says that it lives: thousands of nodes need not write at the same moment. But the cell should
-        # be there before a disk fills up, which lets one be changed, and none be made.
-        few = settings.expected_nodes <= FEW_NODES
-        first = now if few else now + rng.uniform(0.25, 1.0) * self.pace.heartbeat
-        self._heartbeat = Heartbeat(store, info.uid, interval=self.pace.heartbeat, first=first)
-        self._answered_number = 0
+        self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
+        self._own_life = OwnLife(
+            store, info.uid, epoch=self._epoch, settings=settings, pace=self.pace, rng=rng, now=now
+        )
         self._claims = OwnClaims(store, info.uid)
         self._closing: tuple[Outcome, str] | None = None
         self._announced = False
         self._wants_in = False
         self._rests_until = 0.0
         """Until then there is nothing to do for a member that is in touch with the coordinator."""
-        self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
-        self._doubts_store = False
         self._look_anew = 0
         self._record: RoundRecord | None = None
         self._started_at = now
@@ -173,7 +167,7 @@ class Participant:
 
     def doubt_store(self) -> None:
         """Somebody has lost the store: look whether it is still the one that was joined."""
-        self._doubts_store = True
+        self._own_life.doubt_store()
 
     def look_anew(self, serial: int) -> None:
         """Look at the log past all caches; the listener hears ``looked_anew`` with the serial when that is done."""
@@ -257,9 +251,7 @@ class Participant:
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self._life.begin_step()
-        if self._doubts_store and self._epoch.is_known:
-            self._epoch.check(now)
-            self._doubts_store = False
+        self._own_life.check_if_doubted(now)
         plans = bool(self._claims) or self._closing is not None or self._wants_in
         if not (rung or plans) and now < self._rests_until and self._in_touch():
             self._lookout.held_up(self._life.look_at(()))
@@ -267,9 +259,10 @@ class Participant:
         self._lookout.listed = {}
         if not self._announced:
             rung = self._announce(now)
-        self._say_that_it_lives(now)
+        self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
         looked = self._read_log(now, rung=rung)
-        self._answer_if_asked(now)
+        if self._own_life.answer_if_asked(self._record, now):
+            self._ring_coordinator()
         said = any([self._say_what_waits(), self._join_if_wanted()])
         self._lookout.held_up(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
@@ -285,9 +278,9 @@ class Participant:
             return 0.0
         closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
         wait = self._watch.wait(now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed)
-        until = min(self._watch.look_due, self._heartbeat.due(now), self._succession.next_look)
+        until = min(self._watch.look_due, self._own_life.due(now), self._succession.next_look)
         self._rests_until = 0.0 if self._leads() or closed is not None else until
-        return max(0.0, min(wait, self._heartbeat.due(now) - now))
+        return max(0.0, min(wait, self._own_life.due(now) - now))
 
     def _stir_what_is_hidden(self, *, surveyed: bool) -> bool:
         """Returns whether to look again at once."""
@@ -315,26 +308,6 @@ class Participant:
     def _in_touch(self) -> bool:
         record = self._record
         return record is not None and self._bell is not None and self._life.in_touch(record.leader)
-
-    def _say_that_it_lives(self, now: float) -> None:
-        if self._leads():
-            self._heartbeat.interval = self._settings.heartbeat_interval
-        elif self._in_touch():
-            self._heartbeat.interval = self.pace.heartbeat_in_touch
-        else:
-            self._heartbeat.interval = self.pace.heartbeat
-        due = self._heartbeat.due(now)
-        early = now >= self._watch.look_due and due - now < self.pace.early * self._heartbeat.interval
-        if now >= due or early:
-            if self._leads():
-                self._epoch.check(now)
-            elif self._heartbeat.age(now) == float("inf"):
-                self._doubts_store = True  # once, as soon as a record has told which store it should be
-            try:
-                self._heartbeat.beat_now(now)
-            except FileNotFoundError:
-                self._doubts_store = True  # for a moment, or for good
-                raise
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
@@ -378,14 +351,6 @@ class Participant:
         if before is not None:
             self._succession.new_record(before, record)
         self._listener.on_record(record)
-
-    def _answer_if_asked(self, now: float) -> None:
-        """The coordinator has not heard this node for a while: show by the files that it lives."""
-        record = self._record
-        if record is not None and self._info.uid in record.suspects and record.number > self._answered_number:
-            self._heartbeat.beat_now(now)
-            self._answered_number = record.number
-            self._ring_coordinator()
 
     def _ring_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():
@@ -439,7 +404,7 @@ class Participant:
             return False
         if record.leader != self._info.uid:
             return self._take_over_if_needed(record, looked=looked)
-        if not survey or self._heartbeat.age(self._clock.monotonic()) > 0.6 * self._settings.heartbeat_ttl:
+        if not survey or not self._own_life.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
         view = self._lookout.look(record)
         proposal = next_proposal(view, self._settings, self._settle)
@@ -456,7 +421,7 @@ class Participant:
         if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
         epoch = self._epoch.open()
-        self._heartbeat.beat_now(now)
+        self._own_life.beat(now)
         self._lookout.prepare(0)
         record = RoundRecord(
             number=1,
@@ -483,7 +448,7 @@ class Participant:
                 return True  # caches hid that somebody has gone on
         now = self._clock.monotonic()
         self._epoch.check(now)  # the coordinator may have gone because of it
-        self._heartbeat.beat_now(now)
+        self._own_life.beat(now)
         successor = self._succession.successor(record, move, asks=self._bell is not None)
         if self._append(successor, *told_of_move(record, move)) and self._leads():
             self._succession.took_over(successor)

@@ -1,0 +1,106 @@
+"""That a node shows that it lives: its heartbeat in the store, the answer when it is asked, and whether the store that
+it beats to is still the one that it joined.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hpc_elastic.rendezvous.epoch import Epoch
+from hpc_elastic.rendezvous.pace import Pace
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.store.base import Store
+from hpc_elastic.store.lease import Heartbeat
+
+FEW_NODES = 64
+"""As many may make their heartbeats' cells when they start."""
+
+
+class OwnLife:
+    """One participant's. Every method that touches the store raises as `Participant.step` does."""
+
+    def __init__(
+        self,
+        store: Store,
+        uid: str,
+        *,
+        epoch: Epoch,
+        settings: RendezvousSettings,
+        pace: Pace,
+        rng: random.Random,
+        now: float,
+    ) -> None:
+        """Times are seconds on the participant's monotonic clock, here and below."""
+        # A node's first claim says that it lives: thousands of nodes need not write at the same moment. But the cell
+        # should be there before a disk fills up, which lets one be changed, and none be made.
+        few = settings.expected_nodes <= FEW_NODES
+        first = now if few else now + rng.uniform(0.25, 1.0) * pace.heartbeat
+        self._uid = uid
+        self._heartbeat = Heartbeat(store, uid, interval=pace.heartbeat, first=first)
+        self._epoch = epoch
+        self._settings = settings
+        self._pace = pace
+        self._answered_number = 0
+        self._doubts_store = False
+
+    def doubt_store(self) -> None:
+        """Look, at the next occasion, whether the store is still the one that was joined."""
+        self._doubts_store = True
+
+    def check_if_doubted(self, now: float) -> None:
+        """As soon as a record has told which store it should be."""
+        if self._doubts_store and self._epoch.is_known:
+            self._epoch.check(now)
+            self._doubts_store = False
+
+    def due(self, now: float) -> float:
+        """When the next beat is due."""
+        return self._heartbeat.due(now)
+
+    def is_fresh(self, now: float) -> bool:
+        """Whether nobody can think yet that this node is lost; a coordinator commits nothing without that."""
+        return self._heartbeat.age(now) <= 0.6 * self._settings.heartbeat_ttl
+
+    def beat(self, now: float) -> None:
+        """At once, due or not."""
+        self._heartbeat.beat_now(now)
+
+    def beat_if_due(self, now: float, *, leads: bool, in_touch: bool, look_due: float) -> None:
+        """Beat where that is due, or soon is and the files are looked at now anyway.
+
+        Args:
+            now: The time.
+            leads: Whether this node is the coordinator.
+            in_touch: Whether packets pass between it and the coordinator: then it beats to the files more rarely.
+            look_due: When the files are to be looked at next.
+        """
+        if leads:
+            self._heartbeat.interval = self._settings.heartbeat_interval
+        else:
+            self._heartbeat.interval = self._pace.heartbeat_in_touch if in_touch else self._pace.heartbeat
+        due = self._heartbeat.due(now)
+        early = now >= look_due and due - now < self._pace.early * self._heartbeat.interval
+        if not (now >= due or early):
+            return
+        if leads:
+            self._epoch.check(now)
+        elif self._heartbeat.age(now) == float("inf"):
+            self._doubts_store = True  # once, as soon as a record has told which store it should be
+        try:
+            self._heartbeat.beat_now(now)
+        except FileNotFoundError:
+            self._doubts_store = True  # for a moment, or for good
+            raise
+
+    def answer_if_asked(self, record: RoundRecord | None, now: float) -> bool:
+        """The coordinator has not heard this node for a while: show by the files that it lives.
+
+        Returns:
+            Whether it asked, and is to be told by a ring too.
+        """
+        if record is None or self._uid not in record.suspects or record.number <= self._answered_number:
+            return False
+        self._heartbeat.beat_now(now)
+        self._answered_number = record.number
+        return True
