@@ -133,8 +133,6 @@ def test_ctrl_c_before_there_is_a_run_directory(emulator: NfsEmulator) -> None:
         assert run.log() == ""
 
 
-# Fails one time in ten, with a cause not found yet: whatever starts on the machine meanwhile waits for half a minute.
-@pytest.mark.slow
 def test_sigterm_before_the_first_round(emulator: NfsEmulator) -> None:
     with run_on(emulator, _TRAINS) as run:
         run.until(lambda: "when it has ended" in run.log(), "head of the job log")
