@@ -11,13 +11,9 @@ from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
 from hpc_elastic.report.render_html_markup import Markup, element, join
 from hpc_elastic.report.render_html_words import clock_time, count, duration, names, ranks, shorten
-from hpc_elastic.report.render_text import (
-    describe_after_round,
-    describe_class,
-    describe_decision,
-    describe_end,
-    describe_outcome,
-)
+from hpc_elastic.report.render_text_cause import describe_class, describe_end
+from hpc_elastic.report.render_text_done import describe_after_round, describe_decision
+from hpc_elastic.report.render_text_past import describe_outcome
 from hpc_elastic.report.subject import Subject, verdict_of
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
 from hpc_elastic.report.timeline_goodput import Goodput

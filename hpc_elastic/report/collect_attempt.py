@@ -1,0 +1,215 @@
+"""One attempt, put together from its events in any order of files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hpc_elastic.failures.classify import signal_name, signal_of
+from hpc_elastic.outcome import UNHEALTHY_CODE
+from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
+from hpc_elastic.report.collect_values import integer, names_of, text_of
+from hpc_elastic.report.history import AgentEnd, AttemptHistory, NodeLoss, RestartDecision, RoundHistory
+from hpc_elastic.report.output_losses import OutputLoss, read_loss
+from hpc_elastic.report.timeline_times import TimesBuilder
+
+
+@dataclass(slots=True)
+class AttemptBuilder:
+    """Fed with events by `take`; error files and heartbeats are put into its `rounds`."""
+
+    number: int
+    job_id: str = ""
+    nodes: tuple[str, ...] = ()
+    started_ns: int | None = None
+    ended_ns: int | None = None
+    outcome: str = ""
+    reason: str = ""
+    exit_code: int | None = None
+    decision: str = ""
+    rounds: dict[int, RoundBuilder] = field(default_factory=dict)
+    agent_ends: list[AgentEnd] = field(default_factory=list)
+    relaunched: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    output_lost: list[OutputLoss] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    closed_outcome: str = ""
+    closed_reason: str = ""
+    times: TimesBuilder = field(default_factory=TimesBuilder)
+
+    def round(self, index: int) -> RoundBuilder:
+        """That round's builder."""
+        if index not in self.rounds:
+            self.rounds[index] = RoundBuilder(index)
+        return self.rounds[index]
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Fill in what one event tells; an event that this version does not know tells nothing."""
+        name, when = event["event"], integer(event.get("t")) or 0
+        node, host = integer(event.get("node")), text_of(event.get("host"))
+        self.times.take(event)
+        if name == "closed":
+            self.closed_outcome, self.closed_reason = text_of(event.get("outcome")), text_of(event.get("reason"))
+            return
+        handler = _HANDLERS.get((text_of(event.get("role")), name)) if isinstance(name, str) else None
+        if handler is not None:
+            handler(self, event, when)
+            return
+        index = integer(event.get("round"))
+        if index is None or index < 0 or not isinstance(name, str):
+            return
+        round_handler = ROUND_HANDLERS.get(name)
+        if round_handler is not None:
+            round_handler(self.round(index), event, when, -1 if node is None else node, host)
+
+    def build(self) -> AttemptHistory:
+        """What is known of the attempt."""
+        self._tell_once_who_left()
+        # A round that was opened but never became final had no workers: it is only what came after the one before.
+        rounds = [part for part in (self.rounds[i].build() for i in sorted(self.rounds)) if part.nodes or part.broken]
+        return AttemptHistory(
+            number=self.number,
+            job_id=self.job_id,
+            nodes=self.nodes,
+            started_ns=self.started_ns,
+            ended_ns=self.ended_ns,
+            outcome=self.outcome or self.closed_outcome,
+            reason=self.reason or self.closed_reason,
+            exit_code=self.exit_code,
+            decision=self.decision,
+            rounds=tuple(self._completed(part) for part in rounds),
+            agent_ends=tuple(self.agent_ends),
+            relaunched=tuple(self.relaunched),
+            notices=tuple(dict.fromkeys(self.notices)),
+            output_lost=tuple(self.output_lost),
+            problems=tuple(self.problems),
+            times=self.times.build(),
+        )
+
+    def _tell_once_who_left(self) -> None:
+        """A node's own word stands in the round that it was in last; the coordinator's, in the one after it."""
+        told = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
+        for part in self.rounds.values():
+            for node, loss in part.left.items():
+                if node not in told:
+                    part.lost[node] = loss
+
+    def _completed(self, part: RoundHistory) -> RoundHistory:
+        """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
+        lost = [*(self._named(loss) for loss in part.lost_nodes), *self._dead_agents(part)]
+        part = replace(part, lost_nodes=tuple(lost))
+        if part.decision is not None or not part.broken:
+            return part
+        after = self.rounds.get(part.index + 1)
+        if after is not None and (after.frozen_reason or after.nodes):
+            reason = after.frozen_reason or after.reason
+            action = "restart" if reason.startswith("restart") else "continue"
+            decision = RestartDecision(action=action, reason=reason, restarts_used=after.restarts_used)
+        elif self.closed_reason:
+            decision = RestartDecision(action="close", reason=self.closed_reason)
+        else:
+            return part
+        return replace(part, decision=decision)
+
+    def _dead_agents(self, part: RoundHistory) -> list[NodeLoss]:
+        """Agents that died in this round and were started again: no coordinator tells of them as lost nodes.
+
+        No clocks compared: such a node took part, told no end of it, and takes part in a later round. The n-th of its
+        rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
+        """
+        lost = []
+        known = {loss.node for loss in part.lost_nodes}
+        for node in part.nodes:
+            cut_short = self._cut_short(node.node)
+            ends = [end for end in self.agent_ends if end.node == node.node and end.code != 0]
+            if node.node in known or part.index not in cut_short[: len(ends)]:
+                continue
+            end = ends[cut_short.index(part.index)]
+            lost.append(
+                NodeLoss(
+                    round=part.index,
+                    node=node.node,
+                    host=node.host,
+                    seen_ns=end.seen_ns,
+                    detail=_code_text(end.code),
+                    agent_only=True,
+                )
+            )
+        return lost
+
+    def _cut_short(self, node: int) -> list[int]:
+        """Rounds of which this node told no end, though it was there again later."""
+        mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
+        return [index for index in mine[:-1] if node not in self.rounds[index].ended]
+
+    def _named(self, loss: NodeLoss) -> NodeLoss:
+        host = loss.host or (self.nodes[loss.node] if 0 <= loss.node < len(self.nodes) else f"node {loss.node}")
+        code = next((end.code for end in self.agent_ends if end.node == loss.node and end.code != 0), None)
+        if code is None or loss.left:
+            return replace(loss, host=host)
+        return replace(loss, host=host, detail=_code_text(code))
+
+
+def _code_text(code: int) -> str:
+    if code == UNHEALTHY_CODE:
+        return "its agent took it out: a health check failed"
+    name = signal_name(signal_of(code))
+    return f"its agent was ended by {name}" if name else f"its agent ended with code {code}"
+
+
+def _attempt_started(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.started_ns = when
+    builder.job_id = text_of(event.get("job_id")) or builder.job_id
+    builder.nodes = names_of(event.get("nodes")) or builder.nodes
+
+
+def _agent_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    code = integer(event.get("code"))
+    if code is None:
+        return
+    name, node = text_of(event.get("name")), integer(event.get("node"))
+    if name in builder.nodes and (node is None or node < 0):
+        node = builder.nodes.index(name)
+    builder.agent_ends.append(AgentEnd(node=-1 if node is None else node, name=name, code=code, seen_ns=when))
+
+
+def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.relaunched.append(text_of(event.get("name")))
+
+
+def _notice(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.notices.append(text_of(event.get("signal")))
+
+
+def _verdict(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.outcome = builder.outcome or text_of(event.get("outcome"))
+    builder.reason = text_of(event.get("reason"))
+    if builder.exit_code is None:
+        builder.exit_code = integer(event.get("exit_code"))
+
+
+def _requeue_decision(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.decision = f"{text_of(event.get('action'))}: {text_of(event.get('reason'))}"
+
+
+def _attempt_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.ended_ns = when
+    builder.outcome = text_of(event.get("outcome")) or builder.outcome
+    builder.exit_code = integer(event.get("exit_code"))
+
+
+def _output_lost(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.output_lost.append(read_loss(event, when))
+
+
+# The supervisor's `node` field is the node that the event is about; an agent's is its own.
+_HANDLERS = {
+    ("supervisor", "attempt_started"): _attempt_started,
+    ("supervisor", "agent_ended"): _agent_ended,
+    ("supervisor", "agent_relaunched"): _agent_relaunched,
+    ("supervisor", "notice"): _notice,
+    ("supervisor", "verdict"): _verdict,
+    ("supervisor", "requeue_decision"): _requeue_decision,
+    ("supervisor", "attempt_ended"): _attempt_ended,
+    ("agent", "output_lost"): _output_lost,
+}

@@ -1,0 +1,236 @@
+"""One round, put together from its events in any order of files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
+from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of, whole_numbers
+from hpc_elastic.report.history import NodeLoss, RankWord, RestartDecision, RoundHistory, RoundNode, StackGroup
+
+_FRAMES = 20
+
+
+@dataclass(slots=True)
+class RoundBuilder:
+    """Fed by `ROUND_HANDLERS`, and with what the error files say."""
+
+    index: int
+    reason: str = ""
+    started_ns: int | None = None
+    seconds: float | None = None
+    world_size: int | None = None
+    nodes: dict[int, RoundNode] = field(default_factory=dict)
+    final_ns: dict[int, int] = field(default_factory=dict)
+    failures: dict[int, WorkerFailure] = field(default_factory=dict)
+    told: dict[int, WorkerFailure] = field(default_factory=dict)
+    lost: dict[int, NodeLoss] = field(default_factory=dict)
+    left: dict[int, NodeLoss] = field(default_factory=dict)
+    """Nodes that took themselves out, as the coordinator tells it."""
+    succeeded: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    """Nodes that told the end of their workers."""
+    stopping: list[str] = field(default_factory=list)
+    frozen_reason: str = ""
+    """Why it could begin: what was decided about the failures of the round before."""
+    restarts_used: int | None = None
+    decision: RestartDecision | None = None
+    decided_ns: int = -1
+    words: dict[int, RankWord] = field(default_factory=dict)
+    stacks: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+
+    def facts(self, attempt: int, rank: int) -> ExitFacts:
+        """What is known of a rank from the events: for an error file that no agent completed."""
+        told = self.told.get(rank)
+        node = next((node for node in self.nodes.values() if rank in node.ranks), None)
+        return ExitFacts(
+            attempt=attempt,
+            round=self.index,
+            host=told.host if told else node.host if node else "",
+            node=told.node if told else node.node if node else -1,
+            local_rank=told.local_rank if told else node.ranks.index(rank) if node else -1,
+            global_rank=rank,
+            pid=told.pid if told else 0,
+            exitcode=told.exitcode if told else 1,
+            ended_ns=told.ended_ns if told else 0,
+        )
+
+    def build(self) -> RoundHistory:
+        """What is known of the round."""
+        failures = {**self.told, **self.failures}
+        return RoundHistory(
+            index=self.index,
+            reason=self.reason,
+            started_ns=self.started_ns,
+            seconds=self.seconds,
+            world_size=self.world_size,
+            nodes=tuple(self.nodes[node] for node in sorted(self.nodes)),
+            failures=tuple(failures[rank] for rank in sorted(failures)),
+            lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
+            succeeded_nodes=frozenset(self.succeeded),
+            stopping_reasons=tuple(dict.fromkeys(self.stopping)),
+            decision=self.decision,
+            words=tuple(self.words[rank] for rank in sorted(self.words)),
+            stacks=tuple(
+                StackGroup(ranks=tuple(sorted(ranks)), stack=stack)
+                for stack, ranks in sorted(self.stacks.items(), key=lambda item: (len(item[1]), min(item[1])))
+            ),
+        )
+
+
+def rank_words(value: object, *, node: int, when: int) -> list[RankWord]:
+    """Workers' last signs of life, as an event or a node's summary lists them."""
+    found = []
+    for item in value if isinstance(value, list) else []:
+        rank = integer(item.get("rank")) if isinstance(item, dict) else None
+        if rank is None or not integer(item.get("count")):
+            continue
+        age = item.get("age")
+        found.append(
+            RankWord(
+                rank=rank,
+                node=node,
+                step=integer(item.get("step")),
+                section=text_of(item.get("section"))[:64],
+                age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
+                told_ns=when,
+            )
+        )
+    return found
+
+
+def _round_opened(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.reason = text_of(event.get("reason"))
+
+
+def _round_frozen(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.frozen_reason = text_of(event.get("reason"))
+    part.restarts_used = integer(event.get("restarts_used"))
+
+
+def _round_final(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    ranks = event.get("ranks")
+    part.nodes[node] = RoundNode(
+        node=node,
+        host=host,
+        ranks=tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
+        group_rank=integer_or(integer(event.get("group_rank")), -1),
+    )
+    part.final_ns[node] = when
+    part.started_ns = when if part.started_ns is None else min(part.started_ns, when)
+    part.world_size = integer(event.get("world_size"))
+
+
+def _worker_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    rank = integer(event.get("rank"))
+    if rank is None:
+        return
+    exitcode = integer_or(integer(event.get("exitcode")), 1)
+    try:
+        failure_class = FailureClass(event.get("failure_class"))
+    except ValueError:
+        failure_class = FailureClass.ROOT
+    infrastructure = failure_class is FailureClass.INFRASTRUCTURE
+    message = text_of(event.get("message"))
+    part.told[rank] = WorkerFailure(
+        round=part.index,
+        host=host,
+        node=node,
+        local_rank=integer_or(integer(event.get("local_rank")), -1),
+        global_rank=rank,
+        pid=integer_or(integer(event.get("pid")), 0),
+        exitcode=exitcode,
+        signal=signal_name(signal_of(exitcode)),
+        ended_ns=when,
+        message=message,
+        fingerprint=text_of(event.get("fingerprint")),
+        failure_class=failure_class,
+        category=Category.INFRASTRUCTURE if infrastructure else Category.WORKER,
+        last_step=integer(event.get("last_step")),
+        source=EvidenceSource.EVENT,
+        error_file=text_of(event.get("error_file")),
+        problem="error.json is missing: this is what its agent's event says",
+    )
+
+
+def _node_lost(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    age = event.get("age")
+    # An agent's own `node` and `host` head every line: the event's fields of that name are the lost node's.
+    part.lost[node] = NodeLoss(
+        round=part.index,
+        node=node,
+        host=host,
+        seen_ns=when,
+        age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
+    )
+
+
+def _health_check_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.lost[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=text_of(event.get("reason")))
+
+
+def _node_left(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    why = text_of(event.get("reason")) or "no reason was given"
+    part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why)
+
+
+def _workers_succeeded(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.succeeded.add(node)
+    _ended(part, when, node)
+
+
+def _workers_stopping(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.stopping.append(text_of(event.get("reason")))
+
+
+def _workers_stopped(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    if node not in part.ended:
+        _ended(part, when, node)
+
+
+def _ended(part: RoundBuilder, when: int, node: int) -> None:
+    part.ended.add(node)
+    begin = part.final_ns.get(node)
+    if begin is not None and when >= begin:
+        part.seconds = max(part.seconds or 0.0, (when - begin) / 1e9)
+
+
+def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    if when >= part.decided_ns:  # a new coordinator may have decided again: the last word holds
+        part.decided_ns = when
+        part.decision = RestartDecision(
+            action=text_of(event.get("action")),
+            reason=text_of(event.get("reason")),
+            restarts_used=integer(event.get("restarts_used")),
+            max_restarts=integer(event.get("max_restarts")),
+        )
+
+
+def _stacks_taken(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    for word in rank_words(event.get("beats"), node=node, when=when):
+        part.words[word.rank] = word
+    groups = event.get("groups")
+    for group in groups if isinstance(groups, list) else []:
+        if isinstance(group, dict) and (ranks := whole_numbers(group.get("ranks"))):
+            part.stacks.setdefault(names_of(group.get("stack"))[-_FRAMES:], []).extend(ranks)
+    if silent := whole_numbers(event.get("silent")):
+        part.stacks.setdefault((), []).extend(silent)
+
+
+# Each takes the builder, the event, its time, and the node and host that it is about.
+ROUND_HANDLERS = {
+    "stacks_taken": _stacks_taken,
+    "round_opened": _round_opened,
+    "round_frozen": _round_frozen,
+    "round_final": _round_final,
+    "worker_failed": _worker_failed,
+    "node_lost": _node_lost,
+    "node_left": _node_left,
+    "health_check_failed": _health_check_failed,
+    "workers_succeeded": _workers_succeeded,
+    "workers_stopping": _workers_stopping,
+    "workers_stopped": _workers_stopped,
+    "restart_decision": _restart_decision,
+}

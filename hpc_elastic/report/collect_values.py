@@ -1,0 +1,33 @@
+"""What stands in a JSON file that anybody may have written: values of the type that is wanted, or none."""
+
+from __future__ import annotations
+
+_TEXT_LIMIT = 4000
+
+
+def integer(value: object) -> int | None:
+    """The whole number that `value` is; None: it is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def whole_numbers(value: object) -> list[int]:
+    """Those of a list."""
+    return [n for n in value if integer(n) is not None] if isinstance(value, list) else []
+
+
+def integer_or(value: int | None, default: int) -> int:
+    """`value`, or `default` where there is none."""
+    return default if value is None else value
+
+
+def text_of(value: object) -> str:
+    """Any value as a text of bounded length; nothing is an empty one."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else str(value)
+    return text[:_TEXT_LIMIT]
+
+
+def names_of(value: object) -> tuple[str, ...]:
+    """The texts of a list."""
+    return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()

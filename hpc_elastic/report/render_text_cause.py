@@ -1,0 +1,122 @@
+"""The text report's part on the root cause: torch's fields, the verdict, and the end of the traceback."""
+
+from __future__ import annotations
+
+from hpc_elastic.failures.traceback_text import find_python_traceback
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.fold import rank_ranges
+from hpc_elastic.report.history import AttemptHistory, RoundHistory
+from hpc_elastic.report.render_text_words import (
+    clean_line,
+    clean_lines,
+    clock_text,
+    fit,
+    shorten,
+    text_field,
+    time_text,
+    unwrapped,
+    wrapped,
+)
+from hpc_elastic.report.subject import Subject
+from hpc_elastic.report.verdict import Verdict
+
+_TRACEBACK_MOST = 20
+_TRACEBACK_LEAST = 4
+
+
+def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: int | None) -> list[str]:
+    """The lines below `Root Cause`; at most so many where `lines` says it, but for the fields themselves."""
+    verdict, where = subject.verdict, _where(subject)
+    if verdict.lost_node is not None:
+        loss = verdict.lost_node
+        whose = f"{clean_line(loss.host)}'s clock" if loss.left else "last sign of it, by its observer's clock"
+        return [
+            *unwrapped(loss.summary, width),
+            text_field("time", f"{time_text(loss.gone_ns)} ({whose})"),
+            text_field("host", f"{clean_line(loss.host)} (node {loss.node}){where}"),
+            *_last_words(subject.round, loss.node, width),
+            *wrapped("verdict", verdict.evidence, width),
+        ]
+    failure = verdict.failure
+    if failure is None:
+        reason = shown.reason if shown is not None and shown.reason else describe_end(shown)
+        found = [f"  none of the workers: {verdict.evidence}", *wrapped("reason", reason, width)]
+        ends = [end for end in shown.agent_ends if end.code != 0] if shown is not None else []
+        found += [fit(f"  the agent on {clean_line(end.name)} ended with code {end.code}", width) for end in ends[:3]]
+        return found
+    fields = [
+        *unwrapped(failure.headline, width),
+        text_field("time", f"{time_text(failure.ended_ns, fine=True)} ({clean_line(failure.host)}'s clock)"),
+        text_field("host", f"{clean_line(failure.host)} (node {failure.node}){where}"),
+        text_field("rank", f"{failure.global_rank} (local_rank: {failure.local_rank})" + _also(verdict)),
+        text_field(
+            "exitcode", f"{failure.exitcode} (pid: {failure.pid})" + (f" ({failure.signal})" if failure.signal else "")
+        ),
+        text_field("error_file", clean_line(failure.error_file) or "<N/A>"),
+    ]
+    if failure.problem:
+        fields += wrapped("", f"({failure.problem})", width)
+    fields += wrapped("verdict", verdict.evidence, width)
+    fields += wrapped("kind", describe_class(failure), width)
+    if failure.last_step is not None:
+        fields.append(text_field("last step", str(failure.last_step)))
+    found_text = find_python_traceback(failure.traceback) if failure.traceback else None
+    if found_text is not None and found_text.causes:
+        fields += [fit(text_field("caused by", clean_line(cause)), width) for cause in found_text.causes[:2]]
+    left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(fields)))
+    return fields + _traceback(failure, width, left)
+
+
+def _last_words(part: RoundHistory | None, node: int, width: int) -> list[str]:
+    """Where a lost node's workers were."""
+    words = [word for word in part.words if word.node == node and word.step is not None] if part is not None else []
+    if not words:
+        return []
+    steps = [word.step for word in words if word.step is not None]
+    at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    ranks = rank_ranges([word.rank for word in words])
+    return wrapped("last step", f"{at} of its ranks {ranks}, told at {clock_text(words[0].told_ns)}", width)
+
+
+def describe_end(attempt: AttemptHistory | None) -> str:
+    """Why an attempt ended where no failure tells."""
+    if attempt is None or not attempt.outcome:
+        return "no end is recorded"
+    notices = f" (notice: {', '.join(attempt.notices)})" if attempt.notices else ""
+    return f"{attempt.outcome.replace('_', ' ')}{notices}"
+
+
+def _where(subject: Subject) -> str:
+    if subject.round is None or subject.attempt is None:
+        return ""
+    return f", in round {subject.round.index} of attempt {subject.attempt.number}"
+
+
+def _also(verdict: Verdict) -> str:
+    count = len(verdict.same_failure)
+    return f"; the same on {count} ranks: {shorten(rank_ranges(verdict.same_failure), 40)}" if count > 1 else ""
+
+
+def describe_class(failure: WorkerFailure) -> str:
+    """Why a failure is of its class, and whether another try may help."""
+    retry = "" if failure.retryable else "; not worth another try"
+    return (
+        f"{failure.reason} ({failure.category.value}){retry}" if failure.reason else f"{failure.category.value}{retry}"
+    )
+
+
+def _traceback(failure: WorkerFailure, width: int, lines: int | None) -> list[str]:
+    """The field ``traceback``, and as many of its last lines as there is room for: the cause stands at its end."""
+    if failure.traceback:
+        body = clean_lines(failure.traceback)
+        title = ""
+        if body and body[0].startswith("Traceback ("):
+            title, body = body[0], body[1:]
+    elif failure.stderr_tail:
+        title, body = "none was printed; the end of its stderr:", clean_lines(failure.stderr_tail)
+    else:
+        return [text_field("traceback", "none was printed, and nothing else on stderr")]
+    if lines is not None and len(body) > lines - 1:
+        keep = max(1, lines - 2)
+        body = [f"... {len(body) - keep} lines above (--all shows them)", *body[-keep:]]
+    return [text_field("traceback", title).rstrip(), *(fit(f"    {line}", width) for line in body)]

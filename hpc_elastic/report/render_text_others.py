@@ -1,0 +1,78 @@
+"""The text report's part on what else failed in the round of the root cause, and where its ranks stood: folded."""
+
+from __future__ import annotations
+
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
+from hpc_elastic.report.history import NodeLoss, RoundHistory
+from hpc_elastic.report.render_text_words import brief, clean_line, clock_text, fit, shorten
+from hpc_elastic.report.verdict import Verdict
+
+_CLASS_WORDS = {
+    FailureClass.ROOT: "",
+    FailureClass.SYMPTOM: "consequence",
+    FailureClass.STOPPED_BY_US: "ended by this job",
+    FailureClass.INFRASTRUCTURE: "infrastructure",
+    FailureClass.HANG: "hang",
+}
+_ORDER = {
+    FailureClass.ROOT: 0,
+    FailureClass.HANG: 1,
+    FailureClass.INFRASTRUCTURE: 2,
+    FailureClass.SYMPTOM: 3,
+    FailureClass.STOPPED_BY_US: 4,
+}
+
+
+def other_lines(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
+    """Failures besides the verdict's, folded, in at most `cap` lines; None: all."""
+    root = verdict.failure
+    rest = [failure for failure in part.failures if failure is not root]
+    lost = [loss for loss in part.lost_nodes if loss is not verdict.lost_node]
+    if not rest and not lost:
+        return []
+    folds = sorted(fold_failures(rest), key=lambda fold: _ORDER[fold.first.failure_class])
+    lines = [fit(f"  {clean_line(loss.summary)}{_silence(loss)}", width) for loss in lost]
+    lines += [fit(_fold_line(fold, root), width) for fold in folds]
+    if cap is not None and len(lines) > cap:
+        hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
+        lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds (--all shows them)"]
+    return [f"Other failures in that round: {len(rest) + len(lost)}", *lines]
+
+
+def _silence(loss: NodeLoss) -> str:
+    return f" ({loss.age:.1f} s without a sign)" if loss.age else ""
+
+
+def _fold_line(fold: Fold, root: WorkerFailure | None) -> str:
+    first = fold.first
+    count = len(fold.members)
+    ranks = f"rank{'s' if count > 1 else ''} {shorten(rank_ranges(fold.ranks), 30)}"
+    hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
+    what = _CLASS_WORDS[first.failure_class]
+    if root is not None and first.fingerprint == root.fingerprint:
+        what = "the same failure"
+    label = f" [{what}]" if what else ""
+    return f"  {ranks} on {hosts}, from {clock_text(first.ended_ns)}{label}: {brief(first.headline)}"
+
+
+def stack_lines(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
+    """Where all ranks stood, the odd one out first."""
+    if not part.stacks:
+        return []
+    lines = []
+    for group in part.stacks:
+        ranks = f"rank{'s' if len(group.ranks) > 1 else ''} {shorten(rank_ranges(group.ranks), 40)}"
+        inner = " < ".join(_frame(frame) for frame in reversed(group.stack[-3:])) or "no Python stack"
+        lines.append(fit(f"  {ranks}: {inner}", width))
+    if cap is not None and len(lines) > cap:
+        hidden = sum(len(group.ranks) for group in part.stacks[cap - 1 :])
+        lines = [*lines[: cap - 1], f"  ... {hidden} more ranks (--all shows them)"]
+    return ["Where each rank's main thread was (innermost call first):", *lines]
+
+
+def _frame(frame: str) -> str:
+    """``/a/b/train.py:44 step`` -> ``step (train.py:44)``."""
+    place, _, function = clean_line(frame).partition(" ")
+    return f"{function} ({place.rsplit('/', 1)[-1]})"
