@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+
+from hpc_elastic.light_dataclass import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.atomic_file import write_private
@@ -19,6 +18,7 @@ from hpc_elastic.failures.stacks import (
 )
 from hpc_elastic.failures.traceback_text import TEXT_LIMIT, cut_middle
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.log_pieces import EndReader
 from hpc_elastic.run_paths import RankPaths
 

@@ -6,7 +6,6 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -19,6 +18,7 @@ from hpc_elastic.failures.cgroup import oom_kill_count
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_exit, describe_failure, write_evidence
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from dataclasses import dataclass
 
 from hpc_elastic.cli.run_request import say
 from hpc_elastic.clock import Clock
 from hpc_elastic.launch.result import load_result
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.run_paths import RunPaths, attempt_number
 from hpc_elastic.slurm.client import SlurmClient

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from hpc_elastic.cli.run_request import (
 )
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import NewRun, create_run, why_not_shared
+from hpc_elastic.light_dataclass import replace
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.self_command import own_command
@@ -100,10 +100,10 @@ def _options(parsed: Parsed, spec: RunSpec) -> tuple[SbatchOptions, RunSpec]:
     options = job_options.sbatch_options(
         parsed, nodes=(spec.min_nodes, spec.max_nodes), job_name=spec.name, grace=spec.signal_grace
     )
-    options = dataclasses.replace(options, requeue=spec.requeue)
+    options = replace(options, requeue=spec.requeue)
     if parsed.get("chdir") is not None:
-        options = dataclasses.replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
-    spec = dataclasses.replace(spec, signal_grace=notice_grace(options), sbatch_args=tuple(sbatch_arguments(options)))
+        options = replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
+    spec = replace(spec, signal_grace=notice_grace(options), sbatch_args=tuple(sbatch_arguments(options)))
     return options, spec
 
 
@@ -111,7 +111,7 @@ def _script(options: SbatchOptions, paths: RunPaths) -> str:
     """With the run directory in the job's comment, by which support staff find it."""
     run_dir = str(paths.root)
     if options.comment is None:
-        options = dataclasses.replace(options, comment=f"hpc-elastic {run_dir}")
+        options = replace(options, comment=f"hpc-elastic {run_dir}")
     return render_script(options, run_dir=run_dir, command=own_command("batch", run_dir))
 
 

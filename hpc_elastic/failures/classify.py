@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
+
+from hpc_elastic.light_dataclass import dataclass
 
 NOT_RETRYABLE_EXIT_CODE = 93
 """A worker that ends with this says: don't start me again."""

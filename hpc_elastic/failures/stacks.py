@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from hpc_elastic.failures.traceback_text import Frame, clean_text
+from hpc_elastic.light_dataclass import dataclass
 
 DUMP_LIMIT = 512 << 10
 """Bytes at the end of stderr.log in which the dump is looked for: some hundred threads."""

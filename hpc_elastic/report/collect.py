@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import ask_about, read_json
 from hpc_elastic.events import read_events
 from hpc_elastic.failures.evidence import read_failure
+from hpc_elastic.light_dataclass import replace
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import rank_words
 from hpc_elastic.report.collect_values import integer, names_of, text_of

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.failures.classify import signal_name, signal_of
+from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, names_of, text_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS

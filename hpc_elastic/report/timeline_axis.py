@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from hpc_elastic.light_dataclass import dataclass, field
 
 _GAP_SHARE = 0.035
 _LEAST_SHARE = 0.05

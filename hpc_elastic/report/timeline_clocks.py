@@ -8,9 +8,9 @@ in every round by more than that is set wrong by about as much.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from statistics import median_low
 
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.timeline_times import NodeTimes
 
 SUSPECT_NS = 90 * 1_000_000_000

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline import RoundTimes, Timeline

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.history import NodeLoss
 from hpc_elastic.report.timeline_times import NodeTimes
 

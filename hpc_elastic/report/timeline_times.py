@@ -6,8 +6,9 @@ Nanoseconds since the epoch by the wall clock of the node that told it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from hpc_elastic.light_dataclass import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ the clocks can tell apart are a tie, and said to be one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankWord
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from hpc_elastic.light_dataclass import dataclass
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)

@@ -22,10 +22,10 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.light_dataclass import dataclass, field
 
 logger = logging.getLogger(__name__)
 
