@@ -13,6 +13,7 @@
         events/<role>-<node>-<uid>.jsonl one writer per file
         health/node-00012-<uid>          what an agent writes to see whether it can (agent/health_facts.py)
         heartbeats/node-00012.json       where each node's workers were last (agent/hang_watch.py)
+        round-000/times-node-00003       when what was printed (log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
         result.json                      how the attempt ended, and what was decided (launch/result.py)
         report.json report.txt report.html

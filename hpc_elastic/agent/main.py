@@ -91,7 +91,7 @@ def agent_main(argv: Sequence[str]) -> int:
     _log_to(job_log, host)
     for proc in left:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
-    pump = LogPump(host=host, clock=clock, job_log=job_log, limit=spec.log_limit)
+    pump = LogPump(host=host, clock=clock, job_log=job_log, limit=spec.log_limit, node=node)
     events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock, files=files)
     events.write("agent_started", pid=os.getpid(), version=__version__)
 

@@ -20,6 +20,7 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.log_pieces import PieceLimit, find_pieces, piece_path, to_remove
+from hpc_elastic.processes.log_clock import FLUSH_S, StreamTimes, TimesFile
 
 PATIENCE_S = 5.0
 """How long workers that print are held up by a disk that takes nothing."""
@@ -36,7 +37,7 @@ class LogFile:
     """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
 
     __slots__ = (
-        "_at", "_fd", "_limit", "_on_end", "_pieces", "_retry_at", "_rotate_at", "_unsaid",
+        "_at", "_fd", "_limit", "_on_end", "_pieces", "_retry_at", "_rotate_at", "_times", "_unsaid",
         "failure", "on_loss", "path", "pending", "skipped", "written",
     )  # fmt: skip
 
@@ -47,12 +48,14 @@ class LogFile:
         on_end: Callable[[], None],
         on_loss: Callable[[int, str], None],
         limit: PieceLimit | None = None,
+        times: StreamTimes | None = None,
     ) -> None:
         """Args:
         path: Of the piece that is being written, where it is rotated.
         on_end: It is closed.
         on_loss: So many bytes will never be in it, and why. From any thread.
         limit: When it is rotated; None: never.
+        times: Where it is written down when what was printed; None: nowhere.
         """
         self.path = path
         self.pending = 0
@@ -64,6 +67,7 @@ class LogFile:
         """Why it cannot be written at the moment."""
         self.on_loss = on_loss
         self._limit = limit
+        self._times = times
         self._pieces: list[int] | None = None
         self._fd = -1
         self._at = 0
@@ -73,8 +77,14 @@ class LogFile:
         self._rotate_at = 0.0
         self._on_end = on_end
 
-    def write(self, data: bytes, *, now: float) -> None:
-        """Write all of `data`, or count what could not be written. Blocks as long as the disk does."""
+    def write(self, data: bytes, *, now: float, at_us: int = 0) -> None:
+        """Write all of `data`, or count what could not be written. Blocks as long as the disk does.
+
+        Args:
+            data: What was printed.
+            now: Seconds, monotonic.
+            at_us: When it was printed, by the wall clock, microseconds; 0: unknown.
+        """
         if self.failure is not None and now < self._retry_at:
             self._lose(len(data))
             return
@@ -87,6 +97,8 @@ class LogFile:
                 self._unsaid = 0
             while done < len(data):
                 end = len(data) if self._limit is None else self._piece_end(data, done, self._limit, now)
+                if self._times is not None and at_us:
+                    self._times.note(self._pieces[-1] + 1 if self._pieces else 0, self._at, at_us)
                 count = os.write(self._fd, memoryview(data)[done:end])
                 self.written += count
                 self._at += count
@@ -109,7 +121,15 @@ class LogFile:
     def _open(self) -> None:
         if self._fd < 0:
             self._fd = _open_for_append(self.path)
-            self._at = os.lseek(self._fd, 0, os.SEEK_CUR) if self._limit is not None else 0
+            try:
+                self._at = os.lseek(self._fd, 0, os.SEEK_CUR)
+            except OSError:
+                self._at = 0  # what is no file has no places in it
+            if self._limit is not None and self._pieces is None:
+                try:
+                    self._pieces = find_pieces(self.path)
+                except OSError:
+                    pass  # it is asked again when the first piece is full
 
     def _piece_end(self, data: bytes, done: int, limit: PieceLimit, now: float) -> int:
         """Up to where `data` goes into this piece: to the end of a line, where there is one. Rotates before, if due."""
@@ -152,7 +172,7 @@ class LogFile:
             self._pieces.remove(old)
         self._open()
 
-    def finish(self) -> None:
+    def finish(self, *, now: float = 0.0) -> None:
         """Close it, with a last word on what it lacks."""
         if self._fd < 0 or self._unsaid:
             self.write(b"", now=math.inf)  # a silent worker has its empty file
@@ -162,6 +182,8 @@ class LogFile:
             except OSError as error:  # a quota may be noticed only here
                 self.failure = error.strerror
             self._fd = -1
+        if self._times is not None:
+            self._times.release(now)
         self._on_end()
 
 
@@ -236,7 +258,9 @@ class FileWriter:
     def __init__(self, *, clock: Clock, on_room: Callable[[], None]) -> None:
         self._clock = clock
         self._on_room = on_room
-        self._queue: deque[tuple[LogFile, bytes | int | None]] = deque()  # to write; skipped; None: the end
+        self._queue: deque[tuple[LogFile, bytes | int | None, int]] = deque()  # to write; skipped; None: the end
+        self._times: dict[Path, TimesFile] = {}
+        self._flush_at = 0.0
         self._pending = 0
         self._in_flight: tuple[LogFile, int] | None = None
         self._changed = threading.Condition()
@@ -247,6 +271,12 @@ class FileWriter:
         self._thread = threading.Thread(target=self._run, name="log-files", daemon=True)
         self._thread.start()
 
+    def times(self, path: Path) -> TimesFile:
+        """The entries that lie at `path`: one object for all streams. For the thread that adds files alone."""
+        for other in [other for other, file in self._times.items() if not file.is_used]:
+            del self._times[other]
+        return self._times.setdefault(path, TimesFile(path))
+
     def has_room(self, file: LogFile) -> bool:
         """Whether more of `file` may be queued. Where not, `on_room` will be called."""
         with self._changed:
@@ -256,9 +286,10 @@ class FileWriter:
             return False
 
     def write(self, file: LogFile, data: bytes) -> None:
-        """Queue `data`; the caller has asked `has_room`."""
+        """Queue `data`, which was printed now; the caller has asked `has_room`."""
+        at_us = self._clock.time_ns() // 1000
         with self._changed:
-            self._put(file, data)
+            self._put(file, data, at_us)
 
     def skip(self, file: LogFile, count: int) -> None:
         """Give up `count` bytes of a stream whose file hangs. The file will say so in their place."""
@@ -279,7 +310,7 @@ class FileWriter:
             self._changed.notify()
         self._thread.join(max(0.0, timeout))
         with self._changed:
-            left = [(file, len(item)) for file, item in self._queue if isinstance(item, bytes)]
+            left = [(file, len(item)) for file, item, _ in self._queue if isinstance(item, bytes)]
             if self._in_flight is not None:
                 left.insert(0, self._in_flight)
             self._queue.clear()
@@ -288,34 +319,44 @@ class FileWriter:
             file.on_loss(count, file.failure or HANGS)
         return not self._thread.is_alive()
 
-    def _put(self, file: LogFile, item: bytes | int | None) -> None:
+    def _put(self, file: LogFile, item: bytes | int | None, at_us: int = 0) -> None:
         if file.skipped:
             count, file.skipped = file.skipped, 0
             self._put(file, count)
         file.pending += _cost(item)
         self._pending += _cost(item)
-        self._queue.append((file, item))
+        self._queue.append((file, item, at_us))
         self._changed.notify()
 
     def _run(self) -> None:
         while True:
+            # Times wait for a second at most, also where nothing more is printed.
+            is_waiting = any(times.is_waiting for times in list(self._times.values()))
             with self._changed:
                 while not self._queue and not self._is_closing:
-                    self._changed.wait()
-                if not self._queue:
+                    if not self._changed.wait(FLUSH_S if is_waiting else None):
+                        break
+                found = self._queue.popleft() if self._queue else None
+                if found is None and self._is_closing:
                     return
-                file, item = self._queue.popleft()
-                self._in_flight = (file, len(item)) if isinstance(item, bytes) else None
-            self._do(file, item)
+                if found is not None and isinstance(found[1], bytes):
+                    self._in_flight = (found[0], len(found[1]))
+            now = self._clock.monotonic()
+            if found is not None:
+                self._do(*found, now)
+            if is_waiting and (found is None or now >= self._flush_at):
+                self._flush_at = now + FLUSH_S
+                for times in list(self._times.values()):
+                    times.flush(now)
 
-    def _do(self, file: LogFile, item: bytes | int | None) -> None:
+    def _do(self, file: LogFile, item: bytes | int | None, at_us: int, now: float) -> None:
         before = file.written
         if item is None:
-            file.finish()
+            file.finish(now=now)
         elif isinstance(item, int):
             file.skip(item)
         else:
-            file.write(item, now=self._clock.monotonic())
+            file.write(item, now=now, at_us=at_us)
         written = file.written - before
         with self._changed:
             file.pending -= _cost(item)

@@ -27,7 +27,9 @@ from pathlib import Path
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.log_pieces import PieceLimit
+from hpc_elastic.log_times import STDERR, STDOUT, times_path
 from hpc_elastic.processes.job_log import JobLog, JobLogSource
+from hpc_elastic.processes.log_clock import StreamTimes
 from hpc_elastic.processes.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.processes.log_lines import LineSplitter
 from hpc_elastic.processes.log_losses import LossBook, LossEpisode, StreamAccount
@@ -104,18 +106,22 @@ class _Stream:
 class LogPump:
     """Moves the output of a node's workers. Its methods are for the main thread; only `drained` and `close` wait."""
 
-    def __init__(self, *, host: str, clock: Clock, job_log: JobLog, limit: PieceLimit | None = None) -> None:
+    def __init__(
+        self, *, host: str, clock: Clock, job_log: JobLog, limit: PieceLimit | None = None, node: int | None = None
+    ) -> None:
         """
         Args:
             host: For the prefix ``[host:rank] ``.
             clock: For waits, and to tell a slow disk from a hung one.
             job_log: Where shown lines go; not closed here.
             limit: When the workers' files are rotated; None: never.
+            node: Whose times are kept beside the ranks' folders (`log_times`); None: nobody's.
         """
         self._host = host
         self._clock = clock
         self._job_log = job_log
         self._limit = limit
+        self._node = node
         self._files = FileWriter(clock=clock, on_room=self._wake)
         self._losses = LossBook(clock=clock, say=lambda line: job_log.say(f"[{host}] {line}"))
         self._budget = HoldBudget(now=clock.monotonic())
@@ -163,9 +169,20 @@ class LogPump:
                 )
             )
             on_loss = partial(self._losses.lose, account)
-            file = LogFile(path, on_end=output.one_ended, on_loss=on_loss, limit=self._limit)
+            file = LogFile(
+                path,
+                on_end=output.one_ended,
+                on_loss=on_loss,
+                limit=self._limit,
+                times=self._times(path, rank, STDOUT if std is Std.OUT else STDERR),
+            )
             self._streams[fd] = _Stream(fd, file, account)
             self._epoll.register(fd, select.EPOLLIN)
+
+    def _times(self, path: Path, rank: int, number: int) -> StreamTimes | None:
+        if self._node is None:
+            return None
+        return self._files.times(times_path(path.parent.parent, self._node)).stream(rank, number)
 
     def drained(self, pid: int, timeout: float) -> bool:
         """Wait until all output of the worker `pid` is in its files, or is known to be lost.

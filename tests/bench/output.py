@@ -133,7 +133,7 @@ def _agent(case: Case, folder: Path) -> Cost:
     unread = os.pipe()[1]
     log = JobLog(unread if case.stuck else os.open(folder / "job.log", os.O_WRONLY | os.O_CREAT, 0o600))
     limit = PieceLimit(size=4 << 20, count=3) if case.rotated else None
-    pump = LogPump(host="node0", clock=clock, job_log=log, limit=limit)
+    pump = LogPump(host="node0", clock=clock, job_log=log, limit=limit, node=0)
     code = _PRODUCER.format(line=case.line, total=_MB * 1_000_000)
     memory = _peak_mib()
     workers = []
