@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -71,7 +70,7 @@ def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> No
         OSError: the disk is full, the folder is gone …; the temporary file is removed first.
     """
     raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
-    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.{os.urandom(4).hex()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -170,4 +170,4 @@ def new_run_id(name: str, *, now: float | None = None) -> str:
     """A fresh run id: UTC time, the name's letters and digits, four random hex digits."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in name).strip("-")[:40] or "run"
-    return f"{stamp}-{readable}-{secrets.token_hex(2)}"
+    return f"{stamp}-{readable}-{os.urandom(2).hex()}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import _thread
 import os
-import secrets
 import select
 import signal
 import socket
@@ -263,7 +262,7 @@ class _Session:
         self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
     ) -> _Child | str:
         """Start a check's process; in words, why it could not be."""
-        token = secrets.token_hex(8)
+        token = os.urandom(8).hex()
         env = {**environ, TOKEN_VARIABLE: token}
         try:
             process = start_worker(

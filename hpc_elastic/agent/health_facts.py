@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from pathlib import Path
 
 from hpc_elastic.agent.health import ClockOffset, MemoryFacts, RoomFacts, SharedFacts, size
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.failures.cgroup import memory_folders
+from hpc_elastic.processes.cgroup import memory_folders
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -60,7 +59,7 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
         path: The file; it is left there, and rewritten the next time.
         clock: The wall clock that the server's stamp is compared with.
     """
-    text = secrets.token_hex(16).encode()
+    text = os.urandom(16).hex().encode()
     folder = str(path.parent)
     try:
         make_private_dir(path.parent)

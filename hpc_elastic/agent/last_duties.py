@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.agent.context import AgentContext
@@ -105,6 +104,8 @@ def see_to_the_end(context: AgentContext, record: RoundRecord | None) -> None:
 
 def finish_attempt(run_dir: str, attempt: int, environ: Mapping[str, str]) -> None:
     """Have the supervisor's last duties done, in a process of their own: an agent knows nothing of Slurm's commands."""
+    import subprocess
+
     argv = own_command("batch", "--finish", str(attempt), run_dir)
     try:
         process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)

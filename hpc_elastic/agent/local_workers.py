@@ -1,4 +1,7 @@
-"""The workers of one node in one round: started, watched, ended, and described where they failed."""
+"""The workers of one node in one round: started, watched, ended, and described where they failed.
+
+What describes failures is imported when that is due; by then `later.import_what_failures_need` has had it loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,14 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from hpc_elastic.agent.hang_evidence import HungWorker, describe_hang, read_stacks, stack_of
-from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
-from hpc_elastic.failures.cgroup import oom_kill_count
-from hpc_elastic.failures.classify import Category, FailureClass
-from hpc_elastic.failures.evidence import ExitFacts, WorkerFailure, describe_exit, describe_failure, write_evidence
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std
@@ -26,6 +25,11 @@ from hpc_elastic.processes.stop import GroupStopper, Stopped
 from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.rendezvous.state import HangMark, NodeFailure
 from hpc_elastic.run_paths import AttemptPaths, RankPaths
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.hang_evidence import HungWorker
+    from hpc_elastic.agent.hang_stop import StacksThenStop
+    from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +246,8 @@ class LocalWorkers:
             [slot.process for slot in self._slots], grace=grace, clock=self._clock, excluding=self._excluding()
         )
         if self._wants_stacks:
+            from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+
             running = [(slot.process, self._speaker(slot)) for slot in self._slots if slot.exit is None]
             targets = find_targets(running)
             self._asked = self._stopper = StacksThenStop(targets, self._stopper, clock=self._clock)
@@ -273,21 +279,32 @@ class LocalWorkers:
         ]
         asked = self._asked_workers(kills)
         told = [(slot, facts) for slot, facts in told if slot.local_rank not in self._watch.hung or not asked]
-        if not told and not asked:
+        silenced = [] if asked else self._silenced()
+        if not told and not asked and not silenced:
             return []
         try:
             return self._on_disk(
-                lambda: [*self._gather_stacks(asked), *(self._gather(slot, facts) for slot, facts in told)]
+                lambda: [
+                    *self._gather_stacks(asked),
+                    *(self._gather(slot, facts) for slot, facts in told),
+                    *self._gather_talking(silenced, kills),
+                ]
             )
         except FilesystemHangsError as error:
+            from hpc_elastic.failures.evidence import describe_exit
+
             logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
             return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in told]
 
     def _asked_workers(self, kills: int) -> list[tuple[_Slot, HungWorker]]:
         """The workers that were to leave their stacks."""
+        if self._asked is None:
+            return []
+        from hpc_elastic.agent.hang_evidence import HungWorker
+
         found = []
         for slot in self._slots:
-            if self._asked is None or not slot.stopped_by_agent:
+            if not slot.stopped_by_agent:
                 continue
             status = slot.exit or ExitStatus(
                 exitcode=-int(signal.SIGKILL), core_dumped=False, noticed_ns=self._clock.time_ns()
@@ -303,6 +320,10 @@ class LocalWorkers:
         return found
 
     def _gather_stacks(self, asked: Sequence[tuple[_Slot, HungWorker]]) -> list[WorkerFailure]:
+        if not asked:
+            return []
+        from hpc_elastic.agent.hang_evidence import describe_hang, read_stacks, stack_of
+
         failures = []
         for slot, worker in asked:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
@@ -313,10 +334,30 @@ class LocalWorkers:
         return failures
 
     def _gather(self, slot: _Slot, facts: ExitFacts) -> WorkerFailure:
+        from hpc_elastic.failures.evidence import describe_failure, write_evidence
+
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
         write_evidence(failure, slot.paths.error_file)
         return failure
+
+    def _silenced(self) -> list[_Slot]:
+        """Those whom our signal ended."""
+        return [s for s in self._slots if s.exit is not None and s.stopped_by_agent and s.exit.exitcode in _OURS - {0}]
+
+    def _gather_talking(self, silenced: Sequence[_Slot], kills: int) -> list[WorkerFailure]:
+        """Whoever had printed an exception when our signal came: it was about to end, or hung in its shutdown."""
+        failures = []
+        for slot in silenced:
+            self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+            if slot.exit is None or not ends_with_traceback(slot.paths.stderr):
+                continue
+            facts = self._facts(slot, slot.exit, kills)
+            failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
+            if failure.exception_type:
+                write_evidence(failure, slot.paths.error_file)
+                failures.append(failure)
+        return failures
 
     def _on_disk(self, action: Callable[[], T]) -> T:
         hurried = self._is_ending()
@@ -328,6 +369,9 @@ class LocalWorkers:
 
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
+        from hpc_elastic.failures.classify import Category
+        from hpc_elastic.failures.evidence import WorkerFailure, write_evidence
+
         local_rank = min(len(self._slots), self.layout.local_world_size - 1)
         paths = self.paths_of(local_rank)
         failure = WorkerFailure(
@@ -359,6 +403,8 @@ class LocalWorkers:
         return f"rank {slot.global_rank} ended with {how}"
 
     def _facts(self, slot: _Slot, status: ExitStatus, oom_kills: int) -> ExitFacts:
+        from hpc_elastic.failures.worker_failure import ExitFacts
+
         return ExitFacts(
             attempt=self._place.attempt.number,
             round=self.round,
@@ -396,6 +442,8 @@ def sum_up(
         step: The furthest that a worker here has reported.
         hang: Of the hung worker that is furthest behind.
     """
+    from hpc_elastic.failures.classify import FailureClass
+
     order = {"root": 0, "hang": 1, "infrastructure": 2, "symptom": 3}
     first = min(failures, key=lambda f: (order.get(f.failure_class.value, 4), f.ended_ns))
     is_hang = first.failure_class is FailureClass.HANG

@@ -17,6 +17,7 @@ from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import exit_code, leave_run, see_to_the_end
+from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers, first_word, own_failure, sum_up
 from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.metrics import NoMetrics
@@ -251,6 +252,7 @@ class NodeAgent:
         # Workers that connect would retry for five minutes before they fail.
         self._platform_failure = f"the workers' TCPStore is gone: {server.failure}"
         logger.error("%s", self._platform_failure)
+        self._.events.write("platform_failure", round=self._round, reason=self._platform_failure)
         self._happens(Event.FAILED, self._platform_failure)
 
     # -- what follows --------------------------------------------------------------------------------------------
@@ -366,6 +368,7 @@ class NodeAgent:
         )
         if first and facts.agent_store:
             c.store_server.serve()
+        c.files.post(import_what_failures_need)
 
     def _could_not_start(self, error: Exception) -> None:
         assert self._workers is not None

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.hang_watch import describe_beat
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.events import EventLog
-from hpc_elastic.failures.stacks import fold_stacks
-from hpc_elastic.failures.worker_failure import WorkerFailure
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ def tell_stacks(
         beats: Their last signs of life.
         now: On the beats' clock, when the workers were about to be ended.
     """
+    from hpc_elastic.failures.stacks import fold_stacks
+
     told = {rank: stack for rank, stack in stacks.items() if stack}
     events.write(
         "stacks_taken",

@@ -6,7 +6,7 @@ newer, and leave; so starts are counted in the store.
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,7 @@ def claim_start_number(root: Path, node: int, *, clock: Clock) -> int:
 def next_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
     """`claim_start_number`, on any store."""
     folder = f"start/{node:05d}"
-    mine = secrets.token_hex(8)
+    mine = os.urandom(8).hex()
     least = 1
     deadline = clock.monotonic() + PATIENCE
     while True:

@@ -21,17 +21,19 @@ import json
 import os
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.file_thread import FileThread
 from hpc_elastic.processes.command_path import find_program
+
+if TYPE_CHECKING:
+    import subprocess
 
 T = TypeVar("T")
 
@@ -220,6 +222,8 @@ class StoreServer:
         return os.open(self._log_path, flags, 0o600)
 
     def _start(self) -> bool:
+        import subprocess
+
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [self._python, str(_HOST_PROGRAM), "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         try:
@@ -337,10 +341,12 @@ class StoreServer:
             self._control = None
         if self._process is None:
             return
+        from subprocess import TimeoutExpired
+
         self._process.kill()  # it holds nothing that would want to be saved
         try:
             self._process.wait(_RELEASE_SECONDS)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             pass  # in the kernel's hands; it dies when they open, or with the agent
         self._process = None
 
@@ -395,6 +401,8 @@ def torch_available(python: str) -> bool:
 
         spec = importlib.util.find_spec("torch")
         return spec is not None and spec.origin is not None
+    import subprocess
+
     try:
         done = subprocess.run(
             [found, "-c", _FIND_TORCH],

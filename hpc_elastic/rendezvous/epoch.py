@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import secrets
+import os
 
 from hpc_elastic.store.base import Store, wiped
 
@@ -36,7 +36,7 @@ class Epoch:
             OSError: it can't be read yet.
         """
         if self._id is None:
-            self._store.put_if_absent(_KEY, secrets.token_hex(8))
+            self._store.put_if_absent(_KEY, os.urandom(8).hex())
             self._id = self._store.get(_KEY)
         if self._id is None:
             raise OSError(errno.EIO, "the store's epoch can't be read yet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import zlib
 from collections.abc import Mapping
@@ -188,8 +187,10 @@ def _members_to_json(members: tuple[Member, ...]) -> list[list[Any]] | str:
     if len(members) <= MOST_PLAIN:
         return found
     # Thousands of nodes read it at once: what they have in common is most of it.
+    from base64 import b85encode
+
     packed = zlib.compress(json.dumps(found, separators=(",", ":")).encode(), 6)
-    return base64.b85encode(packed).decode()
+    return b85encode(packed).decode()
 
 
 def _members_from_json(value: Any, known: RoundRecord | None) -> tuple[Member, ...]:
@@ -198,7 +199,9 @@ def _members_from_json(value: Any, known: RoundRecord | None) -> tuple[Member, .
             raise ValueError(f"its members are those of record {value}")
         return known.members
     if isinstance(value, str):
-        value = json.loads(zlib.decompress(base64.b85decode(value)))
+        from base64 import b85decode
+
+        value = json.loads(zlib.decompress(b85decode(value)))
     return Members(Member(str(uid), int(node), int(size)) for uid, node, size in value)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 
 from hpc_elastic.clock import Clock
 
@@ -23,7 +23,7 @@ def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
     time = clock.time_ns() >> _TIME_SHIFT & (1 << _TIME_BITS) - 1
     started = min(start, 0xFFFF) << _TIME_BITS | time
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "_" for c in host)[:64]
-    return f"{node:05d}-{readable}-{started:016x}-{secrets.token_hex(2)}"
+    return f"{node:05d}-{readable}-{started:016x}-{os.urandom(2).hex()}"
 
 
 def node_of(uid: str) -> int:

@@ -14,8 +14,6 @@ is over, so that taking them in needs about one hundredth of a core. Nobody coun
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import socket
@@ -25,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.digests import Mac, sha256
 from hpc_elastic.light_dataclass import dataclass, field
 
 logger = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ class Doorbell:
         Raises:
             OSError: the address can't be bound; `open_doorbell` goes on without.
         """
-        self._key = hashlib.sha256(secret + b"\0" + run_uid.encode()).digest()
+        self._mac = Mac(sha256(secret + b"\0" + run_uid.encode()))
         self._uid = uid
         self._clock = clock or SystemClock()
         self._count = 0
@@ -153,7 +152,7 @@ class Doorbell:
             body = json.dumps(said, separators=(",", ":")).encode()
             try:
                 socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
-                self._socket.sendto(self._mac(body) + body, (host, port))
+                self._socket.sendto(self._mac.of(body) + body, (host, port))
             except (OSError, OverflowError, ValueError):
                 continue
 
@@ -217,7 +216,7 @@ class Doorbell:
         if len(data) > MAX_DATAGRAM:
             return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-        if not hmac.compare_digest(mac, self._mac(body)):
+        if not self._mac.verifies(mac, body):
             return "forged"
         try:
             said = json.loads(body)
@@ -246,9 +245,6 @@ class Doorbell:
         logger.log(
             level, "dropped a packet from %s: %s; more of the same are only counted", sender[0], _REASONS[reason]
         )
-
-    def _mac(self, body: bytes) -> bytes:
-        return hmac.digest(self._key, body, "sha256")
 
     def log_rejections(self) -> None:
         """Say how many datagrams were dropped, where some were."""

@@ -17,7 +17,6 @@ import builtins
 import errno
 import functools
 import os
-import secrets
 import stat
 import threading
 import zlib
@@ -107,7 +106,7 @@ class FileStore:
                     raise
                 symlinks = False
         if hard_links:
-            temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(8)}")
+            temporary = os.path.join(os.path.dirname(path), f".{os.urandom(8).hex()}")
             _write_new(temporary, raw)
             try:
                 os.link(temporary, path)
@@ -306,7 +305,7 @@ class FileStore:
 
     def _stir(self, path: str) -> bool:
         """Returns whether the folder is there."""
-        name = f"{path}/.{secrets.token_hex(8)}"
+        name = f"{path}/.{os.urandom(8).hex()}"
         try:
             if self._symlinks:
                 os.symlink("stir", name)

@@ -6,7 +6,7 @@ clock, it has seen the same value.
 
 from __future__ import annotations
 
-import secrets
+import os
 
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.store.base import Store
@@ -31,7 +31,7 @@ class Heartbeat:
         self._key = f"{_FOLDER}/{uid}"
         self._first = first
         self._count = 0
-        self._nonce = secrets.token_hex(4)
+        self._nonce = os.urandom(4).hex()
         self._renewed_at: float | None = None
 
     def beat_if_due(self, now: float) -> float:

@@ -7,7 +7,7 @@ what the others did, and steps down. Nothing else is needed to keep two of them 
 from __future__ import annotations
 
 import json
-import secrets
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,7 +69,7 @@ class RecordLog:
         Returns:
             Whether it was this call that did. False: another record has that number; read `latest`.
         """
-        raw = json.dumps({**value, "nonce": secrets.token_hex(8)}, separators=(",", ":"))
+        raw = json.dumps({**value, "nonce": os.urandom(8).hex()}, separators=(",", ":"))
         if not self._store.put_if_absent(_key(number), raw):
             self._store.stir(_FOLDER)  # so that the next look shows who was first, also where caches hid it
             return False

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.cgroup import oom_kill_count
+from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.process_failure import ProcessFailure

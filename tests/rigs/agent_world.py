@@ -317,7 +317,7 @@ class AgentNode(Node):
             signals=SimpleNamespace(take=list, holds=lambda numbers: False),  # type: ignore[arg-type]
             shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
             helpers=frozenset,
-            files=SimpleNamespace(stuck_for=lambda: 0.0, do=lambda job, **_: job()),  # type: ignore[arg-type]
+            files=SimpleNamespace(stuck_for=lambda: 0.0, do=lambda job, **_: job(), post=lambda job: None),  # type: ignore[arg-type]
             watch=FakeWatch(self),
             health=FakeHealth(world.looks_to_health),  # type: ignore[arg-type]
             crash=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]

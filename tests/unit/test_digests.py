@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import hashlib
+import hmac
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_elastic import digests
+from hpc_elastic.digests import Mac, sha256
+
+
+@given(st.binary(max_size=200))
+def test_sha256_is_that_of_hashlib(data: bytes) -> None:
+    assert sha256(data) == hashlib.sha256(data).digest()
+
+
+@given(st.binary(max_size=150), st.binary(max_size=700))
+def test_codes_are_those_of_hmac(key: bytes, message: bytes) -> None:
+    mac = Mac(key)
+    assert mac.of(message) == mac.of(message) == hmac.digest(key, message, "sha256")
+
+
+# RFC 4231, test cases 1, 2 and 6 (a key longer than a block).
+@pytest.mark.parametrize(
+    ("key", "message", "code"),
+    [
+        (b"\x0b" * 20, b"Hi There", "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"),
+        (b"Jefe", b"what do ya want for nothing?", "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"),
+        (
+            b"\xaa" * 131,
+            b"Test Using Larger Than Block-Size Key - Hash Key First",
+            "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54",
+        ),
+    ],
+)
+def test_known_codes(key: bytes, message: bytes, code: str) -> None:
+    assert Mac(key).of(message).hex() == code
+
+
+def test_only_the_right_code_verifies() -> None:
+    mac, code = Mac(b"key"), Mac(b"key").of(b"message")
+    assert mac.verifies(code, b"message")
+    for wrong in (b"", code[:-1], code + b"\0", bytes([code[0] ^ 1]) + code[1:], Mac(b"kez").of(b"message")):
+        assert not mac.verifies(wrong, b"message")
+    assert not mac.verifies(code, b"messagf")
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    mac, wrong = Mac(b"key"), []
+
+    def work(message: bytes) -> None:
+        expected = hmac.digest(b"key", message, "sha256")
+        wrong.extend(1 for _ in range(300) if mac.of(message) != expected)
+
+    threads = [threading.Thread(target=work, args=(bytes([n]) * 3000,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_python_without_its_own_sha256_takes_that_of_hashlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_sha2", "_sha256"):
+        monkeypatch.setitem(sys.modules, name, None)
+    found = digests._find_sha256()
+    assert found(b"x").digest() == sha256(b"x")
+    assert found is hashlib.sha256
