@@ -1,8 +1,7 @@
 """What kind of failure it is, and what that means for the next step. Pure tables over text and numbers.
 
 A *symptom* is what a healthy rank says when another one is gone; ordering by class before time is what keeps 511 of
-them from hiding the one that matters. The words were produced with torch 2.13 on gloo; those of NCCL, CUDA and the
-driver are from public issue threads (tests/data/failures says which).
+them from hiding the one that matters. The words that tell are a table of their own, `known_words`.
 """
 
 from __future__ import annotations
@@ -10,36 +9,25 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from enum import Enum
 
+from hpc_elastic.failures.kinds import Category, FailureClass
+from hpc_elastic.failures.known_words import SYMPTOM_TYPES, Words, find_known_words
 from hpc_elastic.light_dataclass import dataclass
+
+__all__ = [
+    "CATEGORY_TABLE",
+    "NOT_RETRYABLE_EXIT_CODE",
+    "Category",
+    "Classification",
+    "FailureClass",
+    "category_of",
+    "classify",
+    "signal_name",
+    "signal_of",
+]
 
 NOT_RETRYABLE_EXIT_CODE = 93
 """A worker that ends with this says: don't start me again."""
-
-
-class FailureClass(str, Enum):
-    """Whose failure it is."""
-
-    ROOT = "root"
-    SYMPTOM = "symptom"
-    STOPPED_BY_US = "stopped_by_us"
-    HANG = "hang"
-    """It gave no sign of life any more, and was ended for that. Never by `classify`: its end alone does not say so."""
-    INFRASTRUCTURE = "infrastructure"
-
-
-class Category(str, Enum):
-    """Who has to do something about it."""
-
-    INPUT = "input"
-    """The user's call or environment: a script that can't be compiled, a wrong option, a module that isn't there."""
-    WORKER = "worker"
-    """The user's code, while it ran."""
-    PLATFORM = "platform"
-    """This package: its agent or supervisor failed."""
-    INFRASTRUCTURE = "infrastructure"
-    """The node, the network, the filesystem, the memory limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,54 +38,9 @@ class Classification:
     category: Category
     retryable: bool
     reason: str
+    node_suspect: bool = False
+    """Whether the words tell of a part of this node that is likely broken: a GPU's memory, a link, an adapter."""
 
-
-_Table = tuple[tuple[re.Pattern[str], str], ...]
-
-
-def _table(*rows: tuple[str, str]) -> _Table:
-    return tuple((re.compile(pattern, re.IGNORECASE), reason) for pattern, reason in rows)
-
-
-# On exceptions: searched in "Type: message" and in what the exception was chained to. Else in the end of stderr.
-INFRASTRUCTURE_WORDS = _table(
-    (r"uncorrectable ECC|ECC_UNCORRECTABLE|\bDouble Bit ECC", "a GPU reported an uncorrectable memory (ECC) error"),
-    (r"\bNVRM: Xid|\bXid \(PCI", "the GPU driver reported an Xid"),
-    (r"uncorrectable NVLink|NVLink error|hardware NVLink|cudaErrorNvlink", "an NVLink error"),
-    (r"fallen off the bus|GPU is lost|GPU has been lost|cudaErrorDeviceUnavail|device\(s\) is/are busy or unavailable"
-     r"|no CUDA-capable device|CUDA driver initialization failed|CUDA unknown error|system not yet initialized",
-     "a GPU is not usable on this node"),
-    (r"unspecified launch failure.*hardware|Machine Check Exception|hardware error", "a hardware error"),
-    (r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b", "a disk or a quota is full"),
-    (r"Stale (?:NFS )?file handle|Transport endpoint is not connected|Input/output error|Remote I/O error"
-     r"|Read-only file system|Host is down|transport endpoint shutdown", "a filesystem failed"),
-    (r"Cannot allocate memory|DefaultCPUAllocator: can't allocate memory|std::bad_alloc", "the node's memory is full"),
-    (r"EADDRINUSE|address already in use", "a port was taken"),
-    (r"Temporary failure in name resolution|No route to host|Network is unreachable", "the network failed"),
-)  # fmt: skip
-
-SYMPTOM_WORDS = _table(
-    (r"Timed? out waiting \d+ ?ms for (?:recv|send) operation|failed to pass monitoredBarrier"
-     r"|Watchdog caught collective operation timeout|ran for \d+ milliseconds before timing out"
-     r"|collective operation timed? ?out|Timed out waiting for .*\bbarrier",
-     "a collective waited for a peer until its timeout"),
-    (r"watchdog thread terminated with exception|NCCL communicator was aborted|aborted communicator"
-     r"|To avoid data inconsistency, we are taking the entire process down|dump signal from (?:another|other) rank"
-     r"|ncclRemoteError|remote process exited or there was a network error|ncclCommAbort|ProcessGroup\w*.*\baborted\b"
-     r"|ncclSystemError|NCCL error.*unhandled system error|NCCL .*heartbeat monitor",
-     "NCCL gave up after a peer was gone"),
-    (r"Connection closed by peer|Connection reset by peer|Socket closed|socketProgress|Connection was likely closed"
-     r"|gloo.*(?:Read error|Write error|Broken pipe)|peer closed connection",
-     "the connection to a peer was closed"),
-    (r"DistStoreError|TCPStore.*(?:timed? ?out|failed|closed)|wait timeout after \d+ ?ms, keys"
-     r"|Failed to (?:recv|send), got \d+ bytes|sendBytes failed|recvValue(?:WithTimeout)? failed"
-     r"|client socket has (?:timed out|failed)|waiting for clients\. \d+/\d+ clients joined|Store.*is closed",
-     "the store of the process group went away or a peer never came to it"),
-    (r"connectFullMesh failed|Gloo connect.*(?:failed|timeout)|SO_ERROR: Connection (?:refused|reset)",
-     "gloo could not connect to a peer"),
-    (r"\ABrokenPipeError\b|\AConnectionResetError\b|\AConnectionAbortedError\b|\Bbroken pipe",
-     "the connection to a peer broke"),
-)  # fmt: skip
 
 _INPUT_TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 _INPUT_TEXT = re.compile(
@@ -109,6 +52,11 @@ _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited 
 _ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 # What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
 _SENT_BY_AGENT = frozenset({signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGINT})
+# Who talks to a service outside the job; "connection reset by peer" is no word about another rank then.
+_OTHER_SERVICES = (
+    "requests.", "urllib", "http", "aiohttp.", "boto", "huggingface_hub.", "wandb.", "google.", "azure.", "s3fs.",
+    "gcsfs.", "openai.", "grpc.", "redis.", "psycopg", "sqlalchemy.", "pymongo.",
+)  # fmt: skip
 _END_REQUESTED_TYPES = frozenset({"", "SystemExit", "KeyboardInterrupt"})
 
 _ANY_CODE: frozenset[int] = frozenset()
@@ -187,6 +135,7 @@ def classify(
     number = signal_of(exitcode)
     name = exception_type.rsplit(".", 1)[-1]
     wrong_call = False
+    words = _NOTHING_KNOWN
     if stopped_by_agent and (number in _SENT_BY_AGENT or name in _END_REQUESTED_TYPES):
         failure_class, reason = (
             FailureClass.STOPPED_BY_US,
@@ -198,16 +147,13 @@ def classify(
         text = "\n".join([_ends(f"{exception_type}: {message}"), *causes]) if exception_type else ""
         if not exception_type and number not in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS):
             text = _ends(f"{message}\n{stderr_tail}")
-        infrastructure, symptom = _first_match(INFRASTRUCTURE_WORDS, text), _first_match(SYMPTOM_WORDS, text)
-        if infrastructure:
-            failure_class, reason = FailureClass.INFRASTRUCTURE, infrastructure
-        elif oom_kills > 0 and _OOM_IN_TEXT.search(text):
-            failure_class, reason = (
-                FailureClass.INFRASTRUCTURE,
-                "a child of it was killed: the job's memory limit was reached",
-            )
-        elif symptom:
-            failure_class, reason = FailureClass.SYMPTOM, symptom
+        words = _known(text, exception_type)
+        if oom_kills > 0 and _OOM_IN_TEXT.search(text) and words.failure_class is not FailureClass.INFRASTRUCTURE:
+            words = _CHILD_KILLED
+        if words.says:
+            failure_class, reason = words.failure_class, words.says
+        elif name in SYMPTOM_TYPES and not exception_type.startswith(_OTHER_SERVICES):
+            failure_class, reason = FailureClass.SYMPTOM, SYMPTOM_TYPES[name]
         elif not exception_type and number in _ASKED_TO_END:
             failure_class = FailureClass.INFRASTRUCTURE
             came = f"{signal_name(number)} came from outside this job's agent"
@@ -217,20 +163,29 @@ def classify(
             wrong_call = last_step is None and _is_wrong_call(name, exitcode, stderr_tail)
             reason = _root_reason(exitcode, number, exception_type, wrong_call=wrong_call)
     category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
-    return Classification(failure_class=failure_class, category=category, retryable=retryable, reason=reason)
+    return Classification(
+        failure_class=failure_class,
+        category=words.category or category,
+        retryable=retryable and words.retryable,
+        reason=reason,
+        node_suspect=words.node_suspect,
+    )
+
+
+_NOTHING_KNOWN = Words(FailureClass.ROOT, "", ())
+_CHILD_KILLED = Words(FailureClass.INFRASTRUCTURE, "a child of it was killed: the job's memory limit was reached", ())
+
+
+def _known(text: str, exception_type: str) -> Words:
+    words = find_known_words(text) if text else None
+    if words is None or (words.failure_class is FailureClass.SYMPTOM and exception_type.startswith(_OTHER_SERVICES)):
+        return _NOTHING_KNOWN
+    return words
 
 
 def _ends(text: str) -> str:
-    """The parts of a long text where it says what it is: the tables cost 0.7 ms for each thousand characters."""
+    """The parts of a long text where it says what it is."""
     return text if len(text) <= 4000 else f"{text[:2500]}\n{text[-1500:]}"
-
-
-def _first_match(table: _Table, text: str) -> str:
-    if text:
-        for pattern, reason in table:
-            if pattern.search(text):
-                return reason
-    return ""
 
 
 def _is_wrong_call(name: str, exitcode: int, stderr_tail: str) -> bool:

@@ -92,7 +92,9 @@ def read_failure(error_file: Path | str, *, facts: ExitFacts) -> WorkerFailure |
     """
     file = read_error_file(error_file)
     if "failure_class" not in file.own:
-        return _from_error_file(facts, os.fspath(error_file), file, stderr_tail="") if file.found else None
+        if not file.found:
+            return None
+        return _from_error_file(facts, os.fspath(error_file), file, _recorded(file), stderr_tail="")
     # The texts stand once in the file, where torch's readers look for them.
     texts = {"message": file.message, "traceback": file.traceback}
     shared = {key: text for key, text in texts.items() if key not in file.own}
@@ -139,12 +141,15 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
 
 def _describe(facts: ExitFacts, error_file: str, stderr_log: str) -> WorkerFailure:
     raw, has_more, problem = _read_tail(stderr_log)
-    text = raw.decode("utf-8", "replace")
-    tail = _last_lines(text)
+    text = clean_text(raw.decode("utf-8", "replace"))
     file = read_error_file(error_file)
     if file.found:
-        return _from_error_file(facts, error_file, file, stderr_tail=tail)
+        recorded = _recorded(file)
+        return _from_error_file(
+            facts, error_file, file, recorded, stderr_tail=_last_lines(text, _printed_again(recorded, text))
+        )
     found = _find_in_text(facts, text)
+    tail = _last_lines(text, found.span if found is not None else (0, 0))
     if found is None and facts.exitcode > 0 and has_more:
         found = _find_far_back(stderr_log)
     if file.problem != "missing":
@@ -160,33 +165,50 @@ def _describe(facts: ExitFacts, error_file: str, stderr_log: str) -> WorkerFailu
     )
 
 
-def _from_error_file(facts: ExitFacts, error_file: str, file: ErrorFile, *, stderr_tail: str) -> WorkerFailure:
+def _recorded(file: ErrorFile) -> FailureText:
+    """The exception that an error file tells of."""
     found = find_python_traceback(file.traceback) if file.traceback else None
     declared = file.own.get("exception_type")
     name, separator, rest = file.message.partition(": ")
-    if found is None or (isinstance(declared, str) and declared):
-        looks_like_type = bool(separator) and re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None
-        exception_type = declared if isinstance(declared, str) and declared else name if looks_like_type else ""
-        body = (
-            rest if looks_like_type and name.rsplit(".", 1)[-1] == exception_type.rsplit(".", 1)[-1] else file.message
-        )
-        found = FailureText(
-            kind=TextKind.PYTHON,
-            text=file.traceback,
-            exception_type=exception_type,
-            message=body,
-            frames=found.frames if found else (),
-            causes=found.causes if found else (),
-        )
+    if found is not None and not (isinstance(declared, str) and declared):
+        return found
+    looks_like_type = bool(separator) and re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None
+    exception_type = declared if isinstance(declared, str) and declared else name if looks_like_type else ""
+    body = rest if looks_like_type and name.rsplit(".", 1)[-1] == exception_type.rsplit(".", 1)[-1] else file.message
+    return FailureText(
+        kind=TextKind.PYTHON,
+        text=file.traceback,
+        exception_type=exception_type,
+        message=body,
+        frames=found.frames if found else (),
+        causes=found.causes if found else (),
+    )
+
+
+def _from_error_file(
+    facts: ExitFacts, error_file: str, file: ErrorFile, recorded: FailureText, *, stderr_tail: str
+) -> WorkerFailure:
     return _build(
         facts,
-        found,
-        message=file.message or found.headline,
+        recorded,
+        message=file.message or recorded.headline,
         source=EvidenceSource.ERROR_FILE,
         error_file=error_file,
         stderr_tail=stderr_tail,
         problem=file.problem,
     )
+
+
+def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:
+    """Where in stderr the recorded exception's traceback stands: Python prints what went up through ``@record``."""
+    printed = find_python_traceback(text)
+    if printed is None or _name(printed) != _name(recorded):
+        return (0, 0)
+    return printed.span
+
+
+def _name(found: FailureText) -> tuple[str, str]:
+    return found.exception_type.rsplit(".", 1)[-1], found.message.split("\n", 1)[0][:200]
 
 
 def _build(
@@ -229,6 +251,7 @@ def _build(
         failure_class=kind.failure_class,
         reason=kind.reason,
         retryable=kind.retryable,
+        node_suspect=kind.node_suspect,
         source=source,
         error_file=error_file,
         problem=problem,
@@ -317,7 +340,19 @@ def _find_far_back(path: str) -> FailureText | None:
     return None
 
 
-def _last_lines(text: str) -> str:
-    """The last lines that say something, each cut; at most 20."""
-    lines = [line for line in clean_text(text[-(16 << 10) :]).split("\n") if line.strip()]
-    return "\n".join(cut_end(line, _TAIL_LINE) for line in lines[-_TAIL_LINES:])
+def _last_lines(text: str, without: tuple[int, int]) -> str:
+    """The last lines that say something, each cut; at most 20.
+
+    Args:
+        text: Cleaned.
+        without: The lines of a traceback that stands in the evidence already: first, and one past the last.
+    """
+    lines = text.split("\n")
+    first, last = without
+    found: list[str] = []
+    for at in range(len(lines) - 1, -1, -1):
+        if len(found) == _TAIL_LINES:
+            break
+        if not first <= at < last and lines[at].strip():
+            found.append(cut_end(lines[at], _TAIL_LINE))
+    return "\n".join(reversed(found))

@@ -43,7 +43,18 @@ _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _TERMINATE = re.compile(
     r"^terminate called (?:after throwing an instance of '([^'\n]*)|without an active exception)", re.MULTILINE
 )
-_WHAT = re.compile(r"^\s*what\(\):\s*(.*)$", re.MULTILINE)
+_WHAT = re.compile(r"^\s*what\(\):\s*(.*(?:\n.+){0,8})$", re.MULTILINE)
+# What follows c10's message: its C++ stack, advice that is the same each time, or somebody else's words.
+_AFTER_WHAT = re.compile(
+    r"\n(?:Exception raised from |frame #\d|CUDA kernel errors might |Fatal Python error: |terminate called|\[rank\d)"
+)
+# "[rank3]:[F1206 18:44:12.7 ProcessGroupNCCL.cpp:1169] [PG 0 Rank 3] ...": glog's FATAL ends the process.
+_FATAL_LOG = re.compile(r"^(?:\[rank\d+\]:)?\[F\d* ?[\d:.]* ?\S+:\d+\] (.+)$", re.MULTILINE)
+
+
+# faulthandler prints 100 frames and then "...".
+_RECURSION = 10
+_OVERFLOW = " (the same few calls over and over: the stack overflowed?)"
 
 
 class TextKind(str, Enum):
@@ -80,6 +91,8 @@ class FailureText:
     """``KeyError: 'x'``: the exceptions that it was raised from or while handling, nearest first."""
     lines_after: int = 0
     """Lines that were printed after it."""
+    span: tuple[int, int] = (0, 0)
+    """Its first line and one past its last in `clean_text` of what it was found in; (0, 0) where it is not known."""
 
     @property
     def headline(self) -> str:
@@ -134,7 +147,7 @@ def find_fatal_error(text: str) -> FailureText | None:
     body = text[last.start() :]
     lines = body.split("\n")
     frames: list[Frame] = []
-    inside = False
+    inside = endless = False
     for line in lines[1:]:
         match = _FATAL_FRAME.match(line)
         if line.startswith("Current thread ") and "C stack" not in line:
@@ -142,30 +155,47 @@ def find_fatal_error(text: str) -> FailureText | None:
         elif match and inside:
             frames.append(Frame(file=match[1], line=int(match[2]), function=match[3]))
         elif frames:
+            endless = line.strip() == "..." and len({frame.function for frame in frames}) <= _RECURSION
             break
     return FailureText(
         kind=TextKind.FATAL,
         text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
         exception_type="",
-        message=f"Fatal Python error: {last[1].strip()}",
+        message=f"Fatal Python error: {last[1].strip()}" + (_OVERFLOW if endless else ""),
         frames=tuple(reversed(frames)),
     )
 
 
 def find_cpp_terminate(text: str) -> FailureText | None:
-    """``terminate called after throwing an instance of 'X'`` and its ``what()``."""
+    """``terminate called after throwing an instance of 'X'`` and its ``what()``; else a library's last FATAL line."""
     text = clean_text(text)
     last = _last_match(_TERMINATE, text)
     if last is None:
-        return None
+        logged = _last_match(_FATAL_LOG, text)
+        if logged is None:
+            return None
+        body = text[logged.start() :]
+        return FailureText(
+            kind=TextKind.CPP,
+            text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
+            exception_type="",
+            message=cut_end(logged[1], MESSAGE_LIMIT),
+            span=_to_the_end(text, logged.start()),
+        )
     body = text[last.start() :]
     what = _WHAT.search(body)
     return FailureText(
         kind=TextKind.CPP,
         text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
         exception_type=(last[1] or "").strip("'"),
-        message=cut_end(what[1], MESSAGE_LIMIT) if what else body.split("\n", 1)[0],
+        message=cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT) if what else body.split("\n", 1)[0],
+        span=_to_the_end(text, last.start()),
     )
+
+
+def _to_the_end(text: str, start: int) -> tuple[int, int]:
+    before = text.count("\n", 0, start)
+    return before, before + text.count("\n", start) + 1
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
@@ -300,6 +330,7 @@ def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureTe
         frames=tuple(frames),
         causes=tuple(causes),
         lines_after=sum(1 for line in lines[block.end :] if line.strip()),
+        span=(blocks[first].start, block.end),
     )
 
 
@@ -349,5 +380,6 @@ def _syntax_error(lines: list[str]) -> FailureText | None:
             message=message,
             frames=(Frame(file=match[1], line=int(match[2]), function="<module>"),),
             lines_after=sum(1 for line in lines[at + 1 :] if line.strip()),
+            span=(start, at + 1),
         )
     return None

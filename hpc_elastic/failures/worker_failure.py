@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.kinds import Category, FailureClass
 from hpc_elastic.failures.traceback_text import clean_text, cut_end
 from hpc_elastic.light_dataclass import dataclass, fields
 
@@ -78,6 +78,8 @@ class WorkerFailure:
     reason: str = ""
     """Why it is of that class."""
     retryable: bool = True
+    node_suspect: bool = False
+    """Whether its words tell of a part of its node that is likely broken."""
     oom_kills: int = 0
     core_dumped: bool = False
     stopped_by_agent: bool = False

@@ -40,7 +40,7 @@ def test_a_traceback_across_two_pieces(tmp_path: Path, place: int) -> None:
     assert failure.source is EvidenceSource.STDERR
     assert failure.exception_type == "ValueError"
     assert failure.traceback.startswith("Traceback")
-    assert "boom" in failure.stderr_tail
+    assert "boom" in failure.message
     assert "warning" in failure.stderr_tail
 
 
