@@ -5,7 +5,8 @@ silent node is asked through the files; a forged or repeated datagram is dropped
 no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a
 counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
 addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
-newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for; an
+newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for, and the
+sender's clock, with how much it may be ahead of the receiver's as far as it knows (`hpc_elastic.clock_offset`); an
 HMAC-SHA256 with the run's secret stands before it.
 
 A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the bell is deaf until that time
@@ -23,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock_offset import Offset, PeerClock
 from hpc_elastic.digests import Mac, sha256
 from hpc_elastic.light_dataclass import dataclass, field
 
@@ -96,6 +98,9 @@ class Doorbell:
         self._count = 0
         self._lock = threading.Lock()
         self._newest: dict[tuple[str, str], int] = {}
+        self._clocks: dict[str, PeerClock] = {}
+        self._senders: dict[Address, str] = {}
+        """Who sends from there, and so may be told about its clock there."""
         self.rejections: Counter[str] = Counter()
         """Invalid datagrams by reason."""
         self._told: set[tuple[str, str]] = set()
@@ -148,13 +153,25 @@ class Doorbell:
             with self._lock:
                 self._count += 1
                 count = self._count
-            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port, **more}
+            clock = {} if "f" in more else self._clock_words(host, port)  # with addresses there is no room
+            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port, **more, **clock}
             body = json.dumps(said, separators=(",", ":")).encode()
             try:
                 socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
                 self._socket.sendto(self._mac.of(body) + body, (host, port))
             except (OSError, OverflowError, ValueError):
                 continue
+
+    def _clock_words(self, host: str, port: int) -> dict[str, int]:
+        now_ns = round(self._clock.monotonic() * 1e9)
+        known = self._clocks.get(self._senders.get((host, port), ""))
+        ahead = known.to_tell(now_ns) if known is not None else None
+        return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
+
+    def offset_to(self, uid: str) -> Offset | None:
+        """How far this host's clock since its boot is ahead of that of `uid`'s host; None: not known. Any thread."""
+        known = self._clocks.get(uid)
+        return None if known is None else known.offset(round(self._clock.monotonic() * 1e9))
 
     def deaf_for(self) -> float:
         """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
@@ -194,6 +211,7 @@ class Doorbell:
                 continue
             sender, kind, said = accepted
             alive.add(sender)
+            self._compare_clocks(sender, sender_address, said)
             key = str(said.get("a", ""))
             if key:
                 (about if kind == "ring" else told).add(key)
@@ -210,6 +228,15 @@ class Doorbell:
             hears=hears,
             deaf=deaf,
         )
+
+    def _compare_clocks(self, sender: str, address: Address, said: Mapping[str, Any]) -> None:
+        sent, told = said.get("t"), said.get("b")
+        if type(sent) is not int:
+            return
+        now_ns = round(self._clock.monotonic() * 1e9)
+        known = self._clocks.setdefault(sender, PeerClock())
+        known.received(sent_ns=sent, received_ns=now_ns, told_ns=told if type(told) is int else None)
+        self._senders[address] = sender
 
     def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
         """Sender, kind and all that was said; or why not."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from hpc_elastic.clock_offset import PeerClock
 from hpc_elastic.store.doorbell import (
     MAX_DATAGRAM,
     MOST_FORWARDED,
@@ -104,6 +105,13 @@ def test_the_longest_ring_fits_in_a_datagram(make_bell: MakeBell, stranger: sock
     bell._count = 10**12
     bell.ring([stranger.getsockname()], "k" * 200)
     assert len(stranger.recv(4096)) <= MAX_DATAGRAM
+    bell._clocks["x"] = PeerClock()
+    bell._clocks["x"].received(sent_ns=10**18, received_ns=-(10**18), told_ns=None)
+    bell._senders[stranger.getsockname()] = "x"
+    bell.beat([stranger.getsockname()], "k" * 120, hears=True)
+    data = stranger.recv(4096)
+    assert json.loads(data[32:])["b"] < -(10**18)
+    assert len(data) <= MAX_DATAGRAM
 
 
 def test_each_ring_of_many_is_valid(make_bell: MakeBell) -> None:
@@ -127,7 +135,9 @@ def test_the_datagram_is_the_documented_one(make_bell: MakeBell, stranger: socke
     data = stranger.recv(4096)
     assert data == sealed(data[32:])
     port = stranger.getsockname()[1]
-    assert json.loads(data[32:]) == {"u": "a", "k": "ring", "c": 1, "to": HOME, "p": port, "a": "log/3"}
+    said = json.loads(data[32:])
+    assert abs(said.pop("t") - time.clock_gettime(time.CLOCK_BOOTTIME) * 1e9) < 60e9
+    assert said == {"u": "a", "k": "ring", "c": 1, "to": HOME, "p": port, "a": "log/3"}
 
 
 def test_addresses_are_kept_in_the_order_of_the_first_ring_that_reached_them(
@@ -413,3 +423,35 @@ def test_a_beat_says_whether_its_sender_hears_and_which_record_is_the_newest(mak
         assert found.hears == {"a": hears}
         assert found.told == {"log/9"}
         assert not found.about
+
+
+def test_rings_and_beats_compare_their_hosts_clocks(make_bell: MakeBell) -> None:
+    """Here the hosts' clocks stand still, so that the packets take no time, and a's is an hour ahead."""
+    a, b = make_bell("a", clock=FakeClock(4600.0)), make_bell("b", clock=FakeClock(1000.0))
+    assert a.offset_to("b") is None
+    a.ring([at(b)])
+    assert heard(b)
+    assert b.offset_to("a") is None, "one packet bounds it on one side"
+    b.beat([at(a)])
+    heard(a)
+    offset = a.offset_to("b")
+    assert offset is not None
+    assert abs(offset.offset_ns - 3600 * 10**9) <= offset.bound_ns < 1000
+    assert b.offset_to("a") is None
+    a.beat([at(b)])
+    heard(b)
+    offset = b.offset_to("a")
+    assert offset is not None
+    assert abs(offset.offset_ns + 3600 * 10**9) <= offset.bound_ns < 1000
+
+
+@pytest.mark.parametrize("said", [{}, {"t": "7"}, {"t": True}, {"t": None, "b": 1}, {"t": 1e300}, {"t": 7, "b": "7"}])
+def test_what_tells_no_time_compares_nothing(
+    make_bell: MakeBell, stranger: socket.socket, said: dict[str, object]
+) -> None:
+    """Of an older agent, say."""
+    bell = make_bell("a")
+    stranger.sendto(sealed(body(bell.port, **said)), at(bell))  # type: ignore[arg-type]
+    assert heard(bell)
+    assert bell.offset_to("b") is None
+    assert bell.rejected == 0
