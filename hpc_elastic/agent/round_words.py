@@ -24,14 +24,14 @@ _PLACES = (("host", "node"), ("replaces_host", "replaces_node"))
 def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
     """What this node decided as coordinator."""
     events.write(event, **fields)
-    if event in ("node_lost", "node_missing"):
+    if event in ("node_lost", "node_missing", "spare_lost"):
         node = int(fields["node"])
         name = nodes[node] if 0 <= node < len(nodes) else str(node)
         if event == "node_missing":
             logger.warning("node %s has not come: the round begins without it", name)
             return
         silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
-        logger.warning("node %s is lost%s", name, silent)
+        logger.warning("%s %s is lost%s", event.split("_")[0], name, silent)
     elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
         logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
     elif event == "node_left":

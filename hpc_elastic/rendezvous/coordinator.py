@@ -101,6 +101,8 @@ class Proposal:
     """Nodes that took themselves out, with their reason."""
     replaced: Sequence[tuple[Member, Member]] = ()
     """(gone, come): whose place is taken by whom."""
+    dead_spares: Sequence[str] = ()
+    """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
 
 def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
@@ -115,6 +117,8 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
         proposal = _while_final(view, settings)
     else:
         return None
+    if proposal is not None and proposal.event is RoundEvent.CLOSE:
+        proposal = _with_the_dead(view, proposal)
     suspects = _suspects(view, lost=proposal.record.lost if proposal is not None else view.record.lost)
     if proposal is not None:
         return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view))
@@ -124,6 +128,23 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
         event=RoundEvent.ASK,
         record=view.record.successor(status=next_status(status, RoundEvent.ASK), suspects=suspects),
         reason=_told_of_suspects(view, suspects),
+    )
+
+
+def _with_the_dead(view: View, proposal: Proposal) -> Proposal:
+    """Nobody waits for the goodbye of a node that is lost.
+
+    Who waited for a place and is dead is called so at the end at last: till then it stays a suspect that does not
+    answer, since once lost it would not be asked any more, and would not count as dead.
+    """
+    known = {**{uid: info.node for uid, info in view.joined.items()}, **{m.uid: m.node for m in view.record.members}}
+    here = {node for uid, node in known.items() if uid not in view.dead}
+    dead = {uid: node for uid, node in known.items() if uid in view.dead and node not in here}
+    seated = {member.node for member in view.record.members}
+    return replace(
+        proposal,
+        record=replace(proposal.record, lost=tuple(sorted({*proposal.record.lost, *dead.values()}))),
+        dead_spares=tuple(sorted(uid for uid, node in dead.items() if node not in seated)),
     )
 
 

@@ -11,6 +11,7 @@ from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import Member, RoundRecord
 from hpc_elastic.rendezvous.succession import Move
 from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.uid import node_of
 
 EVENT_NAMES = MappingProxyType(
     {
@@ -68,10 +69,17 @@ def consequences(
         if node in proposal.left:
             events.append(("node_left", {**fields, "reason": proposal.left[node]}))
             continue
-        if member is None:
+        spare = next((uid for uid in proposal.dead_spares if node_of(uid) == node), None)
+        if spare is not None:
+            known = peers.get(spare)
+            fields["host"] = known.host if known else ""
+            events.append(("spare_lost", {**fields, "age": round(life.last_sign(spare), 3)}))
+        elif proposal.event is RoundEvent.CLOSE:
+            pass  # its workers were done: the run is closed without it, and not because of it
+        elif member is None:
             events.append(("node_missing", {**fields}))
-            continue
-        events.append(("node_lost", {**fields, "age": round(life.unchanged(member.uid), 3)}))
+        else:
+            events.append(("node_lost", {**fields, "age": round(life.last_sign(member.uid), 3)}))
     for gone, come in proposal.replaced:
         fields = {"round": record.round, "group_rank": record.rank(come.uid), "node": come.node, "host": host(come)}
         events.append(("node_replaced", {**fields, "replaces_node": gone.node, "replaces_host": host(gone)}))

@@ -111,6 +111,15 @@ class LifeSigns:
         """Seconds since it was heard, up to this step's begin; None where it was not, which says nothing."""
         return self._hearing.silence(uid, self._listened)
 
+    def last_sign(self, uid: str) -> float:
+        """Seconds since its last sign of life, as far as this participant can tell.
+
+        Who was in touch changes its heartbeat rarely: that says less than when it was last heard. (What was heard of
+        somebody whose heartbeat changed later is forgotten by then.)
+        """
+        silent = self.silence(uid)
+        return self.unchanged(uid) if silent is None else silent
+
     def is_silent(self, uid: str) -> bool:
         """Whether it was heard before, and is not any more."""
         silent = self.silence(uid)

@@ -64,8 +64,10 @@ def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory
         others = len(part.failures) - (1 if verdict.failure is not None else 0)
         more = f" (+{others} more)" if others else ""
         text = f"{size}{lasted}: {brief(verdict.summary)}{more}"
-        rank = verdict.failure.global_rank if verdict.failure is not None else None
-        return f"{size}|{verdict.fingerprint}|{rank}|{others}", text
+        where = (
+            verdict.failure.global_rank if verdict.failure is not None else verdict.lost_node and verdict.lost_node.node
+        )
+        return f"{size}|{verdict.fingerprint}|{where}|{others}", text
     if part.succeeded:
         end = "all workers ended with 0"
     elif part.stopping_reasons:

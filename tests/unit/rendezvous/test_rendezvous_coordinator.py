@@ -456,6 +456,24 @@ def test_too_few_nodes(what: str, seen: View, reason: str | None) -> None:
     assert proposal.record.memory == MEMORY
 
 
+@pytest.mark.parametrize(
+    ("what", "joined", "dead", "lost", "spares"),
+    [
+        ("a spare that lives", ALL[3:], (), (), ()),
+        ("a dead one", ALL[3:], ALL[3:], (3,), (uid(3),)),
+        ("one with a new agent", [uid(3), uid(3, 2)], ALL[3:], (), ()),
+        ("a member whose workers were done", (), ALL[2:3], (2,), ()),
+    ],
+)
+def test_who_is_dead_when_the_run_ends_is_lost(
+    what: str, joined: Sequence[str], dead: Sequence[str], lost: tuple[int, ...], spares: tuple[str, ...]
+) -> None:
+    three = record(Status.FINAL, *ALL[:3], master="n0:1", waiting=len(joined))
+    seen = view(three, joined=joined, dead=frozenset(dead), done=frozenset(ALL[:3]))
+    proposal = committed(seen)
+    assert (proposal.event, proposal.record.lost, proposal.dead_spares) == (RoundEvent.CLOSE, lost, spares)
+
+
 def test_fewer_were_launched_than_are_needed() -> None:
     proposal = committed(view(START, joined=ALL[:1]), replace(SETTINGS, expected_nodes=1))
     assert proposal.record.outcome is Outcome.TOO_FEW_NODES

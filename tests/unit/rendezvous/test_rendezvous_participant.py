@@ -417,6 +417,45 @@ def test_who_stops_its_heartbeat_is_lost_and_named_with_its_age(store: SpyStore,
     assert 20 < lost["age"] < 23
 
 
+def test_the_age_of_who_was_in_touch_counts_from_when_it_was_heard_last(store: SpyStore, clock: FakeClock) -> None:
+    """Its heartbeat has been the same for much longer: who is in touch rarely changes it."""
+    first, second = running(store, clock)
+    for _ in range(25):
+        clock.now += 1
+        first.participant.heard([second.info.uid])
+        first.settle_down()
+    advance(clock, 12, first)
+    assert first.record.lost == (1,)
+    (lost,) = [fields for event, fields in first.events if event == "node_lost"]
+    assert 7 <= lost["age"] < 12
+
+
+def test_nobody_waits_for_the_goodbye_of_a_spare_that_has_died(store: SpyStore, clock: FakeClock) -> None:
+    observer = Seat(store, clock, OBSERVER_NODE)
+    observer.settle_down()
+    first, second = running(store, clock)
+    spare = Seat(store, clock, 2)
+    spare.participant.join()
+    spare.settle_down()
+    first.settle_down()
+    assert first.record.waiting == 1
+    advance(clock, 25, first, second)
+    assert (first.record.waiting, first.record.lost) == (0, ())
+    for seat in (first, second):
+        seat.participant.report_done(0)
+        seat.settle_down()
+    first.settle_down()
+    assert (first.record.status, first.record.outcome) == (Status.CLOSED, Outcome.SUCCEEDED)
+    (lost,) = [fields for event, fields in first.events if event == "spare_lost"]
+    assert (lost["round"], lost["node"], lost["host"]) == (0, 2, "n2")
+    assert 20 < lost["age"] <= 25
+    for seat in (first, second):
+        seat.participant.say_goodbye()
+        seat.settle_down()
+    observer.settle_down()
+    assert "agents_departed" in [event for event, _ in observer.events]
+
+
 def test_a_lost_node_has_the_last_call_to_come_back(store: SpyStore, clock: FakeClock) -> None:
     first, _ = running(store, clock)
     first.participant.join()

@@ -69,3 +69,17 @@ def test_a_node_whose_words_did_not_get_through_is_lost_with_its_agent_s_code(bu
     (attempt,) = collect_run(builder.root).attempts
     (loss,) = attempt.rounds[0].lost_nodes
     assert loss.detail == "its agent took it out: a health check failed"
+
+
+def test_rounds_that_lost_different_nodes_are_not_told_as_the_same(builder: RunBuilder) -> None:
+    """With spares the rounds look alike but for that."""
+    builder.attempt(0)
+    for index, node in enumerate((1, 2)):
+        builder.round(0, index, at=10 * index + 1)
+        builder.event(0, "agent", 0, 10 * index + 8, "node_lost", round=index, node=node, host=f"n{node + 1}", age=7.0)
+        builder.stopped(0, index, at=10 * index + 8.1)
+    text = render_text(collect_run(builder.root))
+    assert [line for line in text.splitlines() if line.endswith(("node n2 was lost", "node n3 was lost"))][-2:] == [
+        line for line in text.splitlines() if line.strip().startswith(("round 0:", "round 1:"))
+    ]
+    assert "the same" not in text

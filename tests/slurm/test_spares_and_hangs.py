@@ -1,0 +1,127 @@
+"""Spares that take lost nodes' places, and a worker that hangs, on a real Slurm of four nodes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_runs import Run, SlurmRuns
+
+SHORT = ("-t", "10", "--nproc-per-node", "2")
+
+# Each rank says where it sits, and ends when it is told to.
+SEATED = """
+import os, pathlib, time
+env = os.environ
+print("seat", env["RANK"], "of", env["WORLD_SIZE"], "round", env["TORCHELASTIC_RESTART_COUNT"])
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
+"""
+
+# Rank 3 never comes out of its section; the others wait for it a step further, as in a collective.
+ONE_HANGS = """
+import os, threading, time
+import hpc_elastic
+
+def wait_in_a_collective():
+    time.sleep(600)
+
+def read_the_batch():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+rank, first = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+threading.Thread(target=time.sleep, args=(600,), name="loader", daemon=True).start()
+for step in range(4):
+    hpc_elastic.heartbeat(step=step)
+if first and rank == 3:
+    with hpc_elastic.section("load"):
+        read_the_batch()
+hpc_elastic.heartbeat(step=4)
+if first:
+    wait_in_a_collective()
+print("rank", rank, "trained in round", os.environ["TORCHELASTIC_RESTART_COUNT"])
+"""
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    return SlurmRuns(cluster)
+
+
+def _seats(run: Run, round_index: int, *, world: int, timeout: float = 30) -> dict[int, str]:
+    """Rank → node, when all of a round have told theirs."""
+    line = re.compile(rf"^\[(\w+):(\d+)\] seat \2 of {world} round {round_index}$", re.M)
+    log = run.wait_log(lambda log: len(line.findall(log)) == world, timeout=timeout)
+    return {int(rank): node for node, rank in line.findall(log)}
+
+
+def _say_end(runs: SlurmRuns) -> None:
+    (runs.folder / "end").touch()
+
+
+def test_a_spare_takes_a_lost_nodes_ranks_and_without_one_the_run_shrinks(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    run = runs.submit("--nodes", "2-3", "--spares", "1", *SHORT, runs.script(SEATED))
+    assert _seats(run, 0, world=6) == {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3", 5: "n3"}
+    assert cluster.job_info(run.job)["NumNodes"] == "4"
+    run.wait_log(lambda log: "n4 waits as a spare" in log)
+    cluster.kill_node("n2")
+    # One round, and nobody who lives has moved.
+    assert _seats(run, 1, world=6) == {0: "n1", 1: "n1", 2: "n4", 3: "n4", 4: "n3", 5: "n3"}
+    cluster.kill_node("n4")
+    assert _seats(run, 2, world=4) == {0: "n1", 1: "n1", 2: "n3", 3: "n3"}
+    _say_end(runs)
+    log = run.wait_log(lambda log: "; exit code 0" in log, timeout=20)
+    assert "n4 took the place of n2" in log
+    rounds = re.findall(r"^ +round (\d): (\d) nodes, (\d) workers,.*: (.*)$", run.log, re.M)
+    assert rounds == [
+        ("0", "3", "6", "node n2 was lost"),
+        ("1", "3", "6", "node n4 was lost"),
+        ("2", "2", "4", "all workers ended with 0"),
+    ]
+    assert {(e["round"], e["restarts_used"]) for e in run.events() if e["event"] == "round_final"} == {
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    }
+
+
+def test_a_node_lost_with_the_only_spare_requeues_where_all_are_needed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    quick = ("--rdzv-conf", "last_call_timeout=2")
+    run = runs.submit("--nodes", "3", "--spares", "1", *quick, *SHORT, runs.script(SEATED))
+    assert _seats(run, 0, world=6)[5] == "n3"
+    assert cluster.job_info(run.job)["NumNodes"] == "4"
+    cluster.kill_node("n4")
+    cluster.kill_node("n3")
+    log = run.wait_log(lambda log: f"job {run.job} is requeued" in log, timeout=40)
+    assert "round 1: role" not in log, "no round without as many nodes as were asked for"
+    closed, ended = (
+        next(event["t"] for event in run.events() if event["event"] == name) for name in ("closed", "attempt_ended")
+    )
+    assert (ended - closed) / 1e9 < 8.0, "nobody waits for the goodbye of a spare that is dead"
+    result = run.result()
+    assert result["outcome"] == "too_few_nodes"
+    assert "n3" in result["reason"]
+    cluster.run(["scancel", run.job])
+
+
+def test_a_hang_is_told_with_all_nodes_stacks_and_the_run_starts_again(runs: SlurmRuns) -> None:
+    run = runs.submit_and_follow(
+        "--nodes", "3", *SHORT, "--section-timeouts", "step:60,load:2", runs.script(ONE_HANGS), timeout=60
+    )
+    assert run.done is not None
+    assert run.done.returncode == 0, run.log
+    assert sorted(re.findall(r"rank (\d) trained in round (\d)", run.log)) == [(str(rank), "1") for rank in range(6)]
+    cause = run.report()["verdict"]["failure"]
+    assert (cause["global_rank"], cause["host"], cause["failure_class"]) == (3, "n2", "hang")
+    # The job log has it all: who, where in the script, and where all the others were.
+    report = run.log.partition("Root Cause (first observed failure)")
+    assert "in section 'load' at step 3" in report[2]
+    assert "in read_the_batch" in report[2]
+    assert "rank 3: " in run.log
+    assert "ranks 0-2,4-5: wait_in_a_collective" in run.log
