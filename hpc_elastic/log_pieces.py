@@ -156,3 +156,12 @@ class EndReader:
     def __exit__(self, *_: object) -> None:
         for fd in self._fds:
             os.close(fd)
+
+
+def holds_at_end(path: Path | str, words: bytes, *, within: int) -> bool:
+    """Whether `words` stand in the last `within` bytes of an output file. Never raises."""
+    try:
+        with EndReader(path) as file:
+            return words in file.read(within)
+    except OSError:
+        return False

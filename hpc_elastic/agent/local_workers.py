@@ -17,6 +17,7 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.log_pieces import holds_at_end
 from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
@@ -41,6 +42,8 @@ HURRIED_SECONDS = 2.0
 """The same when this node is to end."""
 DRAIN_SECONDS = 0.5
 """How long the last words of an ended worker are waited for; a descendant may hold its pipes open."""
+_TRACEBACK = b"Traceback (most recent call last)"
+_GLANCE = 16 << 10
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
 _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
@@ -350,8 +353,10 @@ class LocalWorkers:
         failures = []
         for slot in silenced:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
-            if slot.exit is None or not ends_with_traceback(slot.paths.stderr):
+            if slot.exit is None or not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_GLANCE):
                 continue
+            from hpc_elastic.failures.evidence import describe_failure, write_evidence
+
             facts = self._facts(slot, slot.exit, kills)
             failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
             if failure.exception_type:

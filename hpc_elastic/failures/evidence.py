@@ -277,6 +277,7 @@ def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
         details.append(found.message)
     if facts.oom_kills and number == 9:
         times = "once" if facts.oom_kills == 1 else f"{facts.oom_kills} times"
+        text = f"Out of memory: {text}"
         details.append(f"the kernel's OOM killer struck {times} in this cgroup meanwhile")
     if facts.core_dumped:
         details.append("core dumped")

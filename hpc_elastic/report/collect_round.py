@@ -29,6 +29,7 @@ class RoundBuilder:
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator tells it."""
+    own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Nodes that told the end of their workers."""
@@ -69,6 +70,7 @@ class RoundBuilder:
             nodes=tuple(self.nodes[node] for node in sorted(self.nodes)),
             failures=tuple(failures[rank] for rank in sorted(failures)),
             lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
+            own_failures=tuple(self.own[node] for node in sorted(self.own)),
             succeeded_nodes=frozenset(self.succeeded),
             stopping_reasons=tuple(dict.fromkeys(self.stopping)),
             decision=self.decision,
@@ -176,6 +178,10 @@ def _node_left(part: RoundBuilder, event: dict[str, Any], when: int, node: int, 
     part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why)
 
 
+def _platform_failure(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.own[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, broke=text_of(event.get("reason")))
+
+
 def _workers_succeeded(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     part.succeeded.add(node)
     _ended(part, when, node)
@@ -229,6 +235,7 @@ ROUND_HANDLERS = {
     "node_lost": _node_lost,
     "node_left": _node_left,
     "health_check_failed": _health_check_failed,
+    "platform_failure": _platform_failure,
     "workers_succeeded": _workers_succeeded,
     "workers_stopping": _workers_stopping,
     "workers_stopped": _workers_stopped,

@@ -29,10 +29,14 @@ class NodeLoss:
     """Its agent died and was started again: the node itself was well."""
     left: str = ""
     """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
+    broke: str = ""
+    """What of this package failed there, by that node's own clock: the node went on. Empty: the node did not."""
 
     @property
     def summary(self) -> str:
         """One clause: what was lost."""
+        if self.broke:
+            return f"{self.broke} (on {self.host})"
         if self.left:
             return f"{self.host} left: {self.left}"
         return f"the agent on {self.host} died" if self.agent_only else f"node {self.host} was lost"
@@ -102,6 +106,8 @@ class RoundHistory:
     nodes: tuple[RoundNode, ...] = ()
     failures: tuple[WorkerFailure, ...] = ()
     lost_nodes: tuple[NodeLoss, ...] = ()
+    own_failures: tuple[NodeLoss, ...] = ()
+    """What of this package failed (`NodeLoss.broke`); no node was lost by it."""
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
     decision: RestartDecision | None = None
@@ -113,7 +119,7 @@ class RoundHistory:
     @property
     def broken(self) -> bool:
         """Whether something failed in it, be it that everything that did was ended by us."""
-        return bool(self.failures or self.lost_nodes)
+        return bool(self.failures or self.lost_nodes or self.own_failures)
 
     @property
     def succeeded(self) -> bool:

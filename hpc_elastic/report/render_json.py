@@ -160,4 +160,5 @@ def _loss(loss: NodeLoss) -> dict[str, Any]:
         "detail": loss.detail or None,
         "agent_only": loss.agent_only,
         "left": loss.left or None,
+        "broke": loss.broke or None,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_elastic.failures.classify import Category
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import rank_ranges
@@ -11,10 +12,12 @@ from hpc_elastic.report.render_text_words import (
     clean_lines,
     clock_text,
     fit,
+    fit_traceback,
+    fold_repeats,
+    headline,
     shorten,
     text_field,
     time_text,
-    unwrapped,
     wrapped,
 )
 from hpc_elastic.report.subject import Subject
@@ -22,6 +25,13 @@ from hpc_elastic.report.verdict import Verdict
 
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
+_FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
+_WHOSE = {
+    Category.INPUT: "input: the call or the environment",
+    Category.WORKER: "worker: the script",
+    Category.PLATFORM: "platform: hpc-elastic",
+    Category.INFRASTRUCTURE: "infrastructure: the node or the cluster",
+}
 
 
 def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, lines: int | None) -> list[str]:
@@ -29,9 +39,13 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
     verdict, where = subject.verdict, _where(subject)
     if verdict.lost_node is not None:
         loss = verdict.lost_node
-        whose = f"{clean_line(loss.host)}'s clock" if loss.left else "last sign of it, by its observer's clock"
+        whose = (
+            f"{clean_line(loss.host)}'s clock"
+            if loss.left or loss.broke
+            else "last sign of it, by its observer's clock"
+        )
         return [
-            *unwrapped(loss.summary, width),
+            *headline(loss.summary, width),
             text_field("time", f"{time_text(loss.gone_ns)} ({whose})"),
             text_field("host", f"{clean_line(loss.host)} (node {loss.node}){where}"),
             *_last_words(subject.round, loss.node, width),
@@ -45,7 +59,7 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         found += [fit(f"  the agent on {clean_line(end.name)} ended with code {end.code}", width) for end in ends[:3]]
         return found
     fields = [
-        *unwrapped(failure.headline, width),
+        *headline(failure.headline, width),
         text_field("time", f"{time_text(failure.ended_ns, fine=True)} ({clean_line(failure.host)}'s clock)"),
         text_field("host", f"{clean_line(failure.host)} (node {failure.node}){where}"),
         text_field("rank", f"{failure.global_rank} (local_rank: {failure.local_rank})" + _also(verdict)),
@@ -100,9 +114,9 @@ def _also(verdict: Verdict) -> str:
 def describe_class(failure: WorkerFailure) -> str:
     """Why a failure is of its class, and whether another try may help."""
     retry = "" if failure.retryable else "; not worth another try"
-    return (
-        f"{failure.reason} ({failure.category.value}){retry}" if failure.reason else f"{failure.category.value}{retry}"
-    )
+    # Who was killed from outside may have done nothing wrong.
+    whose = failure.category.value if failure.signal in _FROM_OUTSIDE else _WHOSE[failure.category]
+    return f"{failure.reason} ({whose}){retry}" if failure.reason else f"{whose}{retry}"
 
 
 def _traceback(failure: WorkerFailure, width: int, lines: int | None) -> list[str]:
@@ -115,8 +129,10 @@ def _traceback(failure: WorkerFailure, width: int, lines: int | None) -> list[st
     elif failure.stderr_tail:
         title, body = "none was printed; the end of its stderr:", clean_lines(failure.stderr_tail)
     else:
-        return [text_field("traceback", "none was printed, and nothing else on stderr")]
+        hint = "; an exception leaves one: did the script close or redirect it?" if failure.exitcode == 1 else ""
+        return [text_field("traceback", f"none was printed, and nothing else on stderr{hint}")]
+    body = fold_repeats(body)
     if lines is not None and len(body) > lines - 1:
         keep = max(1, lines - 2)
         body = [f"... {len(body) - keep} lines above (--all shows them)", *body[-keep:]]
-    return [text_field("traceback", title).rstrip(), *(fit(f"    {line}", width) for line in body)]
+    return [text_field("traceback", title).rstrip(), *(fit_traceback(f"    {line}", width) for line in body)]

@@ -21,13 +21,26 @@ def done_lines(history: RunHistory, subject: Subject, shown: AttemptHistory | No
     title = "What was done about it:"
     if not lines:
         return [f"{title} nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
-    return [title, *(part for line in dict.fromkeys(lines) for part in _item(_without_repeat(line, lines[0]), width))]
+    told = [_without_cause(_without_repeat(line, lines[0]), subject) for line in dict.fromkeys(lines)]
+    return [title, *(part for line in told for part in _item(line, width))]
 
 
 def _without_repeat(line: str, first: str) -> str:
     """The supervisor's reason quotes the coordinator's, which stands above it already."""
     reason = first.partition(": ")[2]
     return line.replace(reason, "").rstrip(" :") if line is not first and len(reason) > 20 else line
+
+
+def _without_cause(line: str, subject: Subject) -> str:
+    """The coordinator's reason quotes the failure: where that is the root cause, it stands above it already."""
+    failure = subject.verdict.failure
+    if failure is None:
+        return line
+    before, quote, rest = line.partition(f": rank {failure.global_rank}: ")
+    said, arrow, after = rest.rpartition(" -> round ")
+    said = said if arrow else rest
+    # The coordinator's copy may be cut.
+    return f"{before}{arrow}{after if arrow else ''}" if quote and failure.headline.startswith(said[:60]) else line
 
 
 def _item(text: str, width: int) -> list[str]:

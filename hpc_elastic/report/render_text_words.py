@@ -10,6 +10,8 @@ from datetime import datetime
 
 from hpc_elastic.failures.traceback_text import clean_text
 
+_REPEATS = 3
+
 
 def text_field(name: str, value: str) -> str:
     """A field as torch prints it."""
@@ -27,10 +29,19 @@ def wrapped(name: str, text: str, width: int) -> list[str]:
     return [first, *(f"{'':14}{line}" for line in lines[1:4])]
 
 
-def unwrapped(text: str, width: int) -> list[str]:
-    """A headline in at most three lines."""
-    text, room = clean_line(text), width - 2
-    return [f"  {text[at : at + room]}" for at in range(0, min(len(text), 3 * room), room)] or ["  (no message)"]
+def headline(text: str, width: int) -> list[str]:
+    """What happened, in at most three lines, broken between words where there are any."""
+    lines: list[str] = []
+    text, room = brief(text).strip(), width - 2
+    while text and len(lines) < 3:
+        line = text[:room]
+        if len(text) > room and (blank := text.rfind(" ", room // 2, room + 1)) > 0:
+            line = text[:blank]
+        lines.append(line)
+        text = text[len(line) :].lstrip()
+    if text:
+        lines[-1] = f"{lines[-1][: room - 4].rstrip()} ..."
+    return [f"  {line}" for line in lines] or ["  (no message)"]
 
 
 def clean_line(text: str) -> str:
@@ -54,6 +65,37 @@ def brief(text: str) -> str:
 def fit(line: str, width: int) -> str:
     """A line that is cut at `width`."""
     return line if len(line) <= width else line[: width - 3] + "..."
+
+
+_FRAME = re.compile(r'(\s*(?:\| )*\s*File ")([^"]+)(", line \d+.*)')
+
+
+def fit_traceback(line: str, width: int) -> str:
+    """A line of a traceback that is cut at `width`: of a frame, the beginning of the path, not the function."""
+    match = _FRAME.fullmatch(line) if len(line) > width else None
+    if match is None:
+        return fit(line, width)
+    room = width - len(match[1]) - len(match[3]) - 3
+    cut = match[2][-room:] if room > 0 else ""
+    start = cut.find("/")
+    return f"{match[1]}...{cut[start:]}{match[3]}" if start >= 0 else fit(line, width)
+
+
+def fold_repeats(lines: list[str]) -> list[str]:
+    """Runs of the same line in a stack, as Python's own tracebacks fold them."""
+    folded: list[str] = []
+    at = 0
+    while at < len(lines):
+        end = at + 1
+        while end < len(lines) and lines[end] == lines[at]:
+            end += 1
+        if end - at > _REPEATS + 1 and lines[at].lstrip().startswith("File "):
+            indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+            folded += [*lines[at : at + _REPEATS], f"{indent}[Previous line repeated {end - at - _REPEATS} more times]"]
+        else:
+            folded += lines[at:end]
+        at = end
+    return folded
 
 
 def shorten(text: str, limit: int) -> str:

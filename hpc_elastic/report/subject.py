@@ -38,7 +38,12 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
 
 def verdict_of(part: RoundHistory) -> Verdict:
     """The verdict on one round."""
-    return decide_verdict(part.failures, lost_nodes=part.lost_nodes, words=part.words)
+    return decide_verdict(
+        part.failures,
+        lost_nodes=(*part.lost_nodes, *part.own_failures),
+        words=part.words,
+        ranks={rank: node.host for node in part.nodes for rank in node.ranks},
+    )
 
 
 def consequences(part: RoundHistory) -> int:

@@ -6,7 +6,7 @@ the clocks can tell apart are a tie, and said to be one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
@@ -15,6 +15,9 @@ from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankWord
 
+_OUR_SIGNALS = ("SIGTERM", "SIGKILL")
+"""Whoever ended by one of these may have logged an exception, and gone on, before a stop that it did not cause."""
+_HOSTS = 3
 _CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
 
 
@@ -84,6 +87,7 @@ def decide_verdict(
     *,
     lost_nodes: Sequence[NodeLoss] = (),
     words: Sequence[RankWord] = (),
+    ranks: Mapping[int, str] | None = None,
     clocks: ClockBounds | None = None,
 ) -> Verdict:
     """Name the root cause among the failures of one round.
@@ -92,12 +96,16 @@ def decide_verdict(
         failures: In any order.
         lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
         words: All ranks' last heartbeats.
+        ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
     bounds = clocks or ClockBounds()
     ordered = sorted(failures, key=lambda failure: (failure.ended_ns, failure.global_rank))
     causes = [failure for failure in ordered if failure.failure_class in _CAUSES]
     symptoms = [failure for failure in ordered if failure.failure_class is FailureClass.SYMPTOM]
+    # Ended by us, but it had printed an exception of its own before: it was about to end, or hung in its shutdown.
+    stopped = [failure for failure in ordered if failure.failure_class is FailureClass.STOPPED_BY_US]
+    talking = [failure for failure in stopped if failure.exception_type]
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
     lost = sorted(lost_nodes, key=lambda loss: (loss.gone_ns, loss.node))
     if lost and (not causes or lost[0].gone_ns <= causes[0].ended_ns):
@@ -105,18 +113,15 @@ def decide_verdict(
     if causes and causes[0].failure_class is FailureClass.HANG:
         return _hang_verdict(causes, symptoms, words, retryable=retryable)
     if causes:
-        return _worker_verdict(causes, len(symptoms), lost, bounds, retryable=retryable)
-    # Ended by us, but it had printed an exception of its own before: it may have hung in its shutdown.
-    talking = [failure for failure in ordered if failure.exception_type and failure not in symptoms]
-    if talking:
+        return _worker_verdict(causes, talking, len(symptoms), lost, bounds, retryable=retryable)
+    if talking and (symptoms or talking[0].signal not in _OUR_SIGNALS):
         return _talking_verdict(talking[0], len(symptoms), retryable=retryable)
     if symptoms:
         first = symptoms[0]
         return Verdict(
             cause=Cause.UNKNOWN,
             confidence=Confidence.NONE,
-            evidence=f"not known: {_count(len(symptoms), 'failure')} and each reads like a consequence of another; "
-            "the cause left no trace (a worker that hung, or ended early with 0?). Shown is the first one seen",
+            evidence=_unknown(symptoms, ranks or {}),
             failure=first,
             category=first.category,
             fingerprint=first.fingerprint,
@@ -125,6 +130,26 @@ def decide_verdict(
         )
     evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
     return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+
+
+def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
+    """Every failure is a consequence: whoever said nothing is the one to look at."""
+    if len(symptoms) == 1:
+        reads = "not known: the only failure reads like the consequence of another"
+    else:
+        reads = f"not known: {len(symptoms)} failures, and each reads like the consequence of another"
+    silent = sorted(ranks.keys() - {failure.global_rank for failure in symptoms})
+    if not silent:
+        return f"{reads}, which left no trace. Shown is the first one seen"
+    hosts = dict.fromkeys(ranks[rank] for rank in silent)
+    where = f"on {', '.join(hosts)}" if len(hosts) <= _HOSTS else f"on {len(hosts)} nodes"
+    told = "" if len(symptoms) == 1 else ". Shown is the first one seen"
+    if len(silent) == 1:
+        return f"{reads}. Look at rank {silent[0]} {where}, which did not fail: it hung, was late, or ended early{told}"
+    return (
+        f"{reads}. Look at ranks {rank_ranges(silent)} {where}, which did not fail: "
+        f"one of them hung, was late, or ended early{told}"
+    )
 
 
 def _hang_verdict(
@@ -170,11 +195,17 @@ def _hang_verdict(
 
 
 def _worker_verdict(
-    causes: list[WorkerFailure], symptoms: int, lost: list[NodeLoss], bounds: ClockBounds, *, retryable: bool
+    causes: list[WorkerFailure],
+    talking: list[WorkerFailure],
+    symptoms: int,
+    lost: list[NodeLoss],
+    bounds: ClockBounds,
+    *,
+    retryable: bool,
 ) -> Verdict:
     root = causes[0]
     others = [failure for failure in causes if failure.fingerprint != root.fingerprint]
-    same = _same(root, causes)
+    same = _same(root, [*causes, *talking])
     confidence = Confidence.HIGH
     consequences = f"; {_count(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
     if others:
@@ -200,7 +231,7 @@ def _worker_verdict(
     if symptoms:
         evidence += consequences
     if lost:
-        evidence += f"; {lost[0].host} left after it" if lost[0].left else f"; node {lost[0].host} was lost after it"
+        evidence += f"; {_after(lost[0])}"
     return Verdict(
         cause=Cause.WORKER,
         confidence=confidence,
@@ -214,6 +245,12 @@ def _worker_verdict(
     )
 
 
+def _after(loss: NodeLoss) -> str:
+    if loss.broke:
+        return f"after it, {loss.broke}"
+    return f"{loss.host} left after it" if loss.left else f"node {loss.host} was lost after it"
+
+
 def _node_verdict(
     lost: list[NodeLoss],
     causes: list[WorkerFailure],
@@ -225,7 +262,9 @@ def _node_verdict(
     first = lost[0]
     silent = [f"no sign of it for {_seconds(first.age)}"] if first.age else []
     parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
-    if first.left:
+    if first.broke:
+        parts = ["the script did not cause this: a process of hpc-elastic's own did"]
+    elif first.left:
         parts = ["it found itself unfit for another round, and took itself out"]
     confidence = Confidence.HIGH
     if len(lost) > 1:
@@ -242,15 +281,21 @@ def _node_verdict(
         confidence=confidence,
         evidence="; ".join(parts),
         lost_node=first,
-        category=Category.PLATFORM if first.agent_only else Category.INFRASTRUCTURE,
-        fingerprint="agent_died" if first.agent_only else "node_left" if first.left else "node_lost",
+        category=Category.PLATFORM if first.agent_only or first.broke else Category.INFRASTRUCTURE,
+        fingerprint=_node_fingerprint(first),
         retryable=retryable,
         candidates=tuple(causes),
     )
 
 
+def _node_fingerprint(loss: NodeLoss) -> str:
+    if loss.broke:
+        return "platform_failure"
+    return "agent_died" if loss.agent_only else "node_left" if loss.left else "node_lost"
+
+
 def _talking_verdict(failure: WorkerFailure, symptoms: int, *, retryable: bool) -> Verdict:
-    evidence = "likely: it had printed this and did not end; this job ended it"
+    evidence = "likely: it had printed this, and had not ended when this job ended it"
     if symptoms:
         evidence += (
             f"; {_count(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"

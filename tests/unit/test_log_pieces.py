@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.log_pieces import EndReader, find_pieces, parse_count, parse_size, piece_path, to_remove
+from hpc_elastic.log_pieces import EndReader, find_pieces, holds_at_end, parse_count, parse_size, piece_path, to_remove
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,12 @@ def test_any_pieces_read_like_the_whole(
     with EndReader(path) as file:
         for before in range(0, len(data) + 2, 7):
             assert file.read(count, before=before) == data[: max(0, len(data) - before)][-count:]
+
+
+def test_words_at_the_end_of_an_output_file(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    assert not holds_at_end(log, b"Traceback", within=100)
+    log.write_bytes(b"Traceback" + b"x" * 100)
+    assert not holds_at_end(log, b"Traceback", within=100)
+    assert holds_at_end(log, b"Traceback", within=109)
+    assert not holds_at_end(tmp_path, b"Traceback", within=100)

@@ -80,7 +80,7 @@ def test_no_logs_at_all(tmp_path: Path) -> None:
         ({"exitcode": -9}, "Signal 9 (SIGKILL) received by PID 4711"),
         (
             {"exitcode": -9, "oom_kills": 2},
-            "Signal 9 (SIGKILL) received by PID 4711; the kernel's OOM killer struck 2 times in this cgroup meanwhile",
+            "Out of memory: Signal 9 (SIGKILL) received by PID 4711; the kernel's OOM killer struck 2 times in this cgroup meanwhile",
         ),
         ({"exitcode": -11, "core_dumped": True}, "Signal 11 (SIGSEGV) received by PID 4711; core dumped"),
         ({"exitcode": 139}, "Process failed with exitcode 139 (SIGSEGV, as a shell reports it)"),
@@ -109,7 +109,7 @@ def test_describing_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(evidence, "_read_tail", broken)
     failure = describe(tmp_path, TRACE, exitcode=-9, oom_kills=1)
-    assert failure.message.startswith("Signal 9 (SIGKILL)")
+    assert failure.message.startswith("Out of memory: Signal 9 (SIGKILL)")
     assert failure.failure_class is FailureClass.INFRASTRUCTURE
     assert "defect" in failure.problem
 

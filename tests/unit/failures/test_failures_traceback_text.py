@@ -220,3 +220,14 @@ def test_cut_middle_keeps_both_ends() -> None:
     assert text.startswith("a" * 10 + "\n... 120 characters cut ...\n")
     assert text.endswith("z" * 70)
     assert cut_middle("short", 80) == "short"
+
+
+def test_a_fatal_error_with_the_same_calls_over_and_over_is_called_an_overflow() -> None:
+    frames = '  File "/u/train.py", line 5 in deep\n' * 100
+    dump = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n{frames}"
+    found = find_fatal_error(dump + "  ...\n")
+    assert found is not None
+    assert "the stack overflowed?" in found.message
+    whole = find_fatal_error(dump)
+    assert whole is not None
+    assert whole.message == "Fatal Python error: Segmentation fault"

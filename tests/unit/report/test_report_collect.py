@@ -88,6 +88,17 @@ def test_a_closed_run_is_the_decision_about_its_last_round(builder: RunBuilder) 
     assert (part.decision.action, part.decision.reason) == ("close", "restarts exhausted (0 of 0)")
 
 
+def test_what_failed_of_our_own_is_told_and_loses_no_node(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.event(0, "agent", 1, 33, "platform_failure", round=0, reason="the workers' TCPStore is gone: killed")
+    (part,) = collect_run(builder.root).attempts[0].rounds
+    (own,) = part.own_failures
+    assert (own.node, own.host, own.broke) == (1, "n2", "the workers' TCPStore is gone: killed")
+    assert part.lost_nodes == ()
+    assert part.broken
+
+
 def test_a_lost_node_is_named_and_its_agents_end_told(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=1)

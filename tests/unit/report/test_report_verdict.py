@@ -83,7 +83,40 @@ def test_only_symptoms_are_not_taken_for_a_cause() -> None:
     assert verdict.confidence is Confidence.NONE
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 0
-    assert verdict.evidence.startswith("not known: 2 failures and each reads like a consequence of another")
+    assert verdict.evidence.startswith("not known: 2 failures, and each reads like the consequence of another")
+
+
+def test_where_all_that_failed_are_symptoms_the_silent_rank_is_named() -> None:
+    hosts = {0: "n1", 1: "n1", 2: "n2", 3: "n2"}
+    verdict = decide_verdict([symptom(0, 1.0), symptom(1, 1.0), symptom(3, 1.1)], ranks=hosts)
+    assert verdict.confidence is Confidence.NONE
+    assert "Look at rank 2 on n2, which did not fail" in verdict.evidence
+    both = decide_verdict([symptom(0, 1.0), symptom(2, 1.0)], ranks=hosts)
+    assert "Look at ranks 1,3 on n1, n2, which did not fail" in both.evidence
+    assert "Look at" not in decide_verdict([symptom(rank, 1.0) for rank in hosts], ranks=hosts).evidence
+
+
+def test_our_own_failure_is_told_before_its_consequences() -> None:
+    gone = replace(lost(0, 5.0), broke="the workers' TCPStore is gone")
+    verdict = decide_verdict([symptom(0, 5.1), symptom(1, 5.2)], lost_nodes=[gone])
+    assert (verdict.category, verdict.confidence) == (Category.PLATFORM, Confidence.HIGH)
+    assert verdict.summary == "the workers' TCPStore is gone (on n1)"
+    assert verdict.evidence.endswith("2 failures elsewhere are its consequence")
+    assert decide_verdict([root(1, 4.0)], lost_nodes=[gone]).evidence.endswith(
+        "after it, the workers' TCPStore is gone"
+    )
+
+
+def test_who_had_printed_the_same_when_it_was_ended_is_counted() -> None:
+    ended = root(2, 1.1, exitcode=-15, stopped_by_agent=True)
+    verdict = decide_verdict([root(1, 1.0), ended])
+    assert verdict.same_failure == (1, 2)
+    assert verdict.evidence.startswith("the same failure on 2 ranks (1-2)")
+
+
+def test_an_exception_that_was_logged_before_a_stop_is_no_cause() -> None:
+    """Without anybody who felt it: a preempted run whose worker had caught one."""
+    assert decide_verdict([root(2, 9.0, exitcode=-15, stopped_by_agent=True)]).cause is Cause.NONE
 
 
 def test_what_was_ended_by_us_is_no_cause() -> None:

@@ -1,0 +1,42 @@
+"""How the text report writes what does not fit on a line."""
+
+from __future__ import annotations
+
+from hpc_elastic.report.render_text_words import fit_traceback, fold_repeats, headline
+
+
+def test_a_headline_breaks_between_words_and_says_that_it_was_cut() -> None:
+    text = "RuntimeError: " + "word " * 100
+    lines = headline(text, 60)
+    assert len(lines) == 3
+    assert all(len(line) <= 60 and line == line.rstrip() for line in lines)
+    assert all(line.endswith("word") for line in lines[:2])
+    assert lines[2].endswith(" ...")
+    assert headline("x" * 70, 60) == ["  " + "x" * 58, "  " + "x" * 12]
+    assert headline("", 60) == ["  (no message)"]
+
+
+def test_a_headline_is_without_the_place_in_a_librarys_source() -> None:
+    text = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
+    assert headline(text, 120) == ["  RuntimeError: Connection closed by peer"]
+
+
+def test_a_long_path_in_a_traceback_loses_its_beginning_not_the_function() -> None:
+    line = f'      File "/shared{"/folder" * 20}/lib/python3.11/site-packages/torch/optim.py", line 83, in wrapper'
+    shown = fit_traceback(line, 80)
+    assert len(shown) <= 80
+    assert shown.startswith('      File "...')
+    assert shown.endswith('/torch/optim.py", line 83, in wrapper')
+    assert fit_traceback(line, 300) == line
+    assert fit_traceback("    x = " + "1" * 100, 60).endswith("...")
+
+
+def test_the_same_frame_again_and_again_is_folded() -> None:
+    frame = '  File "/u/train.py", line 5 in deep'
+    assert fold_repeats(["a", *[frame] * 100, "b"]) == [
+        "a",
+        *[frame] * 3,
+        "  [Previous line repeated 97 more times]",
+        "b",
+    ]
+    assert fold_repeats([frame] * 4 + ["x"] * 9) == [frame] * 4 + ["x"] * 9
