@@ -1,9 +1,38 @@
 """One worker's failure: evidence, class, fingerprint; and torch's own names for it, without torch.
 
-Whoever imports from ``torch.distributed.elastic.multiprocessing.errors`` finds the same names here.
+Whoever imports from ``torch.distributed.elastic.multiprocessing.errors`` finds the same names here, and its modules
+``error_handler`` and ``handlers``. They are imported when they are first asked for: an agent needs none of them.
 """
 
-from hpc_elastic.failures.process_failure import ChildFailedError, ProcessFailure
-from hpc_elastic.failures.record import ErrorHandler, get_error_handler, record
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.error_handler import ErrorHandler
+    from hpc_elastic.failures.handlers import get_error_handler
+    from hpc_elastic.failures.process_failure import ChildFailedError, ProcessFailure
+    from hpc_elastic.failures.recording import record
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
+
+_HOMES = {
+    "ChildFailedError": "process_failure",
+    "ErrorHandler": "error_handler",
+    "ProcessFailure": "process_failure",
+    "get_error_handler": "handlers",
+    "record": "recording",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

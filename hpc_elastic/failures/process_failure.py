@@ -10,13 +10,13 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field  # not light_dataclass: as from torch's, one may inherit from it
 from datetime import datetime
 from typing import Any
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file
-from hpc_elastic.light_dataclass import dataclass, field
 
 NOT_AVAILABLE = "<N/A>"
 _WIDEST_RULE = 60

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.hang_evidence import HANG_FINGERPRINT
@@ -21,7 +21,6 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
-from hpc_elastic.failures.record import ErrorHandler
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.output import JobOutput, say
@@ -36,6 +35,9 @@ from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueFacts, de
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.store.ring_secret import read_secret
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
 
 logger = logging.getLogger(__name__)
 
@@ -297,12 +299,20 @@ def _report(attempt: AttemptInfo, paths: RunPaths, result: AttemptResult, decisi
             decision=f"{decision.action.value}: {decision.reason}",
         )
         say(report.text)
-        failure = report.verdict.failure
-        if decision.exit_code and failure is not None and failure.error_file:
-            # To whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees the first failure too.
-            ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
+        if decision.exit_code and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            _pass_on(report.verdict.failure)
     except Exception as error:
         logger.exception("the report could not be made: %s", error)
+
+
+def _pass_on(failure: WorkerFailure | None) -> None:
+    """Hand the first failure to whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees it too."""
+    from hpc_elastic.failures.error_handler import ErrorHandler
+
+    if failure is not None and failure.error_file:
+        ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
+    else:
+        logger.info("no worker left an error file that could be passed on")
 
 
 def _say_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:

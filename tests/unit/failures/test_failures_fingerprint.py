@@ -49,7 +49,7 @@ def test_the_users_frames_count_without_their_line_numbers() -> None:
 
 
 def test_user_frames() -> None:
-    recorder = Frame(file="/src/hpc_elastic/failures/record.py", line=1, function="wrapper")
+    recorder = Frame(file="/src/hpc_elastic/failures/recording.py", line=1, function="wrapper")
     frozen = Frame(file="<frozen runpy>", line=198, function="_run")
     assert user_frames([STDLIB, frozen, recorder, USER, TORCH]) == (USER,)
 

@@ -1,28 +1,24 @@
-"""`record`: write what a function raised into ``TORCHELASTIC_ERROR_FILE``. A drop-in for torch's, without torch.
+"""`ErrorHandler`: writes what was raised into ``TORCHELASTIC_ERROR_FILE``, and passes a child's file on.
 
-Not needed for a traceback in the report, since the agent finds it in stderr.log; a recorded one is exact, carries the
-time at which it was raised, and reaches outer schedulers.
+The methods, their parameters and their meaning are those of torch's
+``torch.distributed.elastic.multiprocessing.errors.error_handler`` (2.4 to 2.13 alike), without torch. What differs: a
+file is written whole or not at all, a file that can't be read is passed on as far as it could be saved, and nothing
+that fails here hides the failure that is on its way up.
 """
 
 from __future__ import annotations
 
-import functools
+import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-from hpc_elastic.failures.error_file import (
-    error_code_set,
-    error_data,
-    read_error_file,
-    write_error_data,
-)
+from hpc_elastic.atomic_file import write_private
+from hpc_elastic.failures.error_file import error_data, read_error_file
 from hpc_elastic.failures.fingerprint import fingerprint
-from hpc_elastic.failures.process_failure import NOT_AVAILABLE
 from hpc_elastic.failures.traceback_text import (
     MESSAGE_LIMIT,
     TEXT_LIMIT,
@@ -32,15 +28,15 @@ from hpc_elastic.failures.traceback_text import (
     find_python_traceback,
 )
 
+__all__ = ["ErrorHandler"]
+
 logger = logging.getLogger(__name__)
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
 
 class ErrorHandler:
-    """Writes failures down. Subclass it to do more; `record` calls the three public methods."""
+    """Writes failures down. Subclass it to do more: `record` calls the public methods, and any may be overridden."""
 
     def initialize(self) -> None:
         """Called before each recorded call. Turns faulthandler on: a fatal signal then leaves its stack on stderr."""
@@ -51,16 +47,16 @@ class ErrorHandler:
         except Exception as error:  # stderr is closed, or is no real file
             logger.warning("no stack will be shown for fatal signals: %s", error)
 
-    def record_exception(self, exc: BaseException) -> None:
+    def record_exception(self, e: BaseException) -> None:
         """Write the exception into the error file; without one, nothing (Python prints the traceback anyway)."""
         path = self._get_error_file_path()
         if not path:
             return
         now = time.time_ns()
-        text = _format(exc)
+        text = _format(e)
         found = find_python_traceback(text)
-        name = type(exc).__name__
-        message = _message_of(exc)
+        name = type(e).__name__
+        message = _message_of(e)
         own = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -76,6 +72,22 @@ class ErrorHandler:
             path,
             error_data(message=cut_end(f"{name}: {message}", MESSAGE_LIMIT), traceback=text, timestamp_ns=now, own=own),
         )
+
+    def override_error_code_in_rootcause_data(
+        self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
+    ) -> None:
+        """Put the child's exit code into its data, where ``message`` is an object; `dump_error_file` calls it.
+
+        Args:
+            rootcause_error_file: Where the data came from.
+            rootcause_error: Changed in place.
+            error_code: As subprocess gives it: negative for a signal, which the child could not write down itself.
+        """
+        message = rootcause_error.get("message")
+        if isinstance(message, dict):
+            message["errorCode"] = error_code
+        else:
+            logger.info("no exit code is added to %s: its message is no object", rootcause_error_file)
 
     def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
         """Pass a child's error file on as this process's own, with the child's exit code where one is given.
@@ -95,7 +107,7 @@ class ErrorHandler:
             logger.warning("the error file %s of the first failed process is %s", rootcause_error_file, content.problem)
             return
         if error_code:
-            data = error_code_set(data, error_code)
+            self.override_error_code_in_rootcause_data(rootcause_error_file, data, error_code)
         path = self._get_error_file_path()
         if not path:
             logger.info("no %s is set: %s is not passed on", ERROR_FILE_VARIABLE, rootcause_error_file)
@@ -107,71 +119,16 @@ class ErrorHandler:
         """Where to write; None: nowhere. Torch's handler has this method too, and people override it."""
         return os.environ.get(ERROR_FILE_VARIABLE)
 
+    def _write_error_file(self, file_path: str, error_msg: str) -> None:
+        """Write JSON text: through a temporary file and ``os.replace``. Torch's handler has this method too."""
+        write_private(Path(file_path), error_msg)
+
     def _write(self, path: str, data: dict[str, Any]) -> None:
         try:
-            write_error_data(Path(path), data)
+            # ASCII only: a message may hold lone surrogates, which no encoding of the file could store.
+            self._write_error_file(path, json.dumps(data, default=str))
         except OSError as error:  # a full disk must not hide the exception that is on its way up
             logger.warning("could not write the error file %s: %s", path, error)
-
-
-def get_error_handler() -> ErrorHandler:
-    """The handler that `record` uses where none is given."""
-    return ErrorHandler()
-
-
-def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
-    """Record what `fn` raises. Use it once per process, on the outermost function.
-
-    Everything is raised again, except an exit with 0, for which the call returns None. A
-    `ChildFailedError`, torch's or ours, passes the first child's file on. An exit with another code is a failure.
-
-    Example::
-
-        @record
-        def main(): ...
-    """
-    handler = error_handler or get_error_handler()
-
-    @functools.wraps(fn)
-    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
-        handler.initialize()
-        try:
-            return fn(*args, **kwargs)
-        except SystemExit as exit_request:
-            if exit_request.code == 0:
-                return None
-            if exit_request.code is not None:
-                _guarded(handler.record_exception, exit_request)
-            raise
-        except Exception as error:
-            first = _first_of_children(error)
-            if first is None:
-                _guarded(handler.record_exception, error)
-            elif first.error_file != NOT_AVAILABLE:
-                _guarded(handler.dump_error_file, first.error_file, first.exitcode)
-            else:
-                logger.info("local_rank %s failed and left no error file; its own log says more", first.local_rank)
-            raise
-
-    return wrapper
-
-
-def _guarded(action: Callable[..., None], *args: Any) -> None:
-    """A failure while reporting a failure never hides the failure."""
-    try:
-        action(*args)
-    except Exception:
-        logger.warning("the failure could not be recorded", exc_info=True)
-
-
-def _first_of_children(error: BaseException) -> Any:
-    """The first failure of a ChildFailedError, torch's included, which is not imported for this; else None."""
-    if not any(base.__name__ == "ChildFailedError" for base in type(error).__mro__):
-        return None
-    try:
-        return error.get_first_failure()[1]  # type: ignore[attr-defined]
-    except Exception:
-        return None
 
 
 def _message_of(exc: BaseException) -> str:
