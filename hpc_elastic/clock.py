@@ -23,6 +23,11 @@ class Clock(Protocol):
         ...
 
 
+def uptime_ns(clock: Clock) -> int:
+    """Nanoseconds that this host has been up: what is compared with another host's (`hpc_elastic.clock_offset`)."""
+    return round(clock.monotonic() * 1e9)
+
+
 class SystemClock:
     """The real clocks. ``CLOCK_BOOTTIME`` counts suspended time too, so a resumed holder sees its lease as old."""
 

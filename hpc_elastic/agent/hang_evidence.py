@@ -87,6 +87,7 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, told_ns: int) -
         failure = replace(
             found,
             ended_ns=told_ns,
+            ended_uptime_ns=max(0, found.ended_uptime_ns - (found.ended_ns - told_ns)),
             message=f"hang: {worker.why}",
             exception_type="",
             traceback=cut_middle(describe_stack(frames), TEXT_LIMIT),

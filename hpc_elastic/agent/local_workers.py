@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.clock import Clock
+from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.log_pieces import holds_at_end
@@ -310,7 +310,10 @@ class LocalWorkers:
             if not slot.stopped_by_agent:
                 continue
             status = slot.exit or ExitStatus(
-                exitcode=-int(signal.SIGKILL), core_dumped=False, noticed_ns=self._clock.time_ns()
+                exitcode=-int(signal.SIGKILL),
+                core_dumped=False,
+                noticed_ns=self._clock.time_ns(),
+                noticed_uptime_ns=uptime_ns(self._clock),
             )
             worker = HungWorker(
                 facts=self._facts(slot, status, kills),
@@ -388,6 +391,7 @@ class LocalWorkers:
             global_rank=self.layout.first_rank + local_rank,
             exitcode=127,
             ended_ns=self._clock.time_ns(),
+            ended_uptime_ns=uptime_ns(self._clock),
             message=str(error),
             exception_type=type(error).__name__,
             fingerprint=f"start:{type(error).__name__}",
@@ -420,6 +424,7 @@ class LocalWorkers:
             pid=slot.process.pid,
             exitcode=status.exitcode,
             ended_ns=status.noticed_ns,
+            ended_uptime_ns=status.noticed_uptime_ns,
             oom_kills=max(0, oom_kills),
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,

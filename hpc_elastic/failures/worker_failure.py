@@ -42,6 +42,8 @@ class ExitFacts:
     """Negative for a signal, like subprocess."""
     ended_ns: int
     """The agent's wall clock when it learned of the end, nanoseconds since the epoch."""
+    ended_uptime_ns: int = 0
+    """The same moment by the host's clock that nobody sets (`hpc_elastic.clock.uptime_ns`); 0: no agent saw it."""
     oom_kills: int = 0
     """By how much the cgroup's counter rose since the workers started (`cgroup.oom_kill_count`)."""
     core_dumped: bool = False
@@ -67,6 +69,8 @@ class WorkerFailure:
     """``SIGSEGV``; empty where no signal ended it."""
     ended_ns: int = 0
     """By the clock of `host`: shown, and compared with other hosts only within the clocks' bounds."""
+    ended_uptime_ns: int = 0
+    """The same moment by the host's clock that nobody sets: what failures are ordered by. 0: no agent saw it."""
     message: str = ""
     """``ValueError: bad batch``, or ``Signal 9 (SIGKILL) received by PID 4711``."""
     exception_type: str = ""

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Container, Mapping, Sequence
 from typing import NoReturn
 
-from hpc_elastic.clock import Clock
+from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.processes import linux, tree
 from hpc_elastic.processes.command_path import WorkerStartError, candidates, exec_failure
@@ -59,6 +59,8 @@ class ExitStatus:
     core_dumped: bool
     noticed_ns: int
     """This host's wall clock, nanoseconds since the epoch, when its end was seen."""
+    noticed_uptime_ns: int
+    """The same moment by the clock that nobody sets (`hpc_elastic.clock.uptime_ns`)."""
     lost: bool = False
     """Somebody else took the status; `exitcode` is 255 then, so that an unknown end never passes for success."""
 
@@ -87,7 +89,11 @@ class WorkerProcess:
                 info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
                 self.exit_status = ExitStatus(
-                    exitcode=_LOST_STATUS, core_dumped=False, noticed_ns=self._clock.time_ns(), lost=True
+                    exitcode=_LOST_STATUS,
+                    core_dumped=False,
+                    noticed_ns=self._clock.time_ns(),
+                    noticed_uptime_ns=uptime_ns(self._clock),
+                    lost=True,
                 )
                 self.is_released = True
                 return self.exit_status
@@ -97,6 +103,7 @@ class WorkerProcess:
                     exitcode=info.si_status if exited else -info.si_status,
                     core_dumped=info.si_code == os.CLD_DUMPED,
                     noticed_ns=self._clock.time_ns(),
+                    noticed_uptime_ns=uptime_ns(self._clock),
                 )
         return self.exit_status
 

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock import Clock, SystemClock, uptime_ns
 from hpc_elastic.clock_offset import Offset, PeerClock
 from hpc_elastic.digests import Mac, sha256
 from hpc_elastic.light_dataclass import dataclass, field
@@ -163,7 +163,7 @@ class Doorbell:
                 continue
 
     def _clock_words(self, host: str, port: int) -> dict[str, int]:
-        now_ns = round(self._clock.monotonic() * 1e9)
+        now_ns = uptime_ns(self._clock)
         known = self._clocks.get(self._senders.get((host, port), ""))
         ahead = known.to_tell(now_ns) if known is not None else None
         return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
@@ -171,7 +171,7 @@ class Doorbell:
     def offset_to(self, uid: str) -> Offset | None:
         """How far this host's clock since its boot is ahead of that of `uid`'s host; None: not known. Any thread."""
         known = self._clocks.get(uid)
-        return None if known is None else known.offset(round(self._clock.monotonic() * 1e9))
+        return None if known is None else known.offset(uptime_ns(self._clock))
 
     def deaf_for(self) -> float:
         """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
@@ -233,7 +233,7 @@ class Doorbell:
         sent, told = said.get("t"), said.get("b")
         if type(sent) is not int:
             return
-        now_ns = round(self._clock.monotonic() * 1e9)
+        now_ns = uptime_ns(self._clock)
         known = self._clocks.setdefault(sender, PeerClock())
         known.received(sent_ns=sent, received_ns=now_ns, told_ns=told if type(told) is int else None)
         self._senders[address] = sender

@@ -16,6 +16,8 @@ from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run_paths import RunPaths
 
 START_NS = 1_795_000_000_000_000_000
+UPTIME_NS = 5_000_000_000_000
+"""How long each host had been up by then, where a test says nothing else."""
 GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.{rank}]:24496. "
     "This is typically caused by a remote worker crashing."
@@ -91,6 +93,7 @@ def make_failure(
         exitcode=exitcode,
         signal=signal,
         ended_ns=START_NS + int(at * 1e9),
+        ended_uptime_ns=UPTIME_NS + int(at * 1e9),
         message=exception or text,
         exception_type=exception_type,
         traceback=traceback_of(exception) if exception else "",
