@@ -79,6 +79,7 @@ class EventLog:
             **self._head,
             "event": event,
             **fields,
+            **({"by": self._head["node"]} if "node" in fields else {}),
         }
         self._count += 1
         raw = (json_text(line) + "\n").encode()

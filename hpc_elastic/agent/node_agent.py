@@ -12,6 +12,7 @@ import logging
 import selectors
 import signal
 
+from hpc_elastic.agent.clock_words import ClockWords
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
@@ -77,6 +78,7 @@ class NodeAgent:
         self._is_unhealthy = False
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
+        self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -185,6 +187,7 @@ class NodeAgent:
         if self._phase is Phase.ENDED:
             return
         self._record = record
+        self._clock_words.heed(record.leader)
         self._checkpoints.heed(record)
         c = self._
         if any(supersedes(member.uid, c.info.uid) for member in record.members):
@@ -358,6 +361,7 @@ class NodeAgent:
         except (WorkerStartError, OSError) as error:
             self._could_not_start(error)
             return
+        self._clock_words.tell()
         c.events.write(
             "workers_started",
             round=record.round,
@@ -408,6 +412,7 @@ class NodeAgent:
             self._happens(Event.STOPPED, reason)
             return
         if not workers.stopping and self._stop_due is None:
+            self._clock_words.tell()
             self._.events.write("workers_stopping", round=workers.round, reason=reason)
             self._figures.begin("restart")
             self._figures.begin("stop")

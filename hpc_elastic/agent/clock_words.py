@@ -1,0 +1,94 @@
+"""What an agent tells its event log about its host's clock: how far it is ahead of the coordinators', each with a bound.
+
+Every node compares its clock with the coordinator's alone, by the packets that pass between the two anyway: so the
+report can order what happened on different nodes, over a chain of them where the coordinator changed. Nothing is told
+for its own sake: only where another line is written too, when workers start and when they are to be stopped.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hpc_elastic.clock import Clock, uptime_ns
+from hpc_elastic.clock_offset import Offset
+from hpc_elastic.events import EventLog
+from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.rendezvous.uid import node_of
+
+MOST_REFERENCES = 4
+"""Of so many coordinators, the latest ones, something is told."""
+STEP_NS = 1_000_000
+"""By so much the wall clock has to be set to be told of."""
+
+
+class Ruler(Protocol):
+    """What is needed of `store.doorbell.Doorbell`."""
+
+    def offset_to(self, uid: str) -> Offset | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockWord:
+    """What is known at one moment."""
+
+    offset: Offset
+    uptime_ns: int
+    """By this host's clock since its boot."""
+    wall_ns: int
+
+
+def is_news(word: ClockWord, told: ClockWord | None) -> bool:
+    """Whether `word` says more than `told`, the last one of its kind: that one grows old."""
+    if told is None:
+        return True
+    age = word.uptime_ns - told.uptime_ns
+    if abs(word.wall_ns - told.wall_ns - age) > STEP_NS:
+        return True
+    if abs(word.offset.offset_ns - told.offset.offset_ns) > word.offset.bound_ns + told.offset.aged(age).bound_ns:
+        return True
+    # A clock is never off from itself.
+    return 0 < 2 * word.offset.bound_ns < told.offset.aged(age).bound_ns
+
+
+class ClockWords:
+    """One agent's."""
+
+    def __init__(self, events: EventLog, ruler: Ruler | None, *, uid: str, clock: Clock) -> None:
+        """Args:
+        events: Where it is told.
+        ruler: Measures; None: nothing is ever told.
+        uid: This agent's own.
+        clock: The one that `ruler` reads, too.
+        """
+        self._events = events
+        self._ruler = ruler
+        self._uid = uid
+        self._clock = clock
+        self._told: dict[str, ClockWord | None] = {}
+        """By coordinator, the latest last."""
+
+    def heed(self, leader: str) -> None:
+        """This is the coordinator now."""
+        self._told[leader] = self._told.pop(leader, None)
+        if len(self._told) > MOST_REFERENCES:
+            del self._told[next(iter(self._told))]
+
+    def tell(self) -> None:
+        """Tell what is news."""
+        if self._ruler is None:
+            return
+        for reference, told in list(self._told.items()):
+            own = reference == self._uid
+            offset = Offset(offset_ns=0, bound_ns=0) if own else self._ruler.offset_to(reference)
+            if offset is None:
+                continue
+            word = ClockWord(offset=offset, uptime_ns=uptime_ns(self._clock), wall_ns=self._clock.time_ns())
+            if is_news(word, told):
+                self._told[reference] = word
+                self._events.write(
+                    "clock_offset",
+                    reference=node_of(reference),
+                    offset_ns=offset.offset_ns,
+                    bound_ns=offset.bound_ns,
+                    uptime_ns=word.uptime_ns,
+                )
