@@ -157,26 +157,37 @@ def ask_about(folder: Path) -> bool:
     return False
 
 
-def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | str:
+class Unreadable(str):
+    """Why a file could not be read."""
+
+    errno: int | None = None
+    """The filesystem's own word, where it was that which refused; another try may do better."""
+
+
+def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | Unreadable:
     """A JSON object from a file that may be missing, torn, foreign or newer.
 
     Returns:
-        The object, or a sentence that says why there is none ("missing", "unreadable: …"): readers treat that as a
-        fact, not as an exception.
+        The object, or a sentence, a `str`, that says why there is none ("missing", "unreadable: …"): readers treat
+        that as a fact, not as an exception.
     """
     try:
         try:
             raw = read_bytes(path, limit=limit)
         except FileNotFoundError:
             if not ask_about(path.parent):
-                return "missing"
+                return Unreadable("missing")
             raw = read_bytes(path, limit=limit)
     except FileNotFoundError:
-        return "missing"
+        return Unreadable("missing")
     except (OSError, UnsafePathError) as error:
-        return f"unreadable: {error}"
+        refused = Unreadable(f"unreadable: {error}")
+        refused.errno = error.errno if isinstance(error, OSError) else None
+        return refused
     try:
         value = json.loads(raw.decode("utf-8", "replace"))
     except (ValueError, RecursionError) as error:
-        return f"unreadable: {'cut off, ' if len(raw) >= limit else ''}{error}"
-    return value if isinstance(value, dict) else f"unreadable: holds a {type(value).__name__}, not an object"
+        return Unreadable(f"unreadable: {'cut off, ' if len(raw) >= limit else ''}{error}")
+    if isinstance(value, dict):
+        return value
+    return Unreadable(f"unreadable: holds a {type(value).__name__}, not an object")

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.light_dataclass import asdict, dataclass, field, fields
 
 VERSION = 1
 
 
-class UnreadableAttemptError(HpcElasticError):
+class UnreadableAttemptError(UnreadableFileError):
     """attempt.json is missing, torn, or of another version."""
-
-    template = "{path}: {why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +51,7 @@ def load_attempt(path: Path) -> AttemptInfo:
     """
     value = read_json(path)
     if isinstance(value, str):
-        raise UnreadableAttemptError(path=str(path), why=value)
+        raise UnreadableAttemptError(path=str(path), why=value, errno=value.errno)
     if value.get("version") != VERSION:
         raise UnreadableAttemptError(
             path=str(path), why=f"has format version {value.get('version')!r}; this program reads {VERSION}"

@@ -50,6 +50,17 @@ class UnsafePathError(UsageError):
     """A file or folder that another user owns, or could have planted, stands where ours should be."""
 
 
+class UnreadableFileError(HpcElasticError):
+    """A file of the run directory is missing, torn, or of a version that this program does not know."""
+
+    template = "{path}: {why}"
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the filesystem refused to give it (the fact `errno`), and may not the next time."""
+        return self.facts.get("errno") is not None
+
+
 class IllegalTransitionError(HpcElasticError):
     """A state machine was given an event that its state does not know: a defect in this package."""
 

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.light_dataclass import asdict, dataclass, field, fields
 from hpc_elastic.log_pieces import DEFAULT_PIECES, PieceLimit
 
 VERSION = 1
 
 
-class UnreadableRunError(HpcElasticError):
+class UnreadableRunError(UnreadableFileError):
     """run.json is missing, torn, or written by a newer version."""
-
-    template = "{path}: {why}"
 
 
 class EntryKind(str, Enum):
@@ -143,7 +141,7 @@ def load_run_spec(path: Path) -> RunSpec:
     """
     value = read_json(path)
     if isinstance(value, str):
-        raise UnreadableRunError(path=str(path), why=value)
+        raise UnreadableRunError(path=str(path), why=value, errno=value.errno)
     version = value.get("version")
     if version != VERSION:
         raise UnreadableRunError(path=str(path), why=f"has format version {version!r}; this program reads {VERSION}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import gc
 import logging
 import os
 import signal
@@ -30,11 +30,12 @@ from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
-from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.attempt import AttemptInfo, load_attempt
 from hpc_elastic.clock import Clock, SystemClock
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnreadableFileError, UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FileThread
+from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.guardian import end_strangers, start_guardian
@@ -46,7 +47,7 @@ from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_lo
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.run_spec import RunSpec, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.ring_secret import read_secret
 
@@ -82,6 +83,7 @@ def agent_main(argv: Sequence[str]) -> int:
     guardian = start_guardian(
         tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
     )
+    gc.enable()  # `cli.agent` turned it off for the imports
     left = end_strangers(tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
@@ -212,13 +214,44 @@ def node_key(cluster: str, node: int) -> str:
     return str(node) if cluster == "local" else "host"
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    run_dir: str
+    attempt: int
+    node: int | None
+    launcher_pid: int | None
+
+
+def _parse(argv: Sequence[str]) -> _Options:
+    given = dict(zip(argv[::2], argv[1::2], strict=False))
+    numbers = {name: value for name, value in given.items() if name != "--run-dir"}
+    if (
+        2 * len(given) == len(argv)
+        and {"--run-dir", "--attempt"} <= given.keys() <= {"--run-dir", "--attempt", "--node", "--launcher-pid"}
+        and all(value.isascii() and value.isdigit() for value in numbers.values())
+        and not given["--run-dir"].startswith("-")
+    ):
+        # As launchers call it. Whatever else, --help too, is for argparse, which takes 2 ms to import.
+        node, launcher = numbers.get("--node"), numbers.get("--launcher-pid")
+        return _Options(
+            run_dir=given["--run-dir"],
+            attempt=int(given["--attempt"]),
+            node=None if node is None else int(node),
+            launcher_pid=None if launcher is None else int(launcher),
+        )
+    return _parse_fully(argv)
+
+
+def _parse_fully(argv: Sequence[str]) -> _Options:
+    import argparse
+
     parser = argparse.ArgumentParser(prog="hpc-elastic agent", allow_abbrev=False)
     parser.add_argument("--run-dir", required=True, help="the run directory, on the shared filesystem")
     parser.add_argument("--attempt", type=int, required=True, help="number of the attempt")
     parser.add_argument("--node", type=int, help="index of this node; default: by SLURMD_NODENAME")
     parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)  # the parent, with whose end ours comes
-    return parser.parse_args(argv)
+    found = parser.parse_args(argv)
+    return _Options(run_dir=found.run_dir, attempt=found.attempt, node=found.node, launcher_pid=found.launcher_pid)
 
 
 def _end_with(launcher_pid: int) -> bool:
@@ -234,9 +267,9 @@ def _load(paths: RunPaths, number: int, clock: Clock) -> tuple[RunSpec, AttemptI
     for pause in (*READ_AGAIN_SECONDS, None):
         try:
             return load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)
-        except (UnreadableRunError, UnreadableAttemptError) as error:
+        except UnreadableFileError as error:
             # A node that says "usage" gets no agent any more: not for a fault that passes.
-            if pause is not None and "unreadable: [Errno" in str(error):
+            if pause is not None and error.may_pass:
                 clock.wait(threading.Event(), pause)
                 continue
             raise UsageError(

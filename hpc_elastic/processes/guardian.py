@@ -90,7 +90,8 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
         )
     agent = os.getpid()
     read_end, write_end = os.pipe()  # close-on-exec: a worker that held the write end would keep the guardian waiting
-    gc.collect()
+    if gc.isenabled():
+        gc.collect()
     gc.freeze()  # keep the collector from touching, and so copying, every page that the two share
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:

@@ -2,30 +2,109 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpc_elastic import atomic_file
 from hpc_elastic.agent import main
+from hpc_elastic.atomic_file import make_private_dir, read_bytes
+from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import UnreadableRunError
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.fake_clock import FakeClock
+
+SPEC = RunSpec(
+    run_id="r",
+    uid="0" * 32,
+    name="n",
+    created_ns=1,
+    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+    cwd="/",
+    cluster="local",
+)
+ATTEMPT = AttemptInfo(number=0, cluster="local", nodes=("a",), batch_host="a", started_ns=1)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(tmp_path)
+    SPEC.save(found.run_json)
+    make_private_dir(found.attempt(0).root)
+    ATTEMPT.save(found.attempt(0).attempt_json)
+    return found
+
+
+@pytest.mark.parametrize("file", ["run.json", "attempt.json"])
+@pytest.mark.parametrize(("why", "tries"), [("refused", 7), ("missing", 1), ("cut off", 1), ("says [Errno 5]", 1)])
+def test_a_fault_of_the_filesystem_is_waited_out_and_no_other(
+    file: str, why: str, tries: int, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = paths.run_json if file == "run.json" else paths.attempt(0).attempt_json
+    looks = []
+
+    def read(path: Path, *, limit: int) -> bytes:
+        if path != wanted:
+            return read_bytes(path, limit=limit)
+        looks.append(path)
+        if why == "refused":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read_bytes(path, limit=limit)
+
+    monkeypatch.setattr(atomic_file, "read_bytes", read)
+    monkeypatch.setattr(atomic_file, "ask_about", lambda folder: False)
+    if why == "missing":
+        wanted.unlink()
+    elif why == "cut off":
+        wanted.write_text('{"version": 1, "unreadable')
+    elif why == "says [Errno 5]":
+        wanted.write_text('{"version": "unreadable: [Errno 5]"}')
+    with pytest.raises(UsageError, match="can't be read from this node"):
+        main._load(paths, 0, FakeClock())
+    assert len(looks) == tries
+
+
+def test_a_fault_that_passes_costs_an_agent_only_time(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = [OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")]
+
+    def read(path: Path, *, limit: int) -> bytes:
+        if faults:
+            raise faults.pop()
+        return read_bytes(path, limit=limit)
+
+    monkeypatch.setattr(atomic_file, "read_bytes", read)
+    clock = FakeClock()
+    began = clock.monotonic()
+    assert main._load(paths, 0, clock) == (SPEC, ATTEMPT)
+    assert clock.monotonic() - began == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(
-    ("why", "tries"), [("unreadable: [Errno 5] Input/output error", 7), ("missing", 1), ("unreadable: cut off", 1)]
+    "argv",
+    [
+        ["--run-dir", "/r", "--attempt", "3"],
+        ["--attempt", "0", "--node", "2", "--run-dir", "/r s", "--launcher-pid", "17"],
+        ["--run-dir=/r", "--attempt=3"],
+        ["--run-dir", "--attempt", "--attempt", "3"],
+        ["--run-dir", "/r", "--attempt", "3", "--attempt", "4"],
+        ["--run-dir", "/r", "--attempt", "x"],
+        ["--run-dir", "/r", "--attempt", "3", "--node", "-1"],
+        ["--run-dir", "/r", "--attempt"],
+        ["--run-dir", "/r"],
+        ["--run-dir", "/r", "--attempt", "3", "--nodes", "1"],
+        [],
+    ],
 )
-def test_a_fault_of_the_filesystem_is_waited_out_and_no_other(
-    why: str, tries: int, monkeypatch: pytest.MonkeyPatch
+def test_options_mean_what_argparse_says_however_they_are_read(
+    argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    looks = []
+    def outcome(parse: Callable[[list[str]], object]) -> object:
+        try:
+            return parse(argv)
+        except SystemExit as stop:
+            return stop.code
 
-    def load(path: Path) -> None:
-        looks.append(path)
-        raise UnreadableRunError(path=str(path), why=why)
-
-    monkeypatch.setattr(main, "load_run_spec", load)
-    with pytest.raises(UsageError, match="can't be read from this node"):
-        main._load(RunPaths(Path("/nowhere/run")), 0, FakeClock())
-    assert len(looks) == tries
+    assert outcome(main._parse) == outcome(main._parse_fully)
