@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import hpc_elastic.failures as ours
 from hpc_elastic.failures import ChildFailedError, ProcessFailure
 
 TRACE = "Traceback (most recent call last):\n  File 'x', line 1, in f\nValueError: bad"
@@ -17,11 +15,6 @@ FILES: dict[str, Any] = {
     "torch": {
         "message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": TRACE, "timestamp": "1700000001"}}
     },
-    "code": {
-        "message": {"message": "E: x", "errorCode": 3, "extraInfo": {"py_callstack": "t", "timestamp": "1700000000"}}
-    },
-    "text": {"message": "just text", "timestamp": 1700000003},
-    "text without a time": {"message": "just text"},
 }
 
 
@@ -69,19 +62,6 @@ def test_a_bad_file_raises_nothing(tmp_path: Path, content: str, words: str) -> 
     assert words in ChildFailedError("train", {0: failure}).format_msg()
 
 
-@pytest.mark.parametrize("name", list(FILES))
-def test_fields_like_torchs(tmp_path: Path, name: str) -> None:
-    path = write(tmp_path, FILES[name])
-    failure = ProcessFailure(1, 997, 1, path)
-    assert failure.message == FILES[name]["message"]
-    assert failure.error_file_data == FILES[name]
-    assert failure.error_file == path
-
-
-def test_a_text_without_a_time_is_of_1970(tmp_path: Path) -> None:
-    assert ProcessFailure(1, 997, 1, write(tmp_path, {"message": "text"})).timestamp == 0
-
-
 def test_the_first_failure_by_time_then_finer_time_then_order(tmp_path: Path) -> None:
     def at(seconds: int, fine: int, name: str) -> ProcessFailure:
         inner = {"message": "m", "extraInfo": {"py_callstack": "t", "timestamp": str(seconds)}}
@@ -100,59 +80,8 @@ def test_the_host_is_where_it_happened(tmp_path: Path) -> None:
     assert "  host      : nid042\n" in str(error)
 
 
-def test_no_failures_are_refused() -> None:
-    with pytest.raises(AssertionError, match=r"train\.py"):
-        ChildFailedError("train.py", {})
-
-
 def test_it_pickles(tmp_path: Path) -> None:
     error = ChildFailedError("train.py", {3: ProcessFailure(0, 1, -9, "")})
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert again.failures == error.failures
-
-
-@pytest.mark.torch
-class TestBesideTorch:
-    """The same calls to torch's classes and to ours."""
-
-    @pytest.fixture
-    def theirs(self) -> Any:
-        return pytest.importorskip("torch.distributed.elastic.multiprocessing.errors")
-
-    def test_the_same_names(self, theirs: Any) -> None:
-        assert set(theirs.__all__) == set(ours.__all__)
-
-    @pytest.mark.parametrize("exitcode", [1, 3, -9, -11, -63, 0])
-    @pytest.mark.parametrize("name", list(FILES))
-    def test_process_failure(self, theirs: Any, tmp_path: Path, name: str, exitcode: int) -> None:
-        path = write(tmp_path, FILES[name])
-        mine, other = ProcessFailure(2, 997, exitcode, path), theirs.ProcessFailure(2, 997, exitcode, path)
-        for field in ("local_rank", "pid", "exitcode", "error_file", "error_file_data", "message", "timestamp"):
-            assert getattr(mine, field) == getattr(other, field), field
-        assert mine.signal_name() == other.signal_name()
-        assert mine.timestamp_isoformat() == other.timestamp_isoformat()
-
-    def test_process_failure_without_a_file(self, theirs: Any) -> None:
-        mine, other = ProcessFailure(2, 997, -9, "none"), theirs.ProcessFailure(2, 997, -9, "none")
-        assert (mine.error_file, mine.message) == (other.error_file, other.message)
-        assert abs(mine.timestamp - other.timestamp) <= 1
-
-    @pytest.mark.parametrize("names", [["torch"], ["torch", "code"], ["text", "torch", "code"]])
-    @pytest.mark.parametrize("delimiters", [{}, {"boarder_delim": "*", "section_delim": "~"}])
-    def test_format_msg(self, theirs: Any, tmp_path: Path, names: list[str], delimiters: dict[str, str]) -> None:
-        texts = []
-        for module in (ours, theirs):
-            failures = {}
-            for rank, name in enumerate(names):
-                path = write(tmp_path, FILES[name], f"error{rank}.json")
-                failures[rank] = module.ProcessFailure(rank, 900 + rank, -9 if rank else 1, path)
-            error = module.ChildFailedError("train.py", failures)
-            first = error.get_first_failure()
-            text = error.format_msg(**delimiters)
-            # torch's host is the one of whoever formats the report, and it leaves blanks before and for no signal.
-            text_shown = re.sub(r"\) +(?=\n|\()", ") ", re.sub(r"\)$", ") ", text, flags=re.MULTILINE))
-            texts.append((first[0], re.sub(r"host      : \S+", "host      : H", text_shown)))
-            if not delimiters:
-                assert str(error) == text
-        assert texts[0] == texts[1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.failures import ChildFailedError, ErrorHandler, ProcessFailure, get_error_handler, record
+from hpc_elastic.failures import ErrorHandler, record
 from hpc_elastic.failures.error_file import read_error_file
 
 
@@ -29,17 +29,6 @@ class Quiet(ErrorHandler):
 
 def recorded(fn: Any) -> Any:
     return record(fn, Quiet())
-
-
-def test_what_returns_is_returned_and_nothing_written(error_file: Path) -> None:
-    @recorded
-    def main(a: int, *, b: int) -> int:
-        "Add."
-        return a + b
-
-    assert main(1, b=2) == 3
-    assert (main.__name__, main.__doc__) == ("main", "Add.")
-    assert not error_file.exists()
 
 
 def test_an_exception_is_written_and_raised_again(error_file: Path) -> None:
@@ -142,70 +131,12 @@ def test_an_exception_that_cannot_be_shown(error_file: Path) -> None:
     assert read_error_file(error_file).message == "Odd: <its text could not be made: RuntimeError>"
 
 
-def test_a_childs_file_is_passed_on_with_its_exit_code(error_file: Path) -> None:
-    child = error_file.parent / "child.json"
-    inner = {"message": "ValueError: bad", "extraInfo": {"py_callstack": "Trace", "timestamp": "1700000001"}}
-    child.write_text(json.dumps({"message": inner, "hpc_elastic": {"host": "n7"}, "kept": [1]}))
-
-    @recorded
-    def main() -> None:
-        raise ChildFailedError("train", {0: ProcessFailure(0, 1, -11, str(child))})
-
-    with pytest.raises(ChildFailedError):
-        main()
-    assert json.loads(error_file.read_text()) == {
-        "message": {**inner, "errorCode": -11},
-        "hpc_elastic": {"host": "n7"},
-        "kept": [1],
-    }
-
-
 def test_a_torn_childs_file_is_passed_on_as_far_as_it_goes(error_file: Path) -> None:
     child = error_file.parent / "child.json"
     child.write_text('{"message": {"message": "ValueError: half')
     Quiet().dump_error_file(str(child), 7)
     found = read_error_file(error_file)
     assert (found.problem, found.message, found.error_code) == ("", "ValueError: half", 7)
-
-
-def test_a_child_without_a_file_writes_nothing(error_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-
-    @recorded
-    def main() -> None:
-        raise ChildFailedError("train", {3: ProcessFailure(2, 1, -9, "")})
-
-    with pytest.raises(ChildFailedError):
-        main()
-    assert not error_file.exists()
-    assert "local_rank 2 failed" in caplog.text
-
-
-def test_a_handler_of_the_users_own_is_called(error_file: Path) -> None:
-    calls: list[Any] = []
-
-    class Mine(ErrorHandler):
-        def initialize(self) -> None:
-            calls.append("initialize")
-
-        def record_exception(self, exc: BaseException) -> None:
-            calls.append(exc)
-
-        def dump_error_file(self, rootcause_error_file: str, error_code: int = 0) -> None:
-            calls.append((rootcause_error_file, error_code))
-
-    child = error_file.parent / "child.json"
-    child.write_text('{"message": "x"}')
-    boom = ValueError("bad")
-    for error in (boom, ChildFailedError("t", {0: ProcessFailure(0, 1, 4, str(child))})):
-
-        def main(error: Exception = error) -> None:
-            raise error
-
-        with pytest.raises(type(error)):
-            record(main, Mine())()
-    assert calls == ["initialize", boom, "initialize", (str(child), 4)]
-    assert isinstance(get_error_handler(), ErrorHandler)
 
 
 @pytest.mark.torch
