@@ -23,6 +23,8 @@ from hpc_elastic.file_thread import FileThread
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
+_READ_AT_ONCE = 1 << 20
+_LONGEST_LINE = 64 << 20
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """A filesystem that knows nothing of it."""
@@ -169,26 +171,54 @@ def _is_synced(fd: int) -> bool:
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """All events of an attempt, file by file, each file in its own order. Torn and foreign lines are left out."""
+    for path in event_files(folder):
+        yield from read_event_file(path)
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The files that hold an attempt's events, by name; none where the folder is missing or can't be read."""
     try:
         try:
             names = sorted(os.listdir(folder))
         except FileNotFoundError:
             if not ask_about(folder):
-                return
+                return []
             names = sorted(os.listdir(folder))
     except OSError:
-        return
-    for name in names:
-        if not name.endswith(".jsonl") or name.startswith("."):
-            continue
+        return []
+    return [folder / name for name in names if name.endswith(".jsonl") and not name.startswith(".")]
+
+
+def read_event_file(path: Path) -> Iterator[dict[str, Any]]:
+    """One writer's events in their order, as far as the file can be read. Torn and foreign lines are left out."""
+    rest = b""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while chunk := file.read(_READ_AT_ONCE):
+                block = rest + chunk
+                end = block.rfind(b"\n") + 1
+                yield from _read_lines(block[:end])
+                rest = block[end:]
+                if len(rest) > _LONGEST_LINE:
+                    return  # nothing that we wrote
+    except OSError:
+        pass
+    yield from _read_lines(rest)
+
+
+def _read_lines(raw: bytes) -> Iterator[dict[str, Any]]:
+    try:
+        lines = raw.decode().split("\n")
+    except UnicodeDecodeError:
+        lines = raw.decode("utf-8", "replace").split("\n")
+    # Not json.loads: for lines as short as these, most of its time goes into finding out how they are encoded.
+    decode = json.JSONDecoder().raw_decode
+    for line in lines:
         try:
-            with open(folder / name, "rb") as file:
-                for raw in file:
-                    try:
-                        value = json.loads(raw)
-                    except (ValueError, RecursionError):
-                        continue
-                    if isinstance(value, dict) and "event" in value:
-                        yield value
-        except OSError:
+            value, end = decode(line)
+            if end != len(line):
+                value = json.loads(line)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(value, dict) and "event" in value:
+            yield value

@@ -104,6 +104,7 @@ def tell_failure(events: EventLog, failure: WorkerFailure) -> None:
         error_file=failure.error_file,
         message=failure.headline,
         last_step=failure.last_step,
+        ended_ns=failure.ended_ns,
     )
 
 

@@ -64,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
         there = f"it has {', '.join(map(str, numbers))}" if numbers else "it has none yet"
         raise UsageError(f"run {history.run_id} has no attempt {attempt}; {there}")
     if args.format == "json":
-        from hpc_elastic.atomic_file import json_text
-        from hpc_elastic.report.render_json import render_json
+        from hpc_elastic.report.render_json import json_report
 
-        _print(json_text(render_json(history, attempt=attempt), indent=1) + "\n")
+        _print(json_report(history, attempt=attempt))
         return 0
     if args.format == "html" and args.output == "-":
         from hpc_elastic.report.render_html import render_html

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from hpc_elastic.atomic_file import ask_about, read_json
-from hpc_elastic.events import read_events
-from hpc_elastic.failures.evidence import read_failure
-from hpc_elastic.light_dataclass import replace
+from hpc_elastic.atomic_file import read_json
+from hpc_elastic.events import event_files, read_event_file
 from hpc_elastic.report.collect_attempt import AttemptBuilder
+from hpc_elastic.report.collect_evidence import read_failures
 from hpc_elastic.report.collect_round import rank_words
 from hpc_elastic.report.collect_values import integer, names_of, text_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
-from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
+from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 
 _JSON_LIMIT = 4 << 20
 
@@ -57,12 +53,16 @@ def collect_attempt(paths: AttemptPaths) -> AttemptHistory:
         builder.job_id = text_of(info.get("job_id"))
         builder.nodes = names_of(info.get("nodes"))
         builder.started_ns = integer(info.get("started_ns"))
-    for event in read_events(paths.events):
-        try:
-            builder.take(event)
-        except (TypeError, ValueError, OverflowError) as error:
-            builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
-    _read_failures(paths, builder)
+    for path in event_files(paths.events):
+        builder.words.begin_file()
+        for event in read_event_file(path):
+            try:
+                builder.take(event)
+            except (TypeError, ValueError, OverflowError) as error:
+                builder.words.miss()
+                builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
+    builder.words.begin_file()
+    read_failures(paths, builder)
     _read_heartbeats(paths, builder)
     return builder.build()
 
@@ -87,38 +87,3 @@ def _names_in(folder: Path) -> list[str]:
         return [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
     except OSError:
         return []
-
-
-def _read_failures(paths: AttemptPaths, builder: AttemptBuilder) -> None:
-    """error.json of every rank of every round: an event that was never written hides no failure."""
-    texts: dict[str, str] = {}
-    for index in sorted(_indices(paths.root, round_index)):
-        part = builder.round(index)
-        for rank in sorted(_indices(paths.round_dir(index), rank_index)):
-            error_file = paths.rank(index, rank).error_file
-            facts = part.facts(paths.number, rank)
-            failure = read_failure(error_file, facts=facts)
-            if failure is None and rank in part.told and ask_about(error_file.parent):
-                failure = read_failure(error_file, facts=facts)  # an earlier report here missed it, and NFS remembers
-            if failure is None:
-                continue
-            # Where the file lies is the truth about its place; the same text on 500 ranks is kept once.
-            part.failures[rank] = replace(
-                failure,
-                attempt=paths.number,
-                round=index,
-                global_rank=rank,
-                traceback=texts.setdefault(failure.traceback, failure.traceback),
-                stderr_tail=texts.setdefault(failure.stderr_tail, failure.stderr_tail),
-                message=texts.setdefault(failure.message, failure.message),
-                fingerprint=sys.intern(failure.fingerprint),
-                host=sys.intern(failure.host),
-            )
-
-
-def _indices(folder: Path, parse: Any) -> Iterable[int]:
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return []
-    return [number for number in map(parse, names) if number is not None]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
-from hpc_elastic.report.collect_values import integer, names_of, text_of
-from hpc_elastic.report.history import AgentEnd, AttemptHistory, NodeLoss, RestartDecision, RoundHistory
+from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of
+from hpc_elastic.report.collect_words import WholeWords
+from hpc_elastic.report.history import AgentEnd, AttemptHistory, NodeLoss, RestartDecision, RoundHistory, RoundNode
 from hpc_elastic.report.output_losses import OutputLoss, read_loss
 from hpc_elastic.report.timeline_times import TimesBuilder
 
@@ -36,35 +38,42 @@ class AttemptBuilder:
     closed_outcome: str = ""
     closed_reason: str = ""
     times: TimesBuilder = field(default_factory=TimesBuilder)
+    words: WholeWords = field(default_factory=WholeWords)
+    known: dict[RoundNode, RoundNode] = field(default_factory=dict)
 
     def round(self, index: int) -> RoundBuilder:
         """That round's builder."""
         if index not in self.rounds:
-            self.rounds[index] = RoundBuilder(index)
+            self.rounds[index] = RoundBuilder(index, self.known)
         return self.rounds[index]
 
     def take(self, event: dict[str, Any]) -> None:
         """Fill in what one event tells; an event that this version does not know tells nothing."""
-        name, when = event["event"], integer(event.get("t")) or 0
-        node, host = integer(event.get("node")), text_of(event.get("host"))
-        self.times.take(event)
-        if name == "closed":
-            self.closed_outcome, self.closed_reason = text_of(event.get("outcome")), text_of(event.get("reason"))
+        name, role, when = event["event"], event.get("role"), integer_or(integer(event.get("t")), 0)
+        node, index = integer(event.get("node")), integer(event.get("round"))
+        if not isinstance(name, str):
             return
-        handler = _HANDLERS.get((text_of(event.get("role")), name)) if isinstance(name, str) else None
-        if handler is not None:
-            handler(self, event, when)
-            return
-        index = integer(event.get("round"))
-        if index is None or index < 0 or not isinstance(name, str):
-            return
+        if role == "agent":
+            self.words.take(name, number=event.get("n"), node=node, index=index)
+            self.times.take(event, name, node=node, index=index, when=when)
         round_handler = ROUND_HANDLERS.get(name)
         if round_handler is not None:
-            round_handler(self.round(index), event, when, -1 if node is None else node, host)
+            if index is not None and index >= 0:
+                host = text_of(event.get("host"))
+                round_handler(self.round(index), event, when, -1 if node is None else node, host)
+        elif name == "closed":
+            self.closed_outcome, self.closed_reason = text_of(event.get("outcome")), text_of(event.get("reason"))
+        elif isinstance(role, str) and (handler := _HANDLERS.get((role, name))) is not None:
+            handler(self, event, when)
 
     def build(self) -> AttemptHistory:
         """What is known of the attempt."""
         self._tell_once_who_left()
+        bad_ends: dict[int, list[AgentEnd]] = {}
+        for end in self.agent_ends:
+            if end.code != 0:
+                bad_ends.setdefault(end.node, []).append(end)
+        cut_short = {node: self._cut_short(node) for node in bad_ends}
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         rounds = [part for part in (self.rounds[i].build() for i in sorted(self.rounds)) if part.nodes or part.broken]
         return AttemptHistory(
@@ -77,7 +86,7 @@ class AttemptBuilder:
             reason=self.reason or self.closed_reason,
             exit_code=self.exit_code,
             decision=self.decision,
-            rounds=tuple(self._completed(part) for part in rounds),
+            rounds=tuple(self._completed(part, bad_ends, cut_short) for part in rounds),
             agent_ends=tuple(self.agent_ends),
             relaunched=tuple(self.relaunched),
             notices=tuple(dict.fromkeys(self.notices)),
@@ -94,10 +103,15 @@ class AttemptBuilder:
                 if node not in told:
                     part.lost[node] = loss
 
-    def _completed(self, part: RoundHistory) -> RoundHistory:
+    def _completed(
+        self, part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
+    ) -> RoundHistory:
         """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
-        lost = [*(self._named(loss) for loss in part.lost_nodes), *self._dead_agents(part)]
-        part = replace(part, lost_nodes=tuple(lost))
+        lost = [self._named(loss, bad_ends) for loss in part.lost_nodes]
+        if bad_ends:
+            lost += _dead_agents(part, bad_ends, cut_short)
+        if lost:
+            part = replace(part, lost_nodes=tuple(lost))
         if part.decision is not None or not part.broken:
             return part
         after = self.rounds.get(part.index + 1)
@@ -111,43 +125,45 @@ class AttemptBuilder:
             return part
         return replace(part, decision=decision)
 
-    def _dead_agents(self, part: RoundHistory) -> list[NodeLoss]:
-        """Agents that died in this round and were started again: no coordinator tells of them as lost nodes.
-
-        No clocks compared: such a node took part, told no end of it, and takes part in a later round. The n-th of its
-        rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
-        """
-        lost = []
-        known = {loss.node for loss in part.lost_nodes}
-        for node in part.nodes:
-            cut_short = self._cut_short(node.node)
-            ends = [end for end in self.agent_ends if end.node == node.node and end.code != 0]
-            if node.node in known or part.index not in cut_short[: len(ends)]:
-                continue
-            end = ends[cut_short.index(part.index)]
-            lost.append(
-                NodeLoss(
-                    round=part.index,
-                    node=node.node,
-                    host=node.host,
-                    seen_ns=end.seen_ns,
-                    detail=_code_text(end.code),
-                    agent_only=True,
-                )
-            )
-        return lost
-
     def _cut_short(self, node: int) -> list[int]:
         """Rounds of which this node told no end, though it was there again later."""
         mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
         return [index for index in mine[:-1] if node not in self.rounds[index].ended]
 
-    def _named(self, loss: NodeLoss) -> NodeLoss:
+    def _named(self, loss: NodeLoss, bad_ends: Mapping[int, Sequence[AgentEnd]]) -> NodeLoss:
         host = loss.host or (self.nodes[loss.node] if 0 <= loss.node < len(self.nodes) else f"node {loss.node}")
-        code = next((end.code for end in self.agent_ends if end.node == loss.node and end.code != 0), None)
+        code = next((end.code for end in bad_ends.get(loss.node, ())), None)
         if code is None or loss.left:
             return replace(loss, host=host)
         return replace(loss, host=host, detail=_code_text(code))
+
+
+def _dead_agents(
+    part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
+) -> list[NodeLoss]:
+    """Agents that died in this round and were started again: no coordinator tells of them as lost nodes.
+
+    No clocks compared: such a node took part, told no end of it, and takes part in a later round. The n-th of its
+    rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
+    """
+    lost = []
+    known = {loss.node for loss in part.lost_nodes}
+    for node in part.nodes:
+        ends = bad_ends.get(node.node, ())
+        if not ends or node.node in known or part.index not in cut_short[node.node][: len(ends)]:
+            continue
+        end = ends[cut_short[node.node].index(part.index)]
+        lost.append(
+            NodeLoss(
+                round=part.index,
+                node=node.node,
+                host=node.host,
+                seen_ns=end.seen_ns,
+                detail=_code_text(end.code),
+                agent_only=True,
+            )
+        )
+    return lost
 
 
 def _code_text(code: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
@@ -18,6 +19,8 @@ class RoundBuilder:
     """Fed by `ROUND_HANDLERS`, and with what the error files say."""
 
     index: int
+    known: dict[RoundNode, RoundNode] = field(default_factory=dict)
+    """Of all rounds: most are like the one before, and a thousand nodes of a hundred rounds are kept once."""
     reason: str = ""
     started_ns: int | None = None
     seconds: float | None = None
@@ -33,7 +36,7 @@ class RoundBuilder:
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     """Nodes that told the end of their workers."""
-    stopping: list[str] = field(default_factory=list)
+    stopping: dict[str, None] = field(default_factory=dict)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
     restarts_used: int | None = None
@@ -45,7 +48,7 @@ class RoundBuilder:
     def facts(self, attempt: int, rank: int) -> ExitFacts:
         """What is known of a rank from the events: for an error file that no agent completed."""
         told = self.told.get(rank)
-        node = next((node for node in self.nodes.values() if rank in node.ranks), None)
+        node = None if told else next((node for node in self.nodes.values() if rank in node.ranks), None)
         return ExitFacts(
             attempt=attempt,
             round=self.index,
@@ -72,7 +75,7 @@ class RoundBuilder:
             lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
             own_failures=tuple(self.own[node] for node in sorted(self.own)),
             succeeded_nodes=frozenset(self.succeeded),
-            stopping_reasons=tuple(dict.fromkeys(self.stopping)),
+            stopping_reasons=tuple(self.stopping),
             decision=self.decision,
             words=tuple(self.words[rank] for rank in sorted(self.words)),
             stacks=tuple(
@@ -113,13 +116,9 @@ def _round_frozen(part: RoundBuilder, event: dict[str, Any], when: int, node: in
 
 
 def _round_final(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    ranks = event.get("ranks")
-    part.nodes[node] = RoundNode(
-        node=node,
-        host=host,
-        ranks=tuple(rank for rank in ranks if isinstance(rank, int)) if isinstance(ranks, list) else (),
-        group_rank=integer_or(integer(event.get("group_rank")), -1),
-    )
+    group_rank = integer_or(integer(event.get("group_rank")), -1)
+    word = RoundNode(node, host, tuple(whole_numbers(event.get("ranks"))), group_rank)
+    part.nodes[node] = part.known.setdefault(word, word)
     part.final_ns[node] = when
     part.started_ns = when if part.started_ns is None else min(part.started_ns, when)
     part.world_size = integer(event.get("world_size"))
@@ -145,7 +144,7 @@ def _worker_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: i
         pid=integer_or(integer(event.get("pid")), 0),
         exitcode=exitcode,
         signal=signal_name(signal_of(exitcode)),
-        ended_ns=when,
+        ended_ns=integer_or(integer(event.get("ended_ns")), when),
         message=message,
         fingerprint=text_of(event.get("fingerprint")),
         failure_class=failure_class,
@@ -153,7 +152,6 @@ def _worker_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: i
         last_step=integer(event.get("last_step")),
         source=EvidenceSource.EVENT,
         error_file=text_of(event.get("error_file")),
-        problem="error.json is missing: this is what its agent's event says",
     )
 
 
@@ -188,7 +186,7 @@ def _workers_succeeded(part: RoundBuilder, event: dict[str, Any], when: int, nod
 
 
 def _workers_stopping(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.stopping.append(text_of(event.get("reason")))
+    part.stopping[text_of(event.get("reason"))] = None
 
 
 def _workers_stopped(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
@@ -226,7 +224,7 @@ def _stacks_taken(part: RoundBuilder, event: dict[str, Any], when: int, node: in
 
 
 # Each takes the builder, the event, its time, and the node and host that it is about.
-ROUND_HANDLERS = {
+ROUND_HANDLERS: Mapping[str, Callable[[RoundBuilder, dict[str, Any], int, int, str], None]] = {
     "stacks_taken": _stacks_taken,
     "round_opened": _round_opened,
     "round_frozen": _round_frozen,

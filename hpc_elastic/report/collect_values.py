@@ -7,12 +7,12 @@ _TEXT_LIMIT = 4000
 
 def integer(value: object) -> int | None:
     """The whole number that `value` is; None: it is none."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if type(value) is int else None
 
 
 def whole_numbers(value: object) -> list[int]:
     """Those of a list."""
-    return [n for n in value if integer(n) is not None] if isinstance(value, list) else []
+    return [n for n in value if type(n) is int] if isinstance(value, list) else []
 
 
 def integer_or(value: int | None, default: int) -> int:
@@ -25,7 +25,7 @@ def text_of(value: object) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else str(value)
-    return text[:_TEXT_LIMIT]
+    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT]
 
 
 def names_of(value: object) -> tuple[str, ...]:

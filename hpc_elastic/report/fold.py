@@ -28,12 +28,16 @@ class Fold:
         return tuple(dict.fromkeys(f.host for f in sorted(self.members, key=lambda f: (f.node, f.host))))
 
 
+def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
+    """Equal for failures that are one entry of a report."""
+    return failure.fingerprint or failure.headline, failure.failure_class.value, failure.exitcode
+
+
 def fold_failures(failures: Iterable[WorkerFailure]) -> tuple[Fold, ...]:
     """Group failures of the same fingerprint, class and exit code; groups and members by time, then rank."""
     groups: dict[tuple[str, str, int], list[WorkerFailure]] = {}
     for failure in sorted(failures, key=lambda f: (f.ended_ns, f.global_rank)):
-        key = (failure.fingerprint or failure.headline, failure.failure_class.value, failure.exitcode)
-        groups.setdefault(key, []).append(failure)
+        groups.setdefault(kind_of(failure), []).append(failure)
     return tuple(Fold(first=members[0], members=tuple(members)) for members in groups.values())
 
 

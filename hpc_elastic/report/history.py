@@ -6,6 +6,8 @@ subtracted across hosts; durations were measured on one host.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import dataclass, field
 from hpc_elastic.report.output_losses import OutputLoss
@@ -47,9 +49,8 @@ class NodeLoss:
         return self.seen_ns - int(self.age * 1e9)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundNode:
-    """One node's part in a round."""
+class RoundNode(NamedTuple):
+    """One node's part in a round. A tuple, because a long run of a thousand nodes has hundreds of thousands."""
 
     node: int
     host: str

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from hpc_elastic.atomic_file import json_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.output_losses import losses_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Verdict
@@ -35,9 +36,26 @@ def render_json(history: RunHistory, *, attempt: int | None = None) -> dict[str,
         "exit_code": shown.exit_code if shown is not None else None,
         "decision": (shown.decision if shown is not None else "") or None,
         "verdict": _verdict(subject),
-        "attempts": [_attempt(part) for part in history.attempts],
         "problems": list(history.problems),
+        "attempts": [_attempt(part) for part in history.attempts],
     }
+
+
+def json_report(history: RunHistory, *, attempt: int | None = None) -> str:
+    """report.json's text: an object of `render_json`'s, with a line for each round.
+
+    Of a large run the rounds are nearly all of it, and an indented text takes the encoder four times as long.
+    """
+    value = render_json(history, attempt=attempt)
+    attempts = value.pop("attempts")
+    parts = [f'{json_text(value)[:-1]},\n"attempts": [']
+    for number, item in enumerate(attempts):
+        rounds = item.pop("rounds")
+        parts.append(f'{"," if number else ""}\n {json_text(item)[:-1]},\n "rounds": [')
+        parts += [f"{',' if index else ''}\n  {json_text(part)}" for index, part in enumerate(rounds)]
+        parts.append("]}")
+    parts.append("\n]}\n")
+    return "".join(parts)
 
 
 def _verdict(subject: Subject) -> dict[str, Any]:
@@ -66,6 +84,7 @@ def _verdict_core(verdict: Verdict) -> dict[str, Any]:
 
 
 def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
+    nodes: dict[RoundNode, dict[str, Any]] = {}
     return {
         "number": attempt.number,
         "job_id": attempt.job_id or None,
@@ -82,12 +101,12 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
             {"node": end.node, "name": end.name, "code": end.code, "seen_ns": end.seen_ns} for end in attempt.agent_ends
         ],
         "agents_relaunched": list(attempt.relaunched),
-        "rounds": [_round(part) for part in attempt.rounds],
         "problems": list(attempt.problems),
+        "rounds": [_round(part, nodes) for part in attempt.rounds],
     }
 
 
-def _round(part: RoundHistory) -> dict[str, Any]:
+def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[str, Any]:
     decision = part.decision
     return {
         "index": part.index,
@@ -95,10 +114,7 @@ def _round(part: RoundHistory) -> dict[str, Any]:
         "started_ns": part.started_ns,
         "seconds": part.seconds,
         "world_size": part.world_size,
-        "nodes": [
-            {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": rank_ranges(node.ranks)}
-            for node in part.nodes
-        ],
+        "nodes": [nodes.get(node) or nodes.setdefault(node, _node(node)) for node in part.nodes],
         "succeeded": part.succeeded,
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None
@@ -125,6 +141,10 @@ def _round(part: RoundHistory) -> dict[str, Any]:
         ],
         "stacks": [{"ranks": rank_ranges(group.ranks), "stack": list(group.stack)} for group in part.stacks],
     }
+
+
+def _node(node: RoundNode) -> dict[str, Any]:
+    return {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": rank_ranges(node.ranks)}
 
 
 def _fold(fold: Fold) -> dict[str, Any]:

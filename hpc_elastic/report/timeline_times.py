@@ -6,13 +6,12 @@ Nanoseconds since the epoch by the wall clock of the node that told it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_elastic.light_dataclass import dataclass, field
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeTimes:
+class NodeTimes(NamedTuple):
     """One node's part in one round, as its agent told it; None: it did not."""
 
     round: int
@@ -47,39 +46,49 @@ class AttemptTimes:
     """By node."""
 
 
+_FINAL, _STARTED, _STOPPING, _ENDED, _SUCCEEDED = range(5)
 _FIELDS = {
-    "round_final": "final_ns",
-    "workers_started": "started_ns",
-    "workers_stopping": "stopping_ns",
-    "workers_stopped": "ended_ns",
-    "workers_succeeded": "ended_ns",
+    "round_final": _FINAL,
+    "workers_started": _STARTED,
+    "workers_stopping": _STOPPING,
+    "workers_stopped": _ENDED,
+    "workers_succeeded": _ENDED,
 }
 
 
 @dataclass(slots=True)
 class TimesBuilder:
-    """Fed with an attempt's events in any order of files."""
+    """Fed with what agents tell of themselves, in any order of files."""
 
-    _nodes: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-    _succeeded: set[tuple[int, int]] = field(default_factory=set)
+    _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     _agents: dict[int, tuple[list[str], list[int], list[int]]] = field(default_factory=dict)
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        """What an agent tells of itself; any other event tells nothing."""
-        name, node, when = event.get("event"), _whole(event.get("node")), _whole(event.get("t"))
-        if event.get("role") != "agent" or node is None or when is None or not isinstance(name, str):
+    def take(self, event: Mapping[str, Any], name: str, *, node: int | None, index: int | None, when: int) -> None:
+        """Note one of an agent's events.
+
+        Args:
+            event: It.
+            name: Its name.
+            node: Whose it is.
+            index: Of the round.
+            when: Its time.
+        """
+        if node is None or node < 0 or when < 0:
             return
-        if name in _FIELDS:
-            index = _whole(event.get("round"))
-            if index is None:
+        place = _FIELDS.get(name)
+        if place is not None:
+            if index is None or index < 0:
                 return
-            times = self._nodes.setdefault((node, index), {})
+            times = self._nodes.get((node, index))
+            if times is None:
+                times = self._nodes[node, index] = [None, None, None, None, None]
             # workers_stopped comes after workers_succeeded, too: the first word counts. A round may become final anew
             # for an agent that died in it and came back: there the first is the truth as well.
-            times.setdefault(_FIELDS[name], when)
+            if times[place] is None:
+                times[place] = when
             if name == "workers_succeeded":
-                self._succeeded.add((node, index))
-        elif name in ("agent_started", "agent_ended"):
+                times[_SUCCEEDED] = when
+        elif name == "agent_started" or name == "agent_ended":
             hosts, started, ended = self._agents.setdefault(node, ([], [], []))
             hosts.append(str(event.get("host") or ""))
             (started if name == "agent_started" else ended).append(when)
@@ -88,15 +97,11 @@ class TimesBuilder:
         """What was told."""
         return AttemptTimes(
             nodes=tuple(
-                NodeTimes(node=node, round=index, succeeded=(node, index) in self._succeeded, **times)
-                for (node, index), times in sorted(self._nodes.items())
+                NodeTimes(index, node, final, started, stopping, ended, succeeded is not None)
+                for (node, index), (final, started, stopping, ended, succeeded) in sorted(self._nodes.items())
             ),
             agents=tuple(
                 AgentTimes(node=node, host=hosts[0], started_ns=tuple(sorted(started)), ended_ns=tuple(sorted(ended)))
                 for node, (hosts, started, ended) in sorted(self._agents.items())
             ),
         )
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

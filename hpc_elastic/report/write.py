@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpc_elastic.atomic_file import json_text, write_private
+from hpc_elastic.atomic_file import write_private
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import is_cheap, render_html
-from hpc_elastic.report.render_json import render_json
+from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import choose_subject, with_end
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
@@ -63,7 +63,7 @@ def write_report(
     except Exception as error:
         problems.append(f"could not write {paths.report_text}: {error}")
     try:
-        write_private(paths.report_json, json_text(render_json(history, attempt=attempt), indent=1) + "\n")
+        write_private(paths.report_json, json_report(history, attempt=attempt))
     except Exception as error:
         problems.append(f"could not write {paths.report_json}: {error}")
     try:
