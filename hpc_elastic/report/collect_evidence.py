@@ -77,6 +77,7 @@ def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
         category=example.category,
         reason=example.reason,
         retryable=example.retryable,
+        node_suspect=example.node_suspect,
     )
 
 

@@ -38,11 +38,14 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
 
 def verdict_of(part: RoundHistory) -> Verdict:
     """The verdict on one round."""
+    # Of a thousand nodes this takes longer than all the rest, and only a round without a cause needs it.
+    classes = {failure.failure_class for failure in part.failures}
+    needs_ranks = FailureClass.SYMPTOM in classes <= {FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US}
     return decide_verdict(
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),
         words=part.words,
-        ranks={rank: node.host for node in part.nodes for rank in node.ranks},
+        ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )
 
 
