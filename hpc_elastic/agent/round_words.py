@@ -105,6 +105,7 @@ def tell_failure(events: EventLog, failure: WorkerFailure) -> None:
         message=failure.headline,
         last_step=failure.last_step,
         ended_ns=failure.ended_ns,
+        ended_uptime_ns=failure.ended_uptime_ns,
     )
 
 

@@ -145,6 +145,7 @@ def _worker_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: i
         exitcode=exitcode,
         signal=signal_name(signal_of(exitcode)),
         ended_ns=integer_or(integer(event.get("ended_ns")), when),
+        ended_uptime_ns=integer_or(integer(event.get("ended_uptime_ns")), 0),
         message=message,
         fingerprint=text_of(event.get("fingerprint")),
         failure_class=failure_class,
