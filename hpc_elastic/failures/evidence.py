@@ -296,7 +296,7 @@ def _find_in_text(facts: ExitFacts, text: str) -> FailureText | None:
         # It was hanging in its shutdown after the exception, and was ended: by its agent, or by whoever lost patience.
         return python if python is not None and python.lines_after <= _CLOSE and facts.stopped_by_agent else None
     fatal, cpp = find_fatal_error(text), find_cpp_terminate(text)
-    dumped = len((fatal or cpp).text.split("\n")) if fatal or cpp else 0  # type: ignore[union-attr]
+    dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
     if python is not None and python.lines_after <= _CLOSE + dumped:
         return python  # a crash while an exception unwinds: the exception is what one wants to know
     if cpp is None:
@@ -309,6 +309,7 @@ def _find_in_text(facts: ExitFacts, text: str) -> FailureText | None:
         exception_type=cpp.exception_type,
         message=cpp.message,
         frames=fatal.frames,
+        span=(min(cpp.span[0], fatal.span[0]), cpp.span[1]),
     )
 
 

@@ -141,7 +141,7 @@ SYMPTOM_TYPES: dict[str, str] = dict.fromkeys(
 )
 """Exceptions whose type alone tells that a peer is gone → what happened."""
 
-_XID = re.compile(r"xid \((?:pci:)?[^)]{1,40}\): (\d{1,3})")
+_XID = re.compile(r"xid \((?:pci:)?[^)]{1,40}\): (\d{1,3})\b")
 
 XIDS: dict[int, tuple[FailureClass, bool, str]] = {
     13: (_ROOT, False, "an exception in a GPU kernel"),

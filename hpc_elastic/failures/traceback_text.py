@@ -163,6 +163,7 @@ def find_fatal_error(text: str) -> FailureText | None:
         exception_type="",
         message=f"Fatal Python error: {last[1].strip()}" + (_OVERFLOW if endless else ""),
         frames=tuple(reversed(frames)),
+        span=_to_the_end(text, last.start()),
     )
 
 
