@@ -182,7 +182,7 @@ class Coordination:
             if self._doorbell is not None and self._doorbell.fileno() in ready:
                 if self._hear(participant):
                     return True
-                if slack and deadline - self._clock.monotonic() < 4 * slack:
+                if slack and deadline - self._clock.monotonic() < 2 * slack:
                     return False
         return False
 

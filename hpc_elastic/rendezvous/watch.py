@@ -12,6 +12,9 @@ _FIRST = 0.02
 _GROWTH = 2.0
 _SPREAD = 0.15
 """Many nodes that looked at the same moment should not do it again."""
+EARLY = 0.1
+"""What is due within this part of the longest wait is done at once: the coordination thread wakes up with a beat that
+comes a little before, and should not have to wake up once more."""
 
 
 class Watch:
@@ -19,6 +22,7 @@ class Watch:
 
     def __init__(self, pace: Pace, rng: random.Random, now: float, *, observes: bool) -> None:
         self._pace = pace
+        self._early = EARLY * pace.stride
         self._rng = rng
         self._observes = observes
         self._looked_at = now
@@ -37,7 +41,7 @@ class Watch:
         elif self._in_touch:  # lost: the answer to a question may be due
             self.look_due = min(self.look_due, now + self._spread(self._pace.poll_anxious))
         self._in_touch = touch
-        if not rung and now < self.look_due:
+        if not rung and now < self.look_due - self._early:
             return False
         self._looked_at = now
         self._interval = min(self._interval * _GROWTH, self._pace.poll)
@@ -50,7 +54,7 @@ class Watch:
             if rung:
                 self._survey_due = min(self._survey_due, self._surveyed_at + self._pace.coordinator)
             return False
-        if not rung and now < self._survey_due:
+        if not rung and now < self._survey_due - self._early:
             return False
         self._surveyed_at = now
         self._survey_due = float("inf")

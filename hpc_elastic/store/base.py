@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 
@@ -88,7 +88,6 @@ class Store(Protocol):
         ...
 
 
-@runtime_checkable
 class BulkStore(Protocol):
     """What a store may offer beside `Store`, where many round trips cost more than one."""
 
@@ -103,15 +102,22 @@ class BulkStore(Protocol):
 
 def make_folder(store: Store, folder: str) -> None:
     """`BulkStore.make_folder` where the store has it; elsewhere a folder needs no making."""
-    if isinstance(store, BulkStore):
+    if _is_bulk(store):
         store.make_folder(folder)
 
 
 def get_many(store: Store, keys: Sequence[str]) -> list[str | None]:
     """`BulkStore.get_many` where the store has it, else one after the other."""
-    if isinstance(store, BulkStore):
+    if not keys:
+        return []
+    if _is_bulk(store):
         return store.get_many(keys)
     return [store.get(key) for key in keys]
+
+
+def _is_bulk(store: Store) -> TypeGuard[BulkStore]:
+    # Not isinstance: asked several times a second, a Protocol's takes longer than what it is asked for.
+    return hasattr(store, "get_many")
 
 
 def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> StoreWipedError:

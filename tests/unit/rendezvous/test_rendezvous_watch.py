@@ -1,0 +1,40 @@
+"""When a participant looks at the files by itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from hpc_elastic.rendezvous.pace import pace_of
+from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.watch import Watch
+
+PACE = pace_of(RendezvousSettings(expected_nodes=2, poll_interval=1.0))
+FINAL = RoundRecord(number=3, epoch="e", term=1, leader="a", bell="", round=0, status=Status.FINAL, reason="")
+
+
+def asleep() -> Watch:
+    """A coordinator's that has just looked at everything, at 100.0, while workers run."""
+    watch = Watch(PACE, random.Random(1), 0.0, observes=False)
+    assert watch.look_now(100.0, rung=False, touch=False)
+    assert watch.survey_now(100.0, rung=False)
+    assert watch.wait(100.0, FINAL, leads=True, touch=False, ending=None) == pytest.approx(1.0)
+    return watch
+
+
+@pytest.mark.parametrize(("after", "looks"), [(0.5, False), (0.89, False), (0.91, True), (1.0, True), (1.3, True)])
+def test_what_is_due_in_a_moment_is_done_with_the_beat_that_comes_before_it(after: float, looks: bool) -> None:
+    """The wait ends with such a beat: a step that found nothing due would need another wake-up right after."""
+    watch = asleep()
+    assert watch.look_now(100.0 + after, rung=False, touch=False) == looks
+    assert watch.survey_now(100.0 + after, rung=False) == looks
+    left = watch.wait(100.0 + after, FINAL, leads=True, touch=False, ending=None)
+    assert left == pytest.approx(1.0 if looks else 1.0 - after)
+
+
+def test_a_ring_is_looked_at_whenever_it_comes() -> None:
+    watch = asleep()
+    assert watch.look_now(100.1, rung=True, touch=False)
+    assert watch.survey_now(100.1, rung=True)
