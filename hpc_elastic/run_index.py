@@ -19,6 +19,7 @@ from hpc_elastic.run_paths import RunPaths
 
 VERSION = 1
 DEFAULT_RUNS_DIR = "runs"
+_CANDIDATES = 5
 _JOB_ID = re.compile(r"\d+(_\d+)?\Z", re.ASCII)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -123,6 +124,10 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
                 return entry.run_dir
         if known:
             raise UsageError(f"the run directory of job {text} is gone: {known[0].run_dir}")
+        if "/" not in text:
+            found = _by_run_id(text, runs, digits=True)  # a run id begins with digits, too
+            if found is not None:
+                return found
         raise UsageError(
             f"no run of job {text} is known on this account (submitted by another, or elsewhere?); "
             "give its run directory"
@@ -130,19 +135,22 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
     raise UsageError(f"{text} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id")
 
 
-def _by_run_id(text: str, runs: Path) -> Path | None:
+def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
+    """By the whole id, or by how it begins; what could be a job id is taken for a beginning with `digits` alone."""
     if RunPaths(runs / text).run_json.is_file():
         return runs / text
+    if _JOB_ID.match(text) and not digits:
+        return None
     try:
         names = sorted(name for name in os.listdir(runs) if name.startswith(text))
     except OSError:
         return None
     matches = [runs / name for name in names if RunPaths(runs / name).run_json.is_file()]
-    if len(matches) > 1 and not _JOB_ID.match(text):
-        raise UsageError(
-            f"{text} begins {len(matches)} runs in {runs}, such as {matches[0].name} and {matches[1].name}"
-        )
-    return matches[0] if len(matches) == 1 and not _JOB_ID.match(text) else None
+    if len(matches) > 1:
+        shown = ", ".join(match.name for match in matches[:_CANDIDATES])
+        more = f" and {len(matches) - _CANDIDATES} more" if len(matches) > _CANDIDATES else ""
+        raise UsageError(f"{text} begins {len(matches)} runs in {runs}; give more of one of {shown}{more}")
+    return matches[0] if matches else None
 
 
 def _folder(env: Mapping[str, str] | None) -> Path | None:

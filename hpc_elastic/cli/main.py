@@ -22,6 +22,8 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "run": ("run", "run in the foreground: in this Slurm allocation, or on this machine"),
     "report": ("report", "what failed first, and why"),
     "why": ("report", "the same as report"),
+    "logs": ("logs", "what the workers printed, of all ranks in one"),
+    "events": ("events", "what every part of the run did and decided, and why"),
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
 _HIDDEN: dict[str, str] = {"batch": "batch"}

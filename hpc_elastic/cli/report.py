@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
+from hpc_elastic.cli.screen import is_terminal, tell, wants_colour, width_for
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run_paths import attempt_number
 
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
 
-_NO_TERMINAL_WIDTH = 120
+_CLEAR = "\x1b[H\x1b[2J"
+_STACKS_LIMIT = 256 << 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's arguments."""
-    parser.add_argument("run", metavar="RUN|JOBID|DIR", help="a run id, a Slurm job id, or a run directory")
+    add_run_arguments(parser, attempt_help="the N-th execution of the job (default: the last with a failure)")
     parser.add_argument(
         "--format",
         choices=("text", "json", "html"),
@@ -32,55 +34,138 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --format html: where to write the page (default: the attempt's report.html; -: standard output)",
     )
-    parser.add_argument(
-        "--attempt", type=_number, metavar="N", help="the N-th execution of the job (default: the last with a failure)"
-    )
     parser.add_argument("--all", action="store_true", help="every line, instead of at most 40")
-    parser.add_argument("--width", type=_number, metavar="N", help="cut longer lines (default: the terminal's, or 120)")
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+    parser.add_argument(
+        "--rank",
+        metavar="RANKS",
+        help="of these ranks, as in 0-3,7, everything that is known of their failures, uncut (--all: in all rounds)",
+    )
+    parser.add_argument(
+        "--width", type=whole_number, metavar="N", help="cut longer lines (default: the terminal's, or 120)"
+    )
+    parser.add_argument(
+        "-f",
+        "--follow",
+        action="store_true",
+        help="again whenever there is news, to the run's end; exit with the run's code",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report. Returns 0 whatever the run's outcome was.
+    """Print the report. Returns 0 whatever the run's outcome was, or with ``--follow`` the run's exit code.
 
     Raises:
-        UsageError: there is no such run or attempt.
+        UsageError: there is no such run, attempt or rank.
     """
-    from hpc_elastic.report.collect import collect_run
-    from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
-
     if args.output is not None and args.format != "html":
         raise UsageError(f"--output {args.output} goes with --format html; redirect the {args.format} instead")
-    folder = find_run_dir(args.run, getattr(args, "runs_dir", None))
-    attempt = args.attempt
-    if attempt is None and attempt_number(folder.name) is not None:  # somebody gave an attempt's folder
-        attempt, folder = attempt_number(folder.name), folder.parent
-    try:
-        history = collect_run(folder)
-    except OSError as error:
-        raise UsageError(f"{folder} can't be read: {error.strerror}") from None
-    numbers = [part.number for part in history.attempts]
-    if attempt is not None and attempt not in numbers:
-        there = f"it has {', '.join(map(str, numbers))}" if numbers else "it has none yet"
-        raise UsageError(f"run {history.run_id} has no attempt {attempt}; {there}")
-    if args.format == "json":
-        from hpc_elastic.report.render_json import json_report
-
-        _print(json_report(history, attempt=attempt))
+    if args.rank is not None and args.format != "text":
+        raise UsageError(f"--rank {args.rank} goes with --format text; the {args.format} report has all ranks")
+    if args.follow and args.format == "html":
+        raise UsageError("--follow goes with --format text or json; a page is written at the end of every attempt")
+    asked = asked_run(args)
+    if args.format == "html":
+        _print(_page(_collect(asked), asked.attempt, args.output))
         return 0
-    if args.format == "html" and args.output == "-":
+    render = _renderer(args)
+    if not args.follow:
+        _print(render(_collect(asked), asked.attempt))
+        return 0
+    from hpc_elastic.cli.report_follow import ReportFollower
+    from hpc_elastic.clock import SystemClock
+
+    end = ReportFollower(asked, _Shown(args, asked, render).show, clock=SystemClock()).run()
+    tell(f"run {asked.paths.run_id} ended: {end.why}")
+    return end.code
+
+
+class _Shown:
+    """The report that stands on the screen, or that was appended last."""
+
+    def __init__(self, args: argparse.Namespace, asked: AskedRun, render: Callable[[RunHistory, int | None], str]):
+        self._clear = _CLEAR if args.format == "text" and is_terminal(sys.stdout) else ""
+        self._asked = asked
+        self._render = render
+        self._text = ""
+
+    def show(self) -> None:
+        """Print it again where it has changed."""
+        text = self._render(_collect(self._asked, wait=True), self._asked.attempt)
+        if text != self._text:
+            self._text = text
+            _print(self._clear + text)
+
+
+def _collect(asked: AskedRun, *, wait: bool = False) -> RunHistory:
+    from hpc_elastic.report.collect import collect_run
+
+    try:
+        history = collect_run(asked.paths.root)
+    except OSError as error:
+        raise UsageError(f"{asked.paths.root} can't be read: {error.strerror}") from None
+    if asked.attempt is not None and not (wait and not history.attempts):
+        check_attempt(asked.attempt, [part.number for part in history.attempts], history.run_id)
+    return history
+
+
+def _renderer(args: argparse.Namespace) -> Callable[[RunHistory, int | None], str]:
+    """What makes the text of a history."""
+    if args.format == "json":
+        indent = None if args.follow else 1
+
+        def as_json(history: RunHistory, attempt: int | None) -> str:
+            from hpc_elastic.atomic_file import json_text
+            from hpc_elastic.report.render_json import render_json
+
+            return json_text(render_json(history, attempt=attempt), indent=indent) + "\n"
+
+        return as_json
+
+    def as_text(history: RunHistory, attempt: int | None) -> str:
+        from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
+
+        if args.rank is not None:
+            text = _ranks(history, attempt, args)
+        else:
+            width = args.width if args.width is not None else width_for(sys.stdout)
+            lines = None if args.all else DEFAULT_LINES
+            text = render_text(history, attempt=attempt, max_lines=lines, width=width)
+        if not wants_colour(sys.stdout, os.environ):
+            return text
+        from hpc_elastic.cli.report_colours import coloured_report
+
+        return coloured_report(text)
+
+    return as_text
+
+
+def _ranks(history: RunHistory, attempt: int | None, args: argparse.Namespace) -> str:
+    from hpc_elastic.atomic_file import read_bytes
+    from hpc_elastic.cli.rank_set import check_ranks, parse_numbers
+    from hpc_elastic.errors import UnsafePathError
+    from hpc_elastic.report.render_ranks import render_ranks, world_size
+    from hpc_elastic.run_paths import RankPaths
+
+    ranks = parse_numbers(args.rank, option="--rank")
+    size = world_size(history, attempt=attempt)
+    where = f"run {history.run_id}" if attempt is None else f"attempt {attempt} of run {history.run_id}"
+    check_ranks(ranks, size, option="--rank", where=where)
+
+    def stacks(paths: RankPaths) -> str:
+        try:
+            return read_bytes(paths.stacks, limit=_STACKS_LIMIT).decode("utf-8", "backslashreplace")
+        except (OSError, UnsafePathError):
+            return ""
+
+    return render_ranks(history, ranks.within(range(size)), attempt=attempt, everywhere=args.all, stacks=stacks)
+
+
+def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
+    if output == "-":
         from hpc_elastic.report.render_html import render_html
 
-        _print(render_html(history, attempt=attempt))
-        return 0
-    if args.format == "html":
-        _print(f"{_write_page(history, attempt, args.output)}\n")
-        return 0
-    width = args.width
-    if width is None:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _NO_TERMINAL_WIDTH
-    _print(render_text(history, attempt=attempt, max_lines=None if args.all else DEFAULT_LINES, width=width))
-    return 0
+        return render_html(history, attempt=attempt)
+    return f"{_write_page(history, attempt, output)}\n"
 
 
 def _write_page(history: RunHistory, attempt: int | None, output: str | None) -> Path:
@@ -108,37 +193,6 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
         other = "" if output is not None else "; say where else with --output FILE"
         raise UsageError(f"{path} can't be written: {error.strerror}{other}") from None
     return path
-
-
-def find_run_dir(text: str, runs_dir: str | None) -> Path:
-    """The run directory that `text` means: a path (to an attempt's folder, too), a run id or a job id.
-
-    Raises:
-        UsageError: it means none.
-    """
-    path = Path(os.path.abspath(text))
-    if path.name == "latest" and path.is_symlink():
-        path = Path(os.path.realpath(path))
-    if path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
-        return path
-    from hpc_elastic.run_index import find
-
-    return find(text, Path(runs_dir) if runs_dir is not None else None)
-
-
-def _is_run_dir(path: Path) -> bool:
-    """A copy may have lost its run.json."""
-    try:
-        names = os.listdir(path)
-    except OSError as error:
-        raise UsageError(f"{path} can't be read: {error.strerror}") from None
-    return "run.json" in names or any(attempt_number(name) is not None for name in names)
-
-
-def _number(text: str) -> int:
-    if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
 
 
 def _print(text: str) -> None:

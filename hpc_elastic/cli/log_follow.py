@@ -1,0 +1,141 @@
+"""``hpc-elastic logs -f``: the workers' output as it grows, through rounds and requeues, to the run's end."""
+
+from __future__ import annotations
+
+import threading
+
+from hpc_elastic.cli.log_choice import LogChoice
+from hpc_elastic.cli.log_printer import LogPrinter
+from hpc_elastic.cli.run_argument import AskedRun
+from hpc_elastic.cli.run_end import RunEnd, RunWatch
+from hpc_elastic.cli.screen import tell
+from hpc_elastic.clock import Clock
+from hpc_elastic.reading.clocks import clock_offsets_us
+from hpc_elastic.reading.follow_files import FollowedFiles
+from hpc_elastic.reading.log_merge import last_of, merged, readers_of, readers_of_last
+from hpc_elastic.reading.log_streams import LogStream, round_numbers
+from hpc_elastic.reading.stream_marks import read_round_marks
+from hpc_elastic.run_paths import AttemptPaths
+
+_LOOK_FOR_FILES_S = 1.0
+_LAST_LOOKS = 2
+_LAST_WAIT_S = 0.5
+_DROP_AFTER_S = 30.0
+"""So long after a newer round began the output of an older one is watched on."""
+
+
+class LogFollower:
+    """Shows what is new until the run has ended."""
+
+    def __init__(
+        self, asked: AskedRun, choice: LogChoice, printer: LogPrinter, *, tail: int | None, clock: Clock
+    ) -> None:
+        """Args:
+        asked: The run.
+        choice: What of it.
+        printer: Where to.
+        tail: How many lines of what is there already; None: all.
+        clock: For the pace.
+        """
+        self._asked = asked
+        self._choice = choice
+        self._printer = printer
+        self._tail = tail
+        self._clock = clock
+        self._files: FollowedFiles[LogStream] = FollowedFiles()
+        self._seen: dict[tuple[int, int], float] = {}
+        """Attempt and round → when it was first seen."""
+        self._known: set[LogStream] = set()
+        self._shown: tuple[int, int] | None = None
+        self._files_at = clock.monotonic()
+
+    def run(self) -> RunEnd:
+        """Follow to the run's end."""
+        stop = threading.Event()  # never set: Ctrl-C ends it
+        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock)
+        self._find_files()
+        self._show_what_is_there()
+        told = False
+        while True:
+            self._look()
+            end = watch.end()
+            if end is not None:
+                break
+            if watch.is_requeued and not told:
+                tell("requeued: waiting for the next attempt")
+            told = watch.is_requeued
+            now = self._clock.monotonic()
+            self._clock.wait(stop, self._files.seconds_until_due(now, most=max(0.0, self._files_at - now)))
+            if self._clock.monotonic() >= self._files_at:
+                self._find_files()
+        # What other nodes wrote last may be seen late on a shared filesystem.
+        for number in range(_LAST_LOOKS):
+            if number:
+                self._clock.wait(stop, _LAST_WAIT_S)
+            self._find_files()
+            self._look(everything=True)
+        for stream, chunk in self._files.rests():
+            self._show(stream, chunk.data, after_gap=chunk.after_gap)
+        self._printer.flush()
+        return end
+
+    def _find_files(self) -> None:
+        now = self._clock.monotonic()
+        self._files_at = now + max(_LOOK_FOR_FILES_S, len(self._files) / 200)
+        # Those between the one that was the newest at first and today's: some are short.
+        for attempt, index in self._rounds():
+            seen_at = self._seen.setdefault((attempt.number, index), now)
+            if now - seen_at > _DROP_AFTER_S and (attempt.number, index) != max(self._seen):
+                continue
+            for stream in self._choice.streams_in(attempt, index):
+                if stream not in self._known:
+                    self._known.add(stream)
+                    self._files.add(stream, stream.path)
+        newest = max(self._seen, default=None)
+        if newest is not None and now - self._seen[newest] > _DROP_AFTER_S:
+            for stream in self._files.watched():
+                if (stream.attempt, stream.round) < newest:
+                    self._files.drop(stream)
+
+    def _rounds(self) -> list[tuple[AttemptPaths, int]]:
+        first = min(self._seen, default=None)
+        if first is None:
+            attempt = self._asked.shown_attempt()
+            return [] if attempt is None else [(attempt, index) for index in self._choice.rounds_of(attempt)]
+        found = []
+        for number in self._asked.attempts() if self._asked.attempt is None else [self._asked.attempt]:
+            attempt = self._asked.paths.attempt(number)
+            wanted = self._choice.rounds
+            for index in round_numbers(attempt) if number >= first[0] else []:
+                if (number, index) >= first and (wanted is None or index in wanted):
+                    found.append((attempt, index))
+        return found
+
+    def _show_what_is_there(self) -> None:
+        """In time order, the last lines of all together; the same readers go on from there."""
+        attempt = self._asked.shown_attempt()
+        streams = self._files.watched()
+        if attempt is None or not streams:
+            return
+        index = max(stream.round for stream in streams)
+        streams = [stream for stream in streams if stream.round == index]
+        readers = readers_of(streams) if self._tail is None else readers_of_last(streams, self._tail)
+        marks = read_round_marks(attempt.round_dir(index), offsets_us=clock_offsets_us(attempt))
+        pieces = merged(readers, marks, is_over=False)
+        for piece in pieces if self._tail is None else last_of(pieces, self._tail):
+            self._show(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
+        for stream, reader in readers.items():
+            self._files.add(stream, reader)
+        self._printer.flush()
+
+    def _look(self, *, everything: bool = False) -> None:
+        for stream, chunk in self._files.look(self._clock.monotonic(), everything=everything):
+            self._show(stream, chunk.data, self._clock.time_ns() // 1000, after_gap=chunk.after_gap)
+        self._printer.flush()
+
+    def _show(self, stream: LogStream, data: bytes, time_us: int | None = None, *, after_gap: bool) -> None:
+        place = (stream.attempt, stream.round)
+        if self._shown is not None and place > self._shown:
+            self._printer.title(f"attempt {stream.attempt}, round {stream.round}")
+        self._shown = place if self._shown is None else max(place, self._shown)
+        self._printer.lines(stream, data, time_us, after_gap=after_gap)

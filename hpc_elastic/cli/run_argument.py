@@ -1,0 +1,177 @@
+"""The argument RUN of the subcommands that look at runs: which directory, attempt, rounds and nodes somebody means."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.atomic_file import read_json
+from hpc_elastic.cli.rank_set import NumberSet
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
+
+RUN_HELP = "a run id or its beginning, a Slurm job id, or a run's or attempt's directory"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRun:
+    """What RUN means."""
+
+    paths: RunPaths
+    attempt: int | None
+    """Where an attempt's directory was given, or ``--attempt``."""
+
+    def attempts(self) -> list[int]:
+        """The attempts that have a folder, ascending.
+
+        Raises:
+            UsageError: the run's directory can't be read.
+        """
+        names = _names_in(self.paths.root)
+        return sorted(number for number in map(attempt_number, names) if number is not None)
+
+    def shown_attempt(self) -> AttemptPaths | None:
+        """The attempt that was asked for, or the newest; None: there is none yet.
+
+        Raises:
+            UsageError: the one that was asked for is not there.
+        """
+        numbers = self.attempts()
+        if self.attempt is not None:
+            check_attempt(self.attempt, numbers, self.paths.run_id)
+            return self.paths.attempt(self.attempt)
+        return self.paths.attempt(numbers[-1]) if numbers else None
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, attempt_help: str) -> None:
+    """RUN, ``--attempt`` and ``--runs-dir``."""
+    parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
+    parser.add_argument("--attempt", type=whole_number, metavar="N", help=attempt_help)
+    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+
+
+def asked_run(args: argparse.Namespace) -> AskedRun:
+    """Raises UsageError where RUN means none, or ``--attempt`` contradicts it."""
+    folder = find_run_dir(args.run, args.runs_dir)
+    given = attempt_number(folder.name)
+    if given is None:
+        return AskedRun(paths=RunPaths(folder), attempt=args.attempt)
+    if args.attempt not in (None, given):
+        raise UsageError(f"--attempt {args.attempt}: {args.run} is attempt {given}; give its run's directory instead")
+    return AskedRun(paths=RunPaths(folder.parent), attempt=given)
+
+
+def check_attempt(attempt: int, numbers: Sequence[int], run_id: str) -> None:
+    """Raises UsageError, with those that are there, where an attempt is not."""
+    if attempt not in numbers:
+        there = f"it has {', '.join(map(str, numbers))}" if numbers else "it has none yet"
+        raise UsageError(f"run {run_id} has no attempt {attempt}; {there}")
+
+
+def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> list[int]:
+    """The rounds that were asked for.
+
+    Raises:
+        UsageError: none of them is there.
+    """
+    found = rounds.within(numbers)
+    if not found:
+        from hpc_elastic.report.fold import rank_ranges
+
+        there = f"has {rank_ranges(numbers)}" if numbers else "has none yet"
+        raise UsageError(f"--round {rounds.text}: attempt {attempt} {there}")
+    return found
+
+
+def find_run_dir(text: str, runs_dir: str | None) -> Path:
+    """The run directory that `text` means: a path (to an attempt's folder, too), a run id or a job id.
+
+    Raises:
+        UsageError: it means none.
+    """
+    path = Path(os.path.abspath(text))
+    if path.name == "latest" and path.is_symlink():
+        path = Path(os.path.realpath(path))
+    try:
+        is_folder = bool(text) and path.is_dir()
+    except PermissionError as error:
+        raise UsageError(
+            f"{error.filename} can't be read: {error.strerror}; a run's files are their owner's alone: ask for a copy"
+        ) from None
+    if is_folder and (attempt_number(path.name) is not None or _is_run_dir(path)):
+        return path
+    from hpc_elastic.run_index import find
+
+    return find(text, Path(runs_dir) if runs_dir is not None else None)
+
+
+def _is_run_dir(path: Path) -> bool:
+    """A copy may have lost its run.json."""
+    names = _names_in(path)
+    return "run.json" in names or any(attempt_number(name) is not None for name in names)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except PermissionError as error:
+        try:
+            whose = f"it belongs to uid {folder.stat().st_uid}, and "
+        except OSError:
+            whose = ""
+        raise UsageError(
+            f"{folder} can't be read: {error.strerror}; {whose}a run's files are their owner's alone: ask for a copy"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{folder} can't be read: {error.strerror}") from None
+
+
+def node_names(attempt: AttemptPaths) -> tuple[str, ...]:
+    """The attempt's nodes in Slurm's order; empty where attempt.json is not there."""
+    value = read_json(attempt.attempt_json)
+    nodes = value.get("nodes") if not isinstance(value, str) else None
+    return tuple(str(node) for node in nodes) if isinstance(nodes, list) else ()
+
+
+def asked_nodes(text: str, hosts: Mapping[int, str], *, option: str = "--node") -> frozenset[int]:
+    """``n1,n[3-4]`` or ``0,2``: the nodes' indices.
+
+    Args:
+        text: Names as in a hostlist of Slurm's, or indices in Slurm's node order.
+        hosts: Index → name.
+        option: For the message.
+
+    Raises:
+        UsageError: one is no node of the attempt.
+    """
+    from hpc_elastic.slurm.hostlist import HostlistError, compress, expand
+
+    try:
+        wanted = expand(text)
+    except HostlistError as error:
+        raise UsageError(f"{option} {text}: {error.why}") from None
+    found: set[int] = set()
+    for name in wanted:
+        indices = [index for index, host in hosts.items() if host == name]
+        if not indices and name.isascii() and name.isdigit() and int(name) in hosts:
+            indices = [int(name)]
+        if not indices:
+            try:
+                there = compress(hosts[index] for index in sorted(hosts))
+            except HostlistError:
+                there = ", ".join(hosts[index] for index in sorted(hosts))
+            raise UsageError(f"{option} {name}: its nodes are {there or 'not known'}")
+        found.update(indices)
+    if not found:
+        raise UsageError(f"{option} {text!r} names no node")
+    return frozenset(found)
+
+
+def whole_number(text: str) -> int:
+    """For argparse: a number from 0 on."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)

@@ -1,0 +1,53 @@
+"""Where the subcommands that look at runs print: whether in colours, and how wide."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from typing import TextIO
+
+NO_TERMINAL_WIDTH = 120
+BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
+_RANK_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "94")
+
+
+def wants_colour(stream: TextIO, env: Mapping[str, str]) -> bool:
+    """Colours on a terminal alone: NO_COLOR forbids them, FORCE_COLOR asks for them anywhere, TERM=dumb has none."""
+    if env.get("NO_COLOR"):
+        return False
+    if env.get("FORCE_COLOR"):
+        return env["FORCE_COLOR"] != "0"
+    return env.get("TERM") != "dumb" and is_terminal(stream)
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a person reads it."""
+    try:
+        return stream.isatty()
+    except ValueError:
+        return False  # it is closed
+
+
+def width_for(stream: TextIO) -> int:
+    """Columns: the terminal's, or what a log has."""
+    return shutil.get_terminal_size().columns if is_terminal(stream) else NO_TERMINAL_WIDTH
+
+
+def painted(text: str, colour: str) -> str:
+    """`text` in a colour, or as it is where `colour` is empty."""
+    return f"\x1b[{colour}m{text}\x1b[0m" if colour else text
+
+
+def rank_colour(rank: int) -> str:
+    """Neighbours differ."""
+    return _RANK_COLOURS[rank % len(_RANK_COLOURS)]
+
+
+def tell(text: str) -> None:
+    """A line for the person, beside what is printed; never a failure over a closed stderr."""
+    try:
+        sys.stderr.write(f"hpc-elastic: {text}\n")
+        sys.stderr.flush()
+    except OSError:
+        pass

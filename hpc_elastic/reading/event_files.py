@@ -1,0 +1,86 @@
+"""An attempt's events, all writers' together in time order; also while they are written."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.reading.log_merge import chunk_for
+from hpc_elastic.reading.output_reader import OutputReader
+from hpc_elastic.run_paths import AttemptPaths
+
+_WRITER = re.compile(r"[a-z]+-(-?\d+)-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadEvent:
+    """One line of an event log."""
+
+    attempt: int
+    writer: int
+    """The node of its file; negative: the batch host."""
+    raw: bytes
+    """As it was written, without its line feed."""
+    value: dict[str, Any]
+    time_ns: int
+    """On one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
+
+
+class EventParser:
+    """Lines of one writer's file as events. Torn and foreign lines are left out."""
+
+    def __init__(self, attempt: int, path: Path, offsets_ns: Mapping[int, int]) -> None:
+        """Args:
+        attempt: Whose.
+        path: The file: its name says which node's clock it is; an event may be about another node.
+        offsets_ns: Node → how far its clock is ahead.
+        """
+        match = _WRITER.match(path.name)
+        self._attempt = attempt
+        self._writer = int(match[1]) if match is not None else -1
+        self._ahead = offsets_ns.get(self._writer, 0)
+        self._latest = 0
+
+    def events(self, data: bytes) -> Iterator[ReadEvent]:
+        """Of whole lines."""
+        for raw in data.split(b"\n"):
+            if not raw:
+                continue
+            try:
+                value = json.loads(raw)
+            except (ValueError, RecursionError):
+                continue
+            if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+                continue
+            when = value.get("t")
+            if isinstance(when, int) and not isinstance(when, bool):
+                self._latest = max(self._latest, when - self._ahead)
+            yield ReadEvent(attempt=self._attempt, writer=self._writer, raw=raw, value=value, time_ns=self._latest)
+
+
+def event_files(attempt: AttemptPaths) -> list[Path]:
+    """The writers' files, by name."""
+    try:
+        names = os.listdir(attempt.events)
+    except OSError:
+        return []
+    return [attempt.events / name for name in sorted(names) if name.endswith(".jsonl") and not name.startswith(".")]
+
+
+def merged_events(attempt: AttemptPaths, offsets_ns: Mapping[int, int]) -> Iterator[ReadEvent]:
+    """All that are there now, in time order, in bounded memory."""
+    files = event_files(attempt)
+    parts = [_events(path, EventParser(attempt.number, path, offsets_ns), chunk_for(len(files))) for path in files]
+    yield from heapq.merge(*parts, key=lambda event: event.time_ns)
+
+
+def _events(path: Path, parser: EventParser, chunk: int) -> Iterator[ReadEvent]:
+    reader = OutputReader(path, chunk=chunk)
+    while (found := reader.read() or reader.rest()) is not None:
+        yield from parser.events(found.data)

@@ -1,0 +1,151 @@
+"""One readable line for each event: who, what, and why. Pure.
+
+An event that this version does not know, or whose fields are not as they should be, is shown with its fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+from hpc_elastic.failures.traceback_text import clean_text
+from hpc_elastic.report.fold import rank_ranges
+
+_HEAD = ("v", "t", "n", "host", "node", "role", "event")
+_LONGEST_VALUE = 200
+Fields = Mapping[str, Any]
+
+
+def describe_time(time_ns: int) -> str:
+    """Local time to the millisecond, as in the report."""
+    try:
+        text = datetime.fromtimestamp(time_ns // 1_000_000_000).isoformat(sep="_")
+    except (OverflowError, OSError, ValueError):
+        return "?"
+    return f"{text}.{time_ns // 1_000_000 % 1000:03d}"
+
+
+def describe_event(event: Fields) -> str:
+    """What happened, and why, in one line without control characters."""
+    sentence = _SENTENCES.get(str(event.get("event")))
+    text = ""
+    if sentence is not None:
+        try:
+            text = sentence(event)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            pass
+    if not text:
+        left = {key: value for key, value in event.items() if key not in (*_HEAD, "reason")}
+        text = " ".join(f"{key}={_short(value)}" for key, value in left.items())
+    reason = event.get("reason")
+    if isinstance(reason, str) and reason and reason not in text:
+        text = f"{text}: {reason}" if text else reason
+    return clean_text(text).replace("\n", " ").replace("\t", " ")
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
+
+
+def _ranks(value: object) -> str:
+    ranks = [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []
+    return f"rank{'s' if len(ranks) != 1 else ''} {rank_ranges(ranks)}"
+
+
+def _code(value: object) -> str:
+    return f"signal {-value}" if isinstance(value, int) and value < 0 else f"exit code {value}"
+
+
+def _bytes_lost(e: Fields) -> str:
+    streams = e["streams"]
+    ranks = sorted({one["rank"] for one in streams if isinstance(one, dict) and isinstance(one.get("rank"), int)})
+    whose = f" of rank{'s' if len(ranks) > 1 else ''} {rank_ranges(ranks)}" if ranks else ""
+    return f"{e['not_in_files']} bytes{whose} are in no file, {e['not_in_job_log']} not in the job log"
+
+
+def _requeue(e: Fields) -> str:
+    return {"requeue": "the job is requeued", "end": "the job ends"}[e["action"]]
+
+
+def _armed(e: Fields) -> str:
+    nodes = e["nodes"]
+    job = f", job {e['job_id']}" if e.get("job_id") else ""
+    armed = "requeue armed" if e["requeue_armed"] else f"requeue not armed: {e.get('requeue_reason') or 'no reason'}"
+    return f"attempt {e['attempt']}{job}, {len(nodes)} node{'s' if len(nodes) != 1 else ''}; {armed}"
+
+
+def _round(e: Fields) -> str:
+    return f"round {e['round']}"
+
+
+def _name(e: Fields, key: str = "host", other: str = "node") -> str:
+    return str(e.get(key) or f"node {e[other]}")
+
+
+def _restarts(e: Fields) -> str:
+    return f"{e['restarts_used']} of {e['max_restarts']} restarts used"
+
+
+_SENTENCES: dict[str, Callable[[Fields], str]] = {
+    "attempt_started": _armed,
+    "agents_launched": lambda e: f"{e['nodes']} agent{'s' if e['nodes'] != 1 else ''} launched",
+    "agent_ended": lambda e: (
+        f"the agent on {e['name']} ended, exit code {e['code']}"
+        + (f" ({e['detail']})" if e.get("detail") not in ("", None, f"exit code {e['code']}") else "")
+        if "name" in e
+        else f"ended, exit code {e['code']}"
+    ),
+    "agent_relaunched": lambda e: f"the agent on {e['name']} is started again",
+    "notice": lambda e: f"{e['signal']}: somebody asks for the end",
+    "verdict": lambda e: str(e["outcome"]).replace("_", " "),
+    "requeue_decision": _requeue,
+    "attempt_ended": lambda e: f"{str(e['outcome']).replace('_', ' ')}, exit code {e['exit_code']}",
+    "agent_started": lambda e: f"pid {e['pid']}, version {e['version']}",
+    "round_final": lambda e: (
+        f"{_round(e)}: {_ranks(e['ranks'])} of {e['world_size']}, node {e['group_rank']} of {e['group_world_size']}, "
+        f"master {e['master']}, {_restarts(e)}"
+    ),
+    "workers_started": lambda e: f"{_round(e)}: {len(e['pids'])} worker{'s' if len(e['pids']) != 1 else ''} started",
+    "worker_failed": lambda e: (
+        f"{_round(e)}: rank {e['rank']} failed, {_code(e['exitcode'])} ({str(e['failure_class']).replace('_', ' ')}): "
+        f"{e['message']}"
+    ),
+    "hang": lambda e: f"{_round(e)}: no sign of life for {e['limit']} s",
+    "stacks_taken": lambda e: (
+        f"{_round(e)}: stacks of {_ranks([rank for group in e['groups'] for rank in group['ranks']])} taken"
+        + (f", none of {_ranks(e['silent'])}" if e["silent"] else "")
+    ),
+    "workers_stopping": lambda e: f"{_round(e)}: workers are being stopped",
+    "workers_stopped": lambda e: (
+        f"{_round(e)}: workers stopped in {float(e['seconds']):.1f} s"
+        + (f", {e['killed']} by SIGKILL" if e.get("killed") else "")
+        + (f", left: {', '.join(map(str, e['left']))}" if e.get("left") else "")
+    ),
+    "workers_succeeded": lambda e: f"{_round(e)}: all workers here ended with 0",
+    "agent_failed": lambda e: f"the agent itself failed: {e['error']} at {e['where']}",
+    "end_taken_over": lambda e: f"this agent ends the job: the batch host does not answer (taken over by {e['by']})",
+    "output_lost": _bytes_lost,
+    "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
+    "health_check_failed": lambda e: f"this node leaves the run ({', '.join(e['checks'])})",
+    "health_warning": lambda e: f"{e['check']}",
+    "round_opened": lambda e: f"{_round(e)} opened",
+    "round_frozen": lambda e: f"{_round(e)}: {len(e['nodes'])} node{'s' if len(e['nodes']) != 1 else ''} are in",
+    "round_confirmed": lambda e: f"{_round(e)} confirmed by all",
+    "node_lost": lambda e: f"{_name(e)} is taken out of {_round(e)}: no sign of it for {float(e['age']):.1f} s",
+    "node_left": lambda e: f"{_name(e)} left",
+    "node_missing": lambda e: f"{_round(e)} begins without node {e['node']}, which has not come",
+    "node_replaced": lambda e: (
+        f"{_round(e)}: {_name(e)} took the place of {_name(e, 'replaces_host', 'replaces_node')} "
+        f"(node {e['group_rank']} of the round)"
+    ),
+    "nodes_waiting": lambda e: f"{_round(e)}: nodes wait",
+    "nodes_asked": lambda e: f"{_round(e)}: nodes are asked whether they live",
+    "coordinator_changed": lambda e: f"{_round(e)}: this node coordinates now",
+    "restart_decision": lambda e: f"{_round(e)}: {e['action']}, {_restarts(e)}",
+    "closed": lambda e: f"the run is closed in {_round(e)}: {str(e['outcome']).replace('_', ' ')}",
+}
+"""Event → what happened; the field `reason` is put behind it."""
+
+KNOWN_EVENTS = frozenset(_SENTENCES)

@@ -1,0 +1,227 @@
+"""Lines of a file that may grow, be rotated (`log_pieces`), be missing, or hold a gigabyte without a line end.
+
+No descriptor stays open between two reads: a run of a thousand ranks has more files than a process may open, and an NFS
+client asks the server for news when a file is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.log_pieces import find_pieces, piece_path
+
+CHUNK = 64 << 10
+LONGEST_LINE = 64 << 10
+"""Bytes without a line end that are shown as a line."""
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_TRIES = 10
+_FIRST_SMALL = 4096
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """A position in an output."""
+
+    piece: int
+    """The number of a full piece; the one that is being written has the next free number."""
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Whole lines."""
+
+    data: bytes
+    """Ends with a line feed."""
+    head: Place
+    """Where it begins."""
+    tail: Place
+    """Where what stands at `joint` is: another piece's beginning where a line goes on in it, else `head`."""
+    joint: int = 0
+    after_gap: bool = False
+    """Pieces before it were removed before they were read."""
+
+
+class OutputReader:
+    """The lines of one output, in order; what is not there yet comes with a later call."""
+
+    def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK) -> None:
+        """Args:
+        path: Of the piece that is being written; nothing need be there.
+        at: Where to begin; None: with the first piece that is there.
+        chunk: Bytes to read at once.
+        """
+        self.path = path
+        self._chunk = max(_FIRST_SMALL, chunk)
+        self._number: int | None = at.piece if at is not None else None
+        self._offset = at.offset if at is not None else 0
+        self._inode: int | None = None
+        """Of our piece, while it is the one that is being written."""
+        self._begun = b""
+        """A line without its end so far."""
+        self._begun_at = Place(0, 0)
+        self._gap = False
+
+    def read(self) -> Chunk | None:
+        """The next whole lines; None: there are no more now, or the file can't be read."""
+        while True:
+            try:
+                data, is_last = self._pread()
+            except OSError:
+                return None
+            if not data:
+                if is_last:
+                    return None
+                self._number, self._offset, self._inode = (self._number or 0) + 1, 0, None
+                continue
+            here = Place(self._number or 0, self._offset)
+            self._offset = here.offset + len(data)
+            chunk = self._take(data, here)
+            if chunk is not None:
+                return chunk
+
+    def rest(self) -> Chunk | None:
+        """The line that has begun, as a line; None: none has."""
+        if not self._begun:
+            return None
+        data, self._begun = self._begun + b"\n", b""
+        return Chunk(data=data, head=self._begun_at, tail=self._begun_at, after_gap=self._take_gap())
+
+    @property
+    def has_begun_line(self) -> bool:
+        """Whether a line waits for its end."""
+        return bool(self._begun)
+
+    def _take(self, data: bytes, here: Place) -> Chunk | None:
+        joint = len(self._begun)
+        head = self._begun_at if joint else here
+        text = self._begun + data
+        cut = text.rfind(b"\n") + 1
+        if not cut and len(text) >= LONGEST_LINE:
+            text += b"\n"
+            cut = len(text)
+        self._begun = text[cut:]
+        if not cut:
+            self._begun_at = head
+            return None
+        self._begun_at = Place(here.piece, here.offset + max(0, cut - joint))
+        is_one = here.piece == head.piece
+        return Chunk(
+            data=text[:cut],
+            head=head,
+            tail=head if is_one else here,
+            joint=0 if is_one else joint,
+            after_gap=self._take_gap(),
+        )
+
+    def _take_gap(self) -> bool:
+        gap, self._gap = self._gap, False
+        return gap
+
+    def _pread(self) -> tuple[bytes, bool]:
+        """What stands at our place, and whether our piece is the one that is being written."""
+        fd, is_last = self._open()
+        try:
+            data = os.pread(fd, self._chunk, self._offset)
+            if not data and is_last and os.fstat(fd).st_size < self._offset:
+                self._offset, self._gap, self._begun = 0, True, b""  # it was emptied
+                data = os.pread(fd, self._chunk, 0)
+            return data, is_last
+        finally:
+            os.close(fd)
+
+    def _open(self) -> tuple[int, bool]:
+        """Our piece.
+
+        Raises:
+            OSError: it can't be opened, or is not there (yet).
+        """
+        if self._number is None:
+            numbers = _pieces(self.path)
+            self._number = numbers[0] if numbers else 0
+        for _ in range(_TRIES):
+            fd = _open_or_none(self.path)
+            if fd is not None and self._inode is not None and os.fstat(fd).st_ino == self._inode:
+                return fd, True
+            full = _open_or_none(piece_path(self.path, self._number))
+            if full is not None:
+                if fd is not None:
+                    os.close(fd)
+                self._inode = None
+                return full, False
+            if fd is None:
+                raise FileNotFoundError(str(self.path))
+            numbers = _pieces(self.path)
+            if self._inode is None and self._number == (numbers[-1] + 1 if numbers else 0):
+                self._inode = os.fstat(fd).st_ino
+                return fd, True
+            os.close(fd)
+            if self._number in numbers:
+                continue  # it has become a full one just now
+            # Ours was removed, or the whole file replaced.
+            later = [number for number in numbers if number > self._number]
+            self._gap = self._gap or bool(self._begun) or self._offset > 0 or bool(later)
+            self._number = later[0] if later else numbers[-1] + 1 if numbers else 0
+            self._offset, self._inode, self._begun = 0, None, b""
+        raise FileNotFoundError(str(self.path))
+
+
+def last_lines_place(path: Path, count: int) -> Place:
+    """Where the last `count` lines of an output begin; a line without an end counts. Reads from its end alone.
+
+    Raises:
+        OSError: nothing is there that can be read.
+    """
+    numbers = _pieces(path)
+    current = numbers[-1] + 1 if numbers else 0
+    # Pieces that lie before a gap do not belong to its end.
+    reach = [number for at, number in enumerate(reversed(numbers)) if number == current - 1 - at]
+    needed, is_end = count, True
+    place = Place(current, 0)
+    for number in (current, *reach):
+        file = path if number == current else piece_path(path, number)
+        try:
+            fd = os.open(file, _FLAGS)
+        except FileNotFoundError:
+            if number == current and reach:
+                continue
+            raise
+        try:
+            end = os.fstat(fd).st_size
+            place = Place(number, 0)
+            while end > 0:
+                start = max(0, end - CHUNK)
+                data = os.pread(fd, end - start, start)
+                if is_end and not count:
+                    return Place(number, end)
+                if is_end and data.endswith(b"\n"):
+                    needed += 1  # the last line's own end
+                is_end = is_end and not data
+                found = data.count(b"\n")
+                if found >= needed:
+                    at = len(data)
+                    for _ in range(needed):
+                        at = data.rfind(b"\n", 0, at)
+                    return Place(number, start + at + 1)
+                needed -= found
+                end = start
+        finally:
+            os.close(fd)
+    return place
+
+
+def _open_or_none(path: Path) -> int | None:
+    try:
+        return os.open(path, _FLAGS)
+    except FileNotFoundError:
+        return None
+
+
+def _pieces(path: Path) -> list[int]:
+    """The full pieces of an output; one question where it is not rotated."""
+    try:
+        return find_pieces(path) if os.path.lexists(piece_path(path, 0)) else []
+    except OSError:
+        return []

@@ -1,0 +1,143 @@
+"""The text report's answer to "and what about rank 7?": everything that is known of single ranks, uncut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
+from hpc_elastic.report.render_text_cause import describe_class
+from hpc_elastic.report.render_text_words import (
+    clean_line,
+    clean_lines,
+    fold_repeats,
+    plural,
+    text_field,
+    time_text,
+)
+from hpc_elastic.report.subject import choose_subject
+from hpc_elastic.run_paths import RankPaths, RunPaths
+
+_RULE = 60
+ReadStacks = Callable[[RankPaths], str]
+
+
+def world_size(history: RunHistory, *, attempt: int | None) -> int:
+    """How many ranks there were at most; 0: nobody told."""
+    rounds = [part for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
+    told = [part.world_size or 0 for part in rounds]
+    seen = [1 + failure.global_rank for part in rounds for failure in part.failures]
+    return max([0, *told, *seen])
+
+
+def render_ranks(
+    history: RunHistory,
+    ranks: Sequence[int],
+    *,
+    attempt: int | None = None,
+    everywhere: bool = False,
+    stacks: ReadStacks = lambda paths: "",
+) -> str:
+    """What is known of `ranks`, by round and rank. Lines are not cut.
+
+    Args:
+        history: The run.
+        ranks: Ascending.
+        attempt: Only this one's rounds.
+        everywhere: In all rounds; else in the round that the report is about, or the newest where nothing failed.
+        stacks: Reads the stacks of a hung round.
+    """
+    rounds = [
+        (item, part)
+        for item in history.attempts
+        if attempt in (None, item.number)
+        for part in item.rounds
+        if part.nodes
+    ] or [(item, part) for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
+    subject = choose_subject(history, attempt=attempt)
+    chosen = rounds
+    if not everywhere:
+        chosen = [(item, part) for item, part in rounds if item is subject.attempt and part is subject.round]
+        chosen = chosen or rounds[-1:]
+    if not chosen:
+        return "no round has begun: nothing is known of any rank\n"
+    lines: list[str] = []
+    for item, part in chosen:
+        lines += _round_lines(history, item, part, ranks, stacks)
+    elsewhere = [
+        failure
+        for item, part in rounds
+        if not any(part is other for _, other in chosen)
+        for failure in part.failures
+        if failure.global_rank in ranks
+    ]
+    if elsewhere:
+        lines.append(f"... and {plural(len(elsewhere), 'failure')} of theirs in other rounds (--all shows them)")
+    return "\n".join(lines) + "\n"
+
+
+def _round_lines(
+    history: RunHistory, attempt: AttemptHistory, part: RoundHistory, ranks: Sequence[int], stacks: ReadStacks
+) -> list[str]:
+    lines = ["=" * _RULE, f"Attempt {attempt.number}, round {part.index}"]
+    failures = {failure.global_rank: failure for failure in part.failures}
+    paths = RunPaths(Path(history.run_dir)).attempt(attempt.number)
+    told: dict[str, int] = {}
+    for rank in ranks:
+        place = paths.rank(part.index, rank)
+        lines.append("-" * _RULE)
+        failure = failures.get(rank)
+        lines += _failed(failure, told) if failure is not None else _well(part, rank)
+        lines.append(text_field("output", clean_line(str(place.root))))
+        text = stacks(place)
+        if text.strip():
+            lines += [text_field("stacks", "of all its threads:"), *(f"    {line}" for line in clean_lines(text))]
+    return lines
+
+
+def _failed(failure: WorkerFailure, told: dict[str, int]) -> list[str]:
+    signal = f" ({failure.signal})" if failure.signal else ""
+    local = f" (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else ""
+    lines = [
+        f"Rank {failure.global_rank}{local} on {clean_line(failure.host)}: {clean_line(failure.headline)}",
+        text_field("time", f"{time_text(failure.ended_ns, fine=True)} ({clean_line(failure.host)}'s clock)"),
+        text_field("exitcode", f"{failure.exitcode} (pid: {failure.pid}){signal}"),
+        text_field("kind", clean_line(describe_class(failure))),
+        text_field("error_file", clean_line(failure.error_file) or "<N/A>"),
+    ]
+    if failure.problem:
+        lines.append(text_field("", clean_line(failure.problem)))
+    if failure.last_step is not None:
+        lines.append(text_field("last step", str(failure.last_step)))
+    message = clean_lines(failure.message)
+    if len(message) > 1:
+        lines += [text_field("message", "").rstrip(), *(f"    {line}" for line in message)]
+    for name, text in (("traceback", failure.traceback), ("stderr", failure.stderr_tail)):
+        if not text or (name == "stderr" and failure.traceback and failure.traceback.strip() in text):
+            continue
+        before = told.setdefault(text, failure.global_rank)
+        if before != failure.global_rank:
+            lines.append(text_field(name, f"the same as that of rank {before} above"))
+        else:
+            lines += [text_field(name, "").rstrip(), *(f"    {line}" for line in fold_repeats(clean_lines(text)))]
+    if not failure.traceback and not failure.stderr_tail:
+        lines.append(text_field("traceback", "none was printed, and nothing else on stderr"))
+    return lines
+
+
+def _well(part: RoundHistory, rank: int) -> list[str]:
+    node = next((node for node in part.nodes if rank in node.ranks), None)
+    where = f" on {clean_line(node.host)}" if node is not None else ""
+    if node is None and part.nodes:
+        return [f"Rank {rank}: was not in this round, or its node told nothing"]
+    word = next((word for word in part.words if word.rank == rank), None)
+    lines = [f"Rank {rank}{where}: no failure of it is recorded"]
+    if word is not None:
+        step = f"step {word.step}" if word.step is not None else "no step"
+        section = f" in {clean_line(word.section)}" if word.section else ""
+        lines.append(text_field("last sign", f"{step}{section}, {word.age:.1f} s old at {time_text(word.told_ns)}"))
+    group = next((group for group in part.stacks if rank in group.ranks and group.stack), None)
+    if group is not None:
+        lines += [text_field("stack", "of its main thread:"), *(f"    {clean_line(line)}" for line in group.stack)]
+    return lines
