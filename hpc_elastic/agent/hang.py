@@ -12,6 +12,12 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
 from hpc_elastic.light_dataclass import dataclass, field
 
+HANG_FINGERPRINT = "hang:"
+"""What every hang's fingerprint begins with."""
+STOPPED_FINGERPRINT = "hang:stopped"
+"""Of a worker that somebody had stopped from outside."""
+KERNEL_FINGERPRINT = "hang:kernel"
+"""Of one that sat in the kernel, where no signal reached it."""
 AUTO = "auto"
 LEARNED_INTERVALS = 20
 """So many times between two heartbeats must have been measured before a timeout is learned from them."""
@@ -240,3 +246,11 @@ def _lag(beat: RankBeat) -> tuple[int, float, int]:
 def setup_beat(*, rank: int, local_rank: int, started: float) -> RankBeat:
     """A worker that has told nothing yet."""
     return RankBeat(rank=rank, local_rank=local_rank, section=SETUP, at=started)
+
+
+def may_be_a_bug(fingerprint: str) -> bool:
+    """Whether the same failure again, without progress between, speaks against the script.
+
+    Who stops a process from outside, or a mount that hangs, is no bug in it, however often it happens.
+    """
+    return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
 from hpc_elastic.atomic_file import write_private
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import ExitFacts, describe_failure, write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.process_state import ProcessState
 from hpc_elastic.failures.stacks import (
     DUMP_LIMIT,
-    ProcessState,
+    RankStacks,
     StackDump,
     describe_stack,
     find_dump,
-    short_stack,
+    find_py_spy,
+    stacks_of,
 )
 from hpc_elastic.failures.traceback_text import TEXT_LIMIT, cut_middle
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.log_pieces import EndReader
 from hpc_elastic.run_paths import RankPaths
-
-HANG_FINGERPRINT = "hang:"
-"""What every hang's fingerprint begins with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +40,8 @@ class HungWorker:
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
-    """Find its dump in what it printed, and write stacks.txt. Reads and writes files; raises nothing."""
-    dump = find_dump(_tail(worker.paths.stderr))
+    """Find its dump in what it printed, or in what py-spy said, and write stacks.txt. Raises nothing."""
+    dump = find_dump(_tail(worker.paths.stderr)) or find_py_spy(worker.py_spy)
     try:
         write_private(worker.paths.stacks, stacks_text(worker, dump))
     except OSError:
@@ -56,13 +56,14 @@ def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
     lines.append(worker.why or "it gave signs of life; others hung")
     if worker.state is not None:
         lines.append(f"before it was ended: {worker.state.describe()}")
-        lines += [f"  thread {thread}" for thread in worker.state.threads]
+        lines += [f"  thread {thread.pid} {thread.name}: {thread.describe()}" for thread in worker.state.threads]
+        lines += [f"  child {child.pid} {child.name}: {child.describe()}" for child in worker.state.children]
     lines.append("")
-    if dump is not None:
+    if dump is not None and dump.text != worker.py_spy:
         lines.append(dump.text)
     else:
-        lines.append("no Python stack: it did not answer SIGABRT with one (not Python, stuck in the kernel, or it had")
-        lines.append("ended; PYTHONFAULTHANDLER=1 is needed)")
+        lines.append("no stack of its own: it did not answer SIGABRT with one (not Python, stuck in the kernel, or it")
+        lines.append("had ended; PYTHONFAULTHANDLER=1 is needed)")
     if worker.py_spy:
         lines += ["", "py-spy:", worker.py_spy]
     return "\n".join(lines) + "\n"
@@ -83,7 +84,6 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, told_ns: int) -
         failure = replace(found, reason=f"{found.reason}; then it did not end: {worker.why}")
     else:
         frames = dump.main if dump is not None else ()
-        stopped = worker.state is not None and worker.state.is_stopped
         failure = replace(
             found,
             ended_ns=told_ns,
@@ -91,9 +91,8 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, told_ns: int) -
             message=f"hang: {worker.why}",
             exception_type="",
             traceback=cut_middle(describe_stack(frames), TEXT_LIMIT),
-            # Who stops a process from outside is no bug in the script.
-            fingerprint="" if stopped else hang_fingerprint(dump),
-            category=Category.WORKER,
+            fingerprint=hang_fingerprint(worker.state, dump),
+            category=Category.INFRASTRUCTURE if _is_stuck(worker.state, dump) else Category.WORKER,
             failure_class=FailureClass.HANG,
             reason=_reason(worker, dump),
             retryable=True,
@@ -104,23 +103,38 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, told_ns: int) -
     return failure
 
 
-def hang_fingerprint(dump: StackDump | None) -> str:
-    """Equal for two hangs at the same place."""
+def hang_fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
+    """Equal for two hangs at the same place, or for the same reason from outside the script."""
+    if state is not None and state.is_stopped:
+        return STOPPED_FINGERPRINT
+    if _is_stuck(state, dump):
+        return KERNEL_FINGERPRINT
     frames = dump.main if dump is not None else ()
     return HANG_FINGERPRINT + fingerprint(exception_type="Hang", frames=frames).partition(":")[2]
 
 
-def stack_of(dump: StackDump | None) -> tuple[str, ...]:
-    """The main thread's stack for an event; empty where there is none."""
-    return tuple(short_stack(dump.main)) if dump is not None else ()
+def rank_stacks(worker: HungWorker, dump: StackDump | None) -> RankStacks:
+    """For an event: its stacks, or where the kernel had it."""
+    return stacks_of(dump, where=worker.state.whereabouts() if worker.state is not None else "")
+
+
+def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
+    """Whether it sat in the kernel: who prints its stack itself did so for a moment only."""
+    return state is not None and state.is_uninterruptible and (dump is None or not dump.text.startswith("Fatal"))
 
 
 def _reason(worker: HungWorker, dump: StackDump | None) -> str:
     state = worker.state
     if state is not None and state.is_stopped:
         return "it was stopped from outside (SIGSTOP, or a debugger), not by this job's agent; ended for that"
-    if state is not None and state.is_uninterruptible:
-        return "it sat in an uninterruptible system call (a hung mount or device?); ended for that"
+    if state is not None and _is_stuck(state, dump):
+        if (child := state.hung_child) is not None:
+            return (
+                f"it waited for its child {child.pid} to begin its program, which sat in {child.describe()} "
+                "(a program on a hung mount?); ended for that"
+            )
+        where = state.threads[0].describe() if state.threads else state.state
+        return f"it sat in an uninterruptible system call (a hung mount or device?): {where}; ended for that"
     if dump is None:
         return "it gave no sign of life, and no stack when it was asked; ended for that"
     return "it gave no sign of life; ended for that, after all ranks' stacks were taken (stacks.txt)"

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.failures.stacks import ProcessState, look_at_process
+from hpc_elastic.failures.process_state import ProcessState, look_at_process
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.command_path import find_program
@@ -178,7 +178,7 @@ def _start_py_spy(silent: Sequence[_Asked]) -> bool:
         asked.output = os.memfd_create("py-spy")
         try:
             asked.py_spy = subprocess.Popen(
-                [program, "dump", "--nonblocking", "--pid", str(asked.proc.pid)],
+                [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(asked.proc.pid)],
                 stdin=subprocess.DEVNULL,
                 stdout=asked.output,
                 stderr=asked.output,

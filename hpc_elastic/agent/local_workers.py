@@ -30,6 +30,7 @@ from hpc_elastic.run_paths import AttemptPaths, RankPaths
 if TYPE_CHECKING:
     from hpc_elastic.agent.hang_evidence import HungWorker
     from hpc_elastic.agent.hang_stop import StacksThenStop
+    from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class LocalWorkers:
         self._stopper: GroupStopper | StacksThenStop | None = None
         self._asked: StacksThenStop | None = None
         self._wants_stacks = False
-        self.stacks: dict[int, tuple[str, ...]] = {}
+        self.stacks: dict[int, RankStacks] = {}
         """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left;
         empty where there was none."""
         self._started_at = clock.monotonic()
@@ -328,13 +329,13 @@ class LocalWorkers:
     def _gather_stacks(self, asked: Sequence[tuple[_Slot, HungWorker]]) -> list[WorkerFailure]:
         if not asked:
             return []
-        from hpc_elastic.agent.hang_evidence import describe_hang, read_stacks, stack_of
+        from hpc_elastic.agent.hang_evidence import describe_hang, rank_stacks, read_stacks
 
         failures = []
         for slot, worker in asked:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
             dump = read_stacks(worker)
-            self.stacks[slot.global_rank] = stack_of(dump)
+            self.stacks[slot.global_rank] = rank_stacks(worker, dump)
             if worker.why:
                 failures.append(describe_hang(worker, dump, told_ns=self._watch.told_ns(slot.local_rank)))
         return failures

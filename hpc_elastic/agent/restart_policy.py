@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.rendezvous.coordinator import Settlement, failure_order
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
@@ -80,7 +81,7 @@ class RestartPolicy:
             seconds=max(f.seconds for f in failures),
             window=self.restart_window,
         )
-        same = bool(cause.fingerprint) and cause.fingerprint == before.fingerprint and not progress
+        same = may_be_a_bug(cause.fingerprint) and cause.fingerprint == before.fingerprint and not progress
         return FailureMemory(
             fingerprint=cause.fingerprint,
             times=before.times + 1 if same else (1 if cause.fingerprint else 0),

@@ -13,6 +13,7 @@ from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.events import EventLog
 
 if TYPE_CHECKING:
+    from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.failures.worker_failure import WorkerFailure
 
 logger = logging.getLogger(__name__)
@@ -110,24 +111,29 @@ def tell_failure(events: EventLog, failure: WorkerFailure) -> None:
 
 
 def tell_stacks(
-    events: EventLog, round_index: int, *, stacks: Mapping[int, tuple[str, ...]], beats: Sequence[RankBeat], now: float
+    events: EventLog, round_index: int, *, stacks: Mapping[int, RankStacks], beats: Sequence[RankBeat], now: float
 ) -> None:
     """The stacks of this node's workers in a round that was ended because of a hang.
 
     Args:
         events: The agent's.
         round_index: The round.
-        stacks: Of those that were asked, global rank → the main thread's, the most recent call last, or nothing.
+        stacks: Of those that were asked, by global rank.
         beats: Their last signs of life.
         now: On the beats' clock, when the workers were about to be ended.
     """
-    from hpc_elastic.failures.stacks import fold_stacks
+    from hpc_elastic.failures.stacks import fold_stacks, fold_threads
 
-    told = {rank: stack for rank, stack in stacks.items() if stack}
+    told = {rank: found.main for rank, found in stacks.items() if found.main}
     events.write(
         "stacks_taken",
         round=round_index,
         groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(told)[:_STACK_GROUPS]],
+        threads=[
+            {"ranks": ranks, "name": name, "stack": list(stack)}
+            for ranks, (name, stack) in fold_threads(stacks)[:_STACK_GROUPS]
+        ],
         silent=sorted(set(stacks) - set(told)),
+        states=[{"rank": rank, "state": found.where} for rank, found in sorted(stacks.items()) if found.where],
         beats=[describe_beat(beat, now) for beat in beats],
     )

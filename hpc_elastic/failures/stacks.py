@@ -1,14 +1,14 @@
-"""Where the threads of a process stood: faulthandler's dump, found in its stderr, and what the kernel says of it.
+"""Where the threads of a process stood: faulthandler's dump, found in its stderr, or py-spy's.
 
 The dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with the GIL held
-in C. What does not answer, since it sits in the kernel or is no Python, is told by ``/proc``: state and wait channel.
+in C. py-spy, where it is installed, tells of who does not answer; `process_state` of who is no Python.
 """
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from hpc_elastic.failures.traceback_text import Frame, clean_text
 from hpc_elastic.light_dataclass import dataclass
@@ -18,8 +18,12 @@ DUMP_LIMIT = 512 << 10
 _FATAL = "Fatal Python error: Aborted"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ (?:\[(.*)\] )?\(most recent call first\):\s*\Z")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
+_SPY_THREAD = re.compile(r"Thread (?:\d+|0x[0-9A-Fa-f]+) \([^)]*\)(?:: \"(.*)\")?\Z")
+_SPY_FRAME = re.compile(r"    (\S.*) \((.*?)(?::(\d+))?\)\Z")
 _END = re.compile(r"Extension modules: |Current thread's C stack trace")
-_THREADS = 64
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,28 +52,15 @@ class StackDump:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessState:
-    """What the kernel told of a process before it was ended."""
+class RankStacks:
+    """Where a rank's threads stood, for an event."""
 
-    pid: int
-    state: str = ""
-    """``S (sleeping)``; empty: it was gone."""
-    threads: tuple[str, ...] = ()
-    """For each: its name, state and wait channel; at most 64."""
-    thread_count: int = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        """By SIGSTOP, or a debugger: from outside."""
-        return self.state[:1] in ("T", "t")
-
-    @property
-    def is_uninterruptible(self) -> bool:
-        return self.state.startswith("D")
-
-    def describe(self) -> str:
-        """One line."""
-        return f"state {self.state}, {self.thread_count} threads" if self.state else "gone"
+    main: tuple[str, ...] = ()
+    """`short_stack` of its main thread; empty: none could be had."""
+    others: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Of each other thread with Python in it: its name, where that is told, and its `short_stack`."""
+    where: str = ""
+    """What the kernel said of it, where there is no stack."""
 
 
 def find_dump(text: str) -> StackDump | None:
@@ -107,6 +98,46 @@ def find_dump(text: str) -> StackDump | None:
     return StackDump(threads=tuple(threads), text="\n".join(lines[: last + 1]))
 
 
+def find_py_spy(text: str) -> StackDump | None:
+    """What ``py-spy dump`` printed (0.3 and 0.4); None where it could not tell."""
+    threads: list[ThreadStack] = []
+    frames: list[Frame] = []
+    name: str | None = None
+
+    def finish() -> None:
+        if name is not None:
+            is_main = name == "MainThread" or (not threads and not name)
+            threads.append(ThreadStack(frames=tuple(reversed(frames)), current=is_main, name=name))
+
+    for line in clean_text(text).split("\n"):
+        header = _SPY_THREAD.match(line)
+        found = _SPY_FRAME.match(line)
+        if header:
+            finish()
+            frames, name = [], header[1] or ""
+        elif found and name is not None:
+            frames.append(Frame(file=found[2], line=int(found[3] or 0), function=found[1]))
+    finish()
+    return StackDump(threads=tuple(threads), text=text) if any(thread.frames for thread in threads) else None
+
+
+def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:
+    """What an event tells of a rank.
+
+    Args:
+        dump: Its stacks, where there are any.
+        where: What the kernel said of it.
+    """
+    if dump is None:
+        return RankStacks(where=where)
+    others = ((thread.name, tuple(short_stack(thread.frames))) for thread in dump.threads if not thread.current)
+    return RankStacks(
+        main=tuple(short_stack(dump.main)),
+        others=tuple((name, stack) for name, stack in others if stack),
+        where="" if dump.main else where,
+    )
+
+
 def describe_stack(frames: Iterable[Frame]) -> str:
     """As a traceback has it, the most recent call last."""
     lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in frames]
@@ -124,41 +155,16 @@ def fold_stacks(stacks: Mapping[int, tuple[str, ...]]) -> list[tuple[list[int], 
     Args:
         stacks: Global rank → `short_stack`.
     """
-    groups: dict[tuple[str, ...], list[int]] = {}
-    for rank in sorted(stacks):
-        groups.setdefault(stacks[rank], []).append(rank)
+    return _fold((rank, stacks[rank]) for rank in sorted(stacks))
+
+
+def fold_threads(stacks: Mapping[int, RankStacks]) -> list[tuple[list[int], tuple[str, tuple[str, ...]]]]:
+    """The other threads, each kind (name and stack) with its ranks; the rarest first. A rank may have several alike."""
+    return _fold((rank, thread) for rank in sorted(stacks) for thread in dict.fromkeys(stacks[rank].others))
+
+
+def _fold(found: Iterable[tuple[int, T]]) -> list[tuple[list[int], T]]:
+    groups: dict[T, list[int]] = {}
+    for rank, stack in found:
+        groups.setdefault(stack, []).append(rank)
     return sorted(((ranks, stack) for stack, ranks in groups.items()), key=lambda group: (len(group[0]), group[0]))
-
-
-def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
-    """What the kernel tells of a process and its threads. Never raises, never waits for it."""
-    state = _status(f"{proc}/{pid}/status").get("State", "")
-    try:
-        names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (name != str(pid), len(name), name))
-    except OSError:
-        names = []
-    threads = []
-    for name in names[:_THREADS]:
-        folder = f"{proc}/{pid}/task/{name}"
-        status = _status(f"{folder}/status")
-        wchan = _read(f"{folder}/wchan")
-        waits = f" in {wchan}" if wchan not in ("", "0") else ""
-        threads.append(f"{name} {status.get('Name', '?')}: {status.get('State', '?')}{waits}")
-    return ProcessState(pid=pid, state=state, threads=tuple(threads), thread_count=len(names))
-
-
-def _status(path: str) -> dict[str, str]:
-    found = {}
-    for line in _read(path).splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            found[key] = value.strip()
-    return found
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read(64 << 10).decode("utf-8", "replace").strip()
-    except OSError:
-        return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.hang_evidence import HANG_FINGERPRINT
+from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy, made_progress
 from hpc_elastic.agent.signals import SignalQueue
@@ -237,7 +237,7 @@ def _observe(
 
 
 def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
-    same = before is not None and bool(result.fingerprint) and before.fingerprint == result.fingerprint
+    same = before is not None and may_be_a_bug(result.fingerprint) and before.fingerprint == result.fingerprint
     progress = made_progress(
         step=result.step,
         before=before.step if before is not None else -1,

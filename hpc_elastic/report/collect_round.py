@@ -12,6 +12,7 @@ from hpc_elastic.report.collect_values import integer, integer_or, names_of, tex
 from hpc_elastic.report.history import NodeLoss, RankWord, RestartDecision, RoundHistory, RoundNode, StackGroup
 
 _FRAMES = 20
+_WORDS = 300
 
 
 @dataclass(slots=True)
@@ -43,7 +44,9 @@ class RoundBuilder:
     decision: RestartDecision | None = None
     decided_ns: int = -1
     words: dict[int, RankWord] = field(default_factory=dict)
-    stacks: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
+    """(name, state, stack) of a `StackGroup` → ranks."""
+    threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
 
     def facts(self, attempt: int, rank: int) -> ExitFacts:
         """What is known of a rank from the events: for an error file that no agent completed."""
@@ -78,11 +81,17 @@ class RoundBuilder:
             stopping_reasons=tuple(self.stopping),
             decision=self.decision,
             words=tuple(self.words[rank] for rank in sorted(self.words)),
-            stacks=tuple(
-                StackGroup(ranks=tuple(sorted(ranks)), stack=stack)
-                for stack, ranks in sorted(self.stacks.items(), key=lambda item: (len(item[1]), min(item[1])))
-            ),
+            stacks=_stack_groups(self.stacks),
+            threads=_stack_groups(self.threads),
         )
+
+
+def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> tuple[StackGroup, ...]:
+    """The rarest first."""
+    return tuple(
+        StackGroup(ranks=tuple(sorted(ranks)), stack=stack, name=name, state=state)
+        for (name, state, stack), ranks in sorted(found.items(), key=lambda item: (len(item[1]), min(item[1])))
+    )
 
 
 def rank_words(value: object, *, node: int, when: int) -> list[RankWord]:
@@ -216,12 +225,18 @@ def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node
 def _stacks_taken(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     for word in rank_words(event.get("beats"), node=node, when=when):
         part.words[word.rank] = word
-    groups = event.get("groups")
-    for group in groups if isinstance(groups, list) else []:
-        if isinstance(group, dict) and (ranks := whole_numbers(group.get("ranks"))):
-            part.stacks.setdefault(names_of(group.get("stack"))[-_FRAMES:], []).extend(ranks)
-    if silent := whole_numbers(event.get("silent")):
-        part.stacks.setdefault((), []).extend(silent)
+    for into, key in ((part.stacks, "groups"), (part.threads, "threads")):
+        for group in _dicts(event.get(key)):
+            if ranks := whole_numbers(group.get("ranks")):
+                name = text_of(group.get("name"))[:_WORDS]
+                into.setdefault((name, "", names_of(group.get("stack"))[-_FRAMES:]), []).extend(ranks)
+    states = {integer(item.get("rank")): text_of(item.get("state"))[:_WORDS] for item in _dicts(event.get("states"))}
+    for rank in whole_numbers(event.get("silent")):
+        part.stacks.setdefault(("", states.get(rank, ""), ()), []).append(rank)
+
+
+def _dicts(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 # Each takes the builder, the event, its time, and the node and host that it is about.

@@ -79,6 +79,10 @@ class StackGroup:
     ranks: tuple[int, ...]
     stack: tuple[str, ...]
     """``/path/train.py:44 step``, the most recent call last; empty: none could be had."""
+    name: str = ""
+    """Of a thread that is not the main one, where it was told."""
+    state: str = ""
+    """Where there is no stack: what the kernel said of the process, as ``D (disk sleep) in rpc_wait_bit_killable``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,8 @@ class RoundHistory:
     """The workers' last heartbeats, by rank; empty where none was told."""
     stacks: tuple[StackGroup, ...] = ()
     """The rarest first."""
+    threads: tuple[StackGroup, ...] = ()
+    """The same of threads that are not the main one."""
 
     @property
     def broken(self) -> bool:

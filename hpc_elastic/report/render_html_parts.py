@@ -348,9 +348,9 @@ def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Ma
     for number, group in enumerate(part.stacks[:STACKS]):
         at = sorted({word.step for rank in group.ranks if (word := steps.get(rank)) and word.step is not None})
         step = "" if not at else f", step {at[0]}" if len(at) == 1 else f", steps {at[0]} to {at[-1]}"
-        inner = group.stack[-1] if group.stack else "no Python stack"
+        inner = group.stack[-1] if group.stack else f"no Python stack; {group.state}".rstrip("; ")
         title = f"{ranks(group.ranks)} ({count(len(group.ranks), 'rank')}{step}): {shorten(inner, 120)}"
-        lines = "\n".join(reversed(group.stack)) or "none could be had"
+        lines = "\n".join(reversed(group.stack)) or group.state or "none could be had"
         items.append(
             element(
                 "details",
@@ -369,8 +369,27 @@ def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Ma
         element("p", "The innermost call first, the rarest place first.", class_="muted"),
         *items,
         more,
+        _threads_part(part),
         class_="card",
         aria_label="Stacks",
+    )
+
+
+def _threads_part(part: RoundHistory) -> Markup | str:
+    """The other threads, all in one place that is closed at first."""
+    if not part.threads:
+        return ""
+    lines = []
+    for group in part.threads[:STACKS]:
+        name = f", {group.name}" if group.name else ""
+        lines += [f"{ranks(group.ranks)} ({count(len(group.ranks), 'rank')}{name})"]
+        lines += [*(f"    {frame}" for frame in reversed(group.stack)), ""]
+    if len(part.threads) > STACKS:
+        lines.append(f"and {count(len(part.threads) - STACKS, 'place')} more, in report.json")
+    return element(
+        "details",
+        element("summary", f"The other threads: {count(len(part.threads), 'place')}"),
+        element("pre", "\n".join(lines), tabindex="0", role="region", aria_label="Stacks of the other threads"),
     )
 
 

@@ -139,7 +139,14 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
             }
             for word in part.words
         ],
-        "stacks": [{"ranks": rank_ranges(group.ranks), "stack": list(group.stack)} for group in part.stacks],
+        "stacks": [
+            {"ranks": rank_ranges(group.ranks), "stack": list(group.stack), "state": group.state}
+            for group in part.stacks
+        ],
+        "threads": [
+            {"ranks": rank_ranges(group.ranks), "name": group.name, "stack": list(group.stack)}
+            for group in part.threads
+        ],
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
-from hpc_elastic.report.history import NodeLoss, RoundHistory
+from hpc_elastic.report.history import NodeLoss, RankWord, RoundHistory, StackGroup
 from hpc_elastic.report.render_text_words import brief, clean_line, clock_text, fit, shorten
 from hpc_elastic.report.verdict import Verdict
 
@@ -64,12 +64,54 @@ def stack_lines(part: RoundHistory, width: int, *, cap: int | None) -> list[str]
     lines = []
     for group in part.stacks:
         ranks = f"rank{'s' if len(group.ranks) > 1 else ''} {shorten(rank_ranges(group.ranks), 40)}"
-        inner = " < ".join(_frame(frame) for frame in reversed(group.stack[-3:])) or "no Python stack"
-        lines.append(fit(f"  {ranks}: {inner}", width))
+        lines.append(fit(f"  {ranks}: {_where(group)}", width))
     if cap is not None and len(lines) > cap:
         hidden = sum(len(group.ranks) for group in part.stacks[cap - 1 :])
         lines = [*lines[: cap - 1], f"  ... {hidden} more ranks (--all shows them)"]
-    return ["Where each rank's main thread was (innermost call first):", *lines]
+    return [
+        "Where each rank's main thread was (innermost call first):",
+        *lines,
+        *_thread_lines(part, width, is_short=cap is not None),
+        *_heartbeat_lines(part, width, cap=cap),
+    ]
+
+
+def _where(group: StackGroup) -> str:
+    if not group.stack:
+        return f"no Python stack; {clean_line(group.state)}" if group.state else "no Python stack"
+    return " < ".join(_frame(frame) for frame in reversed(group.stack[-3:]))
+
+
+def _thread_lines(part: RoundHistory, width: int, *, is_short: bool) -> list[str]:
+    """The other threads: of many ranks with a dozen each, their number will do."""
+    if not part.threads:
+        return []
+    if is_short:
+        kinds = f"{len(part.threads)} more place{'s' if len(part.threads) > 1 else ''}"
+        return [fit(f"  other threads: {kinds} (--all shows them; stacks.txt has all)", width)]
+    lines = []
+    for group in part.threads:
+        ranks = f"rank{'s' if len(group.ranks) > 1 else ''} {shorten(rank_ranges(group.ranks), 40)}"
+        name = f" [{clean_line(group.name)}]" if group.name else ""
+        lines.append(fit(f"  {ranks}{name}: {_where(group)}", width))
+    return ["Where the other threads were:", *lines]
+
+
+def _heartbeat_lines(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
+    """Each rank's last one, those at the same step and in the same section together; the furthest behind first."""
+    groups: dict[tuple[int, str], list[RankWord]] = {}
+    for word in part.words:
+        groups.setdefault((-1 if word.step is None else word.step, word.section), []).append(word)
+    lines = []
+    for (step, section), words in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1])):
+        ranks = f"rank{'s' if len(words) > 1 else ''} {shorten(rank_ranges([word.rank for word in words]), 40)}"
+        at = f"at step {step}" if step >= 0 else "no step"
+        least, most = (f"{age:.1f}" for age in (min(word.age for word in words), max(word.age for word in words)))
+        silent = least if least == most else f"{least}-{most}"
+        lines.append(fit(f"  {ranks}: {at}, section {clean_line(section)!r}, silent for {silent} s", width))
+    if cap is not None and len(lines) > cap:
+        lines = [*lines[: cap - 1], f"  ... {len(lines) - cap + 1} more steps and sections (--all shows them)"]
+    return ["Last heartbeats:", *lines] if lines else []
 
 
 def _frame(frame: str) -> str:

@@ -64,12 +64,14 @@ def test_one_that_does_not_answer_is_asked_with_py_spy_and_ended_as_always() -> 
         stopper.begin()
         result = finish(stopper)
         report(code=result.exits[worker.pid].exitcode, asked=stopper.py_spy_of(worker.pid), pid=worker.pid,
-               threads=stopper.state_of(worker.pid).threads)
+               thread=stopper.state_of(worker.pid).threads[0].pid, where=stopper.state_of(worker.pid).whereabouts())
         """
     )
     assert facts["code"] == -15
-    assert facts["asked"] == f"asked dump --nonblocking --pid {facts['pid']}\n"
-    assert str(facts["pid"]) in facts["threads"][0]
+    assert facts["asked"] == f"asked dump --full-filenames --nonblocking --pid {facts['pid']}\n"
+    assert facts["thread"] == facts["pid"]
+    assert facts["where"].startswith("S (sleeping)")
+    assert "nanosleep" in facts["where"], "the wait channel or the system call says in what"
 
 
 def test_a_hurry_gives_up_the_stacks() -> None:

@@ -26,6 +26,10 @@ def innermost():
 def wait_in_a_collective():
     wait_for("never")
 
+def keep_loading():
+    threading.Event().wait()
+
+threading.Thread(target=keep_loading, daemon=True).start()
 tell("here")
 others_in_round()
 for step in range(5):
@@ -60,6 +64,13 @@ def test_the_worker_that_hangs_is_named_with_its_stack(tmp_path: Path, how: str)
         text = run.attempt().report_text.read_text()
         assert "rank 2: innermost (train.py:" in text
         assert "ranks 0-1,3: wait_for (stage.py:" in text
+        assert "  other threads: 1 more place (--all shows them; stacks.txt has all)" in text
+        assert "  rank 2: at step 4, section 'step', silent for 1." in text
+        assert "  ranks 0-1,3: at step 5, section 'step', silent for 1." in text
+        (round_0, _) = run.report()["attempts"][0]["rounds"]
+        (other,) = round_0["threads"]
+        assert other["ranks"] == "0-3"
+        assert any(frame.endswith(" keep_loading") for frame in other["stack"])
 
         # All ranks' stacks were taken, on the other node too, where nobody hung.
         for rank in range(4):
@@ -67,7 +78,7 @@ def test_the_worker_that_hangs_is_named_with_its_stack(tmp_path: Path, how: str)
             assert ("in innermost" if rank == 2 else "in wait_in_a_collective") in stacks
         if "SIGSTOP" in how:
             assert "state T (stopped)" in run.rank(2).stacks.read_text()
-            assert failure["fingerprint"] == "", "whoever stopped it, it is no bug in the script"
+            assert failure["fingerprint"] == "hang:stopped"
         (told,) = {event["restarts_used"] for event in run.events("round_final") if event["round"] == 1}
         assert told == 1
 

@@ -29,6 +29,7 @@ from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.spawn import Inherited
@@ -66,7 +67,7 @@ class FakeWorkers:
         self.layout = layout
         self.failed = self.succeeded = self.stopping = False
         self.took_stacks = False
-        self.stacks: dict[int, tuple[str, ...]] = {}
+        self.stacks: dict[int, RankStacks] = {}
         self.started = False
         self._news = False
         self._looks = 0

@@ -22,6 +22,7 @@ from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.agent.worker import WorkerState
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
@@ -725,7 +726,10 @@ def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[...,
         assert (first.failure_class, first.step, first.hang) == ("hang", 12, HangMark(7, 60.0))
         assert first.message == "rank 1 hangs: no heartbeat for 60.0 s"
         p.workers[0].failures = [failure(1, failure_class=FailureClass.HANG, fingerprint="hang:1")]
-        p.workers[0].stacks = {0: ("a.py:1 f",), 1: ()}
+        p.workers[0].stacks = {
+            0: RankStacks(main=("a.py:1 f",), others=(("loader", ("b.py:2 g",)),)),
+            1: RankStacks(where="D (disk sleep) in wait"),
+        }
         return [joinable(1, hang=HangMark(7, 60.0))]
 
     p.run([frozen()], [final()], hang, told, [], [], [closed(Outcome.FAILED)], [])
@@ -739,7 +743,9 @@ def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[...,
     )
     stacks = p.event("stacks_taken")
     assert stacks["groups"] == [{"ranks": [0], "stack": ["a.py:1 f"]}]
+    assert stacks["threads"] == [{"ranks": [0], "name": "loader", "stack": ["b.py:2 g"]}]
     assert stacks["silent"] == [1]
+    assert stacks["states"] == [{"rank": 1, "state": "D (disk sleep) in wait"}]
     assert "close" in watch.calls
 
 

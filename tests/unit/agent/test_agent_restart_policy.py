@@ -157,6 +157,14 @@ def test_of_several_hangs_the_furthest_behind_is_the_cause() -> None:
     assert "ValueError: x" in settle(waits, failure()).reason, "an exception tells more"
 
 
+@pytest.mark.parametrize("fingerprint", ["hang:stopped", "hang:kernel"])
+def test_a_hang_that_is_no_bug_in_the_script_never_counts_as_the_same_again(fingerprint: str) -> None:
+    memory = FailureMemory(fingerprint=fingerprint, times=1, step=7)
+    settlement = settle(replace(failure("hang", step=7), fingerprint=fingerprint), memory=memory)
+    assert settlement.go_on
+    assert (settlement.memory.fingerprint, settlement.memory.times) == (fingerprint, 1)
+
+
 # -- not retryable
 
 

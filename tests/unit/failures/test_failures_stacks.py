@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
 
 from hpc_elastic.failures.stacks import (
+    RankStacks,
     describe_stack,
     find_dump,
+    find_py_spy,
     fold_stacks,
-    look_at_process,
+    fold_threads,
     short_stack,
+    stacks_of,
 )
 
 # CPython 3.11, a worker with a helper thread, hung in a nested call.
@@ -109,24 +109,47 @@ def test_identical_stacks_fold_and_the_odd_one_comes_first() -> None:
     assert fold_stacks({}) == []
 
 
-def test_this_process_as_the_kernel_sees_it() -> None:
-    state = look_at_process(os.getpid())
-    assert state.state.startswith("R")
-    assert state.thread_count >= 1
-    assert state.threads[0].startswith(f"{os.getpid()} ")
-    assert not state.is_stopped
+# py-spy 0.4.3 of a CPython 3.11 process, by `py-spy dump --full-filenames --nonblocking --pid 27920`.
+PY_SPY = """\
+Process 27920: python3 /home/ann/spy.py
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 27920 (idle): "MainThread"
+    inner (/home/ann/spy.py:3)
+    train (/home/ann/spy.py:5)
+    <module> (/home/ann/spy.py:7)
+Thread 27962 (idle): "loader"
+    inner (/home/ann/spy.py:3)
+    Thread.run (/usr/lib/python3.11/threading.py:982)
+"""
 
 
-def test_states(tmp_path: Path) -> None:
-    task = tmp_path / "42" / "task" / "42"
-    task.mkdir(parents=True)
-    for folder in (tmp_path / "42", task):
-        (folder / "status").write_text("Name:\tpython\nState:\tD (disk sleep)\n")
-    (task / "wchan").write_text("rpc_wait_bit_killable")
-    state = look_at_process(42, proc=str(tmp_path))
-    assert state.is_uninterruptible
-    assert state.threads == ("42 python: D (disk sleep) in rpc_wait_bit_killable",)
-    assert state.describe() == "state D (disk sleep), 1 threads"
-    (tmp_path / "42" / "status").write_text("State:\tT (stopped)\n")
-    assert look_at_process(42, proc=str(tmp_path)).is_stopped
-    assert look_at_process(43, proc=str(tmp_path)).describe() == "gone"
+def test_what_py_spy_says_of_who_does_not_answer() -> None:
+    dump = find_py_spy(PY_SPY)
+    assert dump is not None
+    assert short_stack(dump.main) == [
+        "/home/ann/spy.py:7 <module>",
+        "/home/ann/spy.py:5 train",
+        "/home/ann/spy.py:3 inner",
+    ]
+    assert [thread.name for thread in dump.threads] == ["MainThread", "loader"]
+    assert dump.threads[1].frames[0].function == "Thread.run"
+
+
+@pytest.mark.parametrize("text", ["", "Error: Failed to suspend process\nReason: EPERM: Operation not permitted\n"])
+def test_where_py_spy_can_not_tell(text: str) -> None:
+    assert find_py_spy(text) is None
+
+
+def test_all_threads_of_a_rank_and_the_kernel_s_words_where_there_is_no_stack() -> None:
+    found = stacks_of(find_dump(DUMP_314), where="D (disk sleep)")
+    assert found == RankStacks(
+        main=("/home/ann/train.py:12 <module>",), others=(("loader", ("/home/ann/data.py:3 get",)),)
+    )
+    assert stacks_of(None, where="D (disk sleep)") == RankStacks(where="D (disk sleep)")
+
+
+def test_other_threads_fold_by_name_and_stack() -> None:
+    loader, other = ("loader", ("data.py:3 get",)), ("", ("a.py:1 f",))
+    stacks = {rank: RankStacks(main=("m",), others=(loader, loader) if rank else (loader, other)) for rank in range(3)}
+    assert fold_threads(stacks) == [([0], other), ([0, 1, 2], loader)]

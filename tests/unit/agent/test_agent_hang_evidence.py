@@ -1,0 +1,103 @@
+"""What a hung worker's failure is called, from how it stood and what it left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+
+from hpc_elastic.agent.hang import may_be_a_bug
+from hpc_elastic.agent.hang_evidence import HungWorker, describe_hang, rank_stacks, read_stacks
+from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.process_state import ProcessState, Whereabouts
+from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
+from hpc_elastic.run_paths import RankPaths
+
+DUMP = """\
+Fatal Python error: Aborted
+
+Current thread 0x00007fe7e8a3f740 (most recent call first):
+  File "/home/ann/train.py", line 12 in {function}
+"""
+SPY = """\
+Process 7: python train.py
+Thread 7 (idle): "MainThread"
+    seen_from_outside (/home/ann/train.py:9)
+"""
+
+
+def state(letter: str, *, children: tuple[Whereabouts, ...] = ()) -> ProcessState:
+    words = {"S": "S (sleeping)", "T": "T (stopped)", "D": "D (disk sleep)"}[letter]
+    main = Whereabouts(pid=7, name="python", state=words, wchan="somewhere")
+    return ProcessState(pid=7, state=words, threads=(main,), thread_count=1, children=children)
+
+
+def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None, py_spy: str = "") -> HungWorker:
+    paths = RankPaths(Path(mkdtemp(dir=folder)))
+    paths.stderr.write_text(stderr)
+    facts = ExitFacts(
+        attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=3, pid=7, exitcode=-6, ended_ns=5
+    )
+    return HungWorker(facts=facts, paths=paths, state=of or state("S"), py_spy=py_spy, why="no heartbeat for 9.0 s")
+
+
+def failure_of(hung: HungWorker) -> WorkerFailure:
+    return describe_hang(hung, read_stacks(hung), told_ns=4)
+
+
+def test_two_hangs_at_the_same_place_have_one_name_and_elsewhere_another(tmp_path: Path) -> None:
+    here, again, there = (
+        failure_of(worker(tmp_path, stderr=DUMP.format(function=function))) for function in ("load", "load", "save")
+    )
+    assert here.fingerprint == again.fingerprint != there.fingerprint
+    assert here.fingerprint.startswith("hang:")
+    assert may_be_a_bug(here.fingerprint)
+    assert (here.failure_class, here.category) == (FailureClass.HANG, Category.WORKER)
+
+
+def test_one_that_was_stopped_from_outside_has_a_name_that_is_no_bug(tmp_path: Path) -> None:
+    failure = failure_of(worker(tmp_path, stderr=DUMP.format(function="load"), of=state("T")))
+    assert failure.fingerprint == "hang:stopped"
+    assert not may_be_a_bug(failure.fingerprint)
+    assert failure.reason.startswith("it was stopped from outside")
+    assert "in load" in failure.traceback
+
+
+def test_one_in_the_kernel_is_infrastructure(tmp_path: Path) -> None:
+    hung = worker(tmp_path, of=state("D"))
+    failure = failure_of(hung)
+    assert (failure.fingerprint, failure.category) == ("hang:kernel", Category.INFRASTRUCTURE)
+    assert not may_be_a_bug(failure.fingerprint)
+    assert "D (disk sleep) in somewhere" in failure.reason
+    assert rank_stacks(hung, None).where == "D (disk sleep) in somewhere"
+
+
+def test_who_answers_was_in_the_kernel_for_a_moment_only(tmp_path: Path) -> None:
+    failure = failure_of(worker(tmp_path, stderr=DUMP.format(function="load"), of=state("D")))
+    assert failure.category is Category.WORKER
+    assert may_be_a_bug(failure.fingerprint)
+
+
+def test_py_spys_word_counts_where_there_is_no_other(tmp_path: Path) -> None:
+    hung = worker(tmp_path, of=state("D"), py_spy=SPY)
+    dump = read_stacks(hung)
+    assert rank_stacks(hung, dump).main == ("/home/ann/train.py:9 seen_from_outside",)
+    failure = failure_of(hung)
+    assert "in seen_from_outside" in failure.traceback
+    assert failure.fingerprint == "hang:kernel", "seen from outside, and still in the kernel"
+    assert hung.paths.stacks.read_text().count("seen_from_outside") == 1
+    both = worker(tmp_path, stderr=DUMP.format(function="load"), py_spy=SPY)
+    assert rank_stacks(both, read_stacks(both)).main == ("/home/ann/train.py:12 load",)
+
+
+def test_a_child_that_hangs_is_told_of(tmp_path: Path) -> None:
+    child = Whereabouts(pid=8, name="python", state="D (disk sleep)", wchan="request_wait_answer")
+    hung = worker(tmp_path, of=state("D", children=(child,)))
+    assert "its child 8 to begin its program, which sat in D (disk sleep) in request_wait" in failure_of(hung).reason
+    assert "  child 8 python: D (disk sleep) in request_wait_answer" in hung.paths.stacks.read_text()
+
+
+@pytest.mark.parametrize("fingerprint", ["", "hang:stopped", "hang:kernel"])
+def test_what_is_no_bug(fingerprint: str) -> None:
+    assert not may_be_a_bug(fingerprint)
