@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hpc_elastic.failures import ProcessFailure
 from hpc_elastic.failures.error_file import ErrorFile, error_code_set, error_data, read_error_file, write_error_data
 
 TORCH = {
@@ -162,3 +165,52 @@ def test_error_code_set() -> None:
     assert error_code_set(TORCH, 3)["message"]["errorCode"] == 3
     assert "errorCode" not in TORCH["message"]
     assert error_code_set({"message": "text"}, 3) == {"message": "text"}
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"),
+    [
+        (errno.ENOENT, "missing"),
+        (errno.EACCES, "unreadable: "),
+        (errno.ESTALE, "unreadable: "),
+        (errno.EIO, "unreadable: "),
+        (errno.ELOOP, "unreadable: "),
+    ],
+)
+@pytest.mark.parametrize("call", ["open", "fstat", "pread"])
+def test_a_file_that_vanishes_or_fails_at_any_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, problem: str
+) -> None:
+    path = put(tmp_path, TORCH)
+
+    def fails(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fails)
+        found = read_error_file(path)
+        failure = ProcessFailure(0, 7, -9, str(path))
+    assert found.problem.startswith(problem)
+    assert not found.found
+    assert str(failure.message).startswith("Signal 9 (SIGKILL) received by PID 7")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("size", [3 << 20, 100 << 20])
+def test_a_large_file_is_held_in_little_memory(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "error.json"
+    with open(path, "wb") as file:
+        file.write(b'{"message": {"message": "ValueError: ' + b"x" * (2 << 20))
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        found = read_error_file(path)
+        failure = ProcessFailure(0, 1, 1, str(path))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.problem.startswith(f"cut: {size} bytes")
+    assert found.message.startswith("ValueError: xxx")
+    assert len(str(failure.message)) < 40_000
+    assert peak < 8 << 20
