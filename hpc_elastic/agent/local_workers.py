@@ -16,7 +16,7 @@ from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
-from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.log_pieces import holds_at_end
 from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.processes.log_losses import LossEpisode
@@ -198,9 +198,11 @@ class LocalWorkers:
     def poll(self) -> bool:
         """Note who has ended. Returns whether somebody has since the last call."""
         changed = False
+        now = self._clock.time_ns()
         for slot in self._slots:
             if slot.exit is None and (status := slot.process.poll()) is not None:
-                slot.exit = status
+                # Whom one look finds ended are told with one time: which of them was first can't be known.
+                slot.exit = replace(status, noticed_ns=now)
                 changed = True
         return changed
 

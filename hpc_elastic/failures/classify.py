@@ -204,7 +204,7 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
     if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
         return "an exception that nothing caught"
     if number == signal.SIGKILL:
-        return "killed from outside, not by this job's agent"
+        return "killed from outside, not by this job's agent: by a person, or for the node's memory (dmesg tells)"
     if number == signal.SIGBUS:
         return "a bus error: often a full /dev/shm, or a mapped file that was cut"
     if number:

@@ -276,9 +276,8 @@ def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
     if found is not None:
         details.append(found.message)
     if facts.oom_kills and number == 9:
-        times = "once" if facts.oom_kills == 1 else f"{facts.oom_kills} times"
         text = f"Out of memory: {text}"
-        details.append(f"the kernel's OOM killer struck {times} in this cgroup meanwhile")
+        details.append("the OOM killer struck in its cgroup")
     if facts.core_dumped:
         details.append("core dumped")
     return "; ".join([text, *details])

@@ -19,7 +19,7 @@ _MESSAGE_LINES = 40
 _CAUSE_LIMIT = 400
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
@@ -54,7 +54,7 @@ _FATAL_LOG = re.compile(r"^(?:\[rank\d+\]:)?\[F\d* ?[\d:.]* ?\S+:\d+\] (.+)$", r
 
 # faulthandler prints 100 frames and then "...".
 _RECURSION = 10
-_OVERFLOW = " (the same few calls over and over: the stack overflowed?)"
+_OVERFLOW = " (a stack overflow?)"
 
 
 class TextKind(str, Enum):

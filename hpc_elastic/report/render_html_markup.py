@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from html import escape
 
 from hpc_elastic.failures.traceback_text import clean_text
+from hpc_elastic.report.render_text_words import DECEPTIVE
 
-# What turns the direction of the text around it, or is invisible: a message could show something that is not there.
-_DECEPTIVE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060\u2066-\u2069\ufeff]")
 _VOID = frozenset({"meta", "input"})
 _EMPTY = frozenset({"path", "use"})
 
@@ -21,7 +19,7 @@ class Markup(str):
 
 def text(value: str) -> Markup:
     """Somebody's words as HTML, for content and for attributes alike."""
-    shown = _DECEPTIVE.sub("\ufffd", clean_text(value)).encode("utf-8", "replace").decode("utf-8")
+    shown = DECEPTIVE.sub("\ufffd", clean_text(value)).encode("utf-8", "replace").decode("utf-8")
     return Markup(escape(shown, quote=True))
 
 

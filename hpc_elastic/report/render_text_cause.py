@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.failures.classify import Category
+from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.fold import rank_ranges
@@ -25,7 +25,7 @@ from hpc_elastic.report.verdict import Verdict
 
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
-_FROM_OUTSIDE = ("SIGKILL", "SIGTERM")
+_OTHERS_DOING = (FailureClass.STOPPED_BY_US, FailureClass.SYMPTOM)
 _WHOSE = {
     Category.INPUT: "input: the call or the environment",
     Category.WORKER: "worker: the script",
@@ -78,7 +78,7 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
     if found_text is not None and found_text.causes:
         fields += [fit(text_field("caused by", clean_line(cause)), width) for cause in found_text.causes[:2]]
     left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(fields)))
-    return fields + _traceback(failure, width, left)
+    return fields + _traceback(failure, width, left, lost=_lost_stderr(subject.attempt, failure))
 
 
 def _last_words(part: RoundHistory | None, node: int, width: int) -> list[str]:
@@ -114,12 +114,23 @@ def _also(verdict: Verdict) -> str:
 def describe_class(failure: WorkerFailure) -> str:
     """Why a failure is of its class, and whether another try may help."""
     retry = "" if failure.retryable else "; not worth another try"
-    # Who was killed from outside may have done nothing wrong.
-    whose = failure.category.value if failure.signal in _FROM_OUTSIDE else _WHOSE[failure.category]
+    # Who was killed or stopped from outside may have done nothing wrong, nor who felt that somebody else was gone.
+    blameless = failure.failure_class in _OTHERS_DOING or "from outside" in failure.reason
+    whose = failure.category.value if blameless else _WHOSE[failure.category]
     return f"{failure.reason} ({whose}){retry}" if failure.reason else f"{whose}{retry}"
 
 
-def _traceback(failure: WorkerFailure, width: int, lines: int | None) -> list[str]:
+def _lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
+    """Why its stderr is not in its file, in words; empty where it is."""
+    for loss in attempt.output_lost if attempt is not None else ():
+        for stream in loss.streams:
+            if (stream.round, stream.rank, stream.stream) == (failure.round, failure.global_rank, "stderr"):
+                where = "" if stream.not_in_job_log else "; the job log has it"
+                return f"what it printed is not in its file: {loss.reason}{where}" if stream.not_in_file else ""
+    return ""
+
+
+def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: str) -> list[str]:
     """The field ``traceback``, and as many of its last lines as there is room for: the cause stands at its end."""
     if failure.traceback:
         body = clean_lines(failure.traceback)
@@ -129,10 +140,12 @@ def _traceback(failure: WorkerFailure, width: int, lines: int | None) -> list[st
     elif failure.stderr_tail:
         title, body = "none was printed; the end of its stderr:", clean_lines(failure.stderr_tail)
     else:
-        hint = "; an exception leaves one: did the script close or redirect it?" if failure.exitcode == 1 else ""
+        if lost:
+            return [fit(text_field("traceback", clean_line(lost)), width)]
+        hint = " (closed or redirected by the script?)" if failure.exitcode == 1 else ""
         return [text_field("traceback", f"none was printed, and nothing else on stderr{hint}")]
     body = fold_repeats(body)
     if lines is not None and len(body) > lines - 1:
         keep = max(1, lines - 2)
         body = [f"... {len(body) - keep} lines above (--all shows them)", *body[-keep:]]
-    return [text_field("traceback", title).rstrip(), *(fit_traceback(f"    {line}", width) for line in body)]
+    return [text_field("traceback", title).rstrip(), *(fit_traceback(f"    {line}", width).rstrip() for line in body)]

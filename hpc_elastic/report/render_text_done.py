@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text_words import clean_line, fit
+from hpc_elastic.report.render_text_words import brief, fit
 from hpc_elastic.report.subject import Subject
 
 
@@ -39,13 +39,14 @@ def _without_cause(line: str, subject: Subject) -> str:
     before, quote, rest = line.partition(f": rank {failure.global_rank}: ")
     said, arrow, after = rest.rpartition(" -> round ")
     said = said if arrow else rest
-    # The coordinator's copy may be cut.
-    return f"{before}{arrow}{after if arrow else ''}" if quote and failure.headline.startswith(said[:60]) else line
+    if not quote or not failure.headline.startswith(said.removesuffix("...").rstrip()):
+        return line
+    return f"{before.removesuffix(' after')}{arrow}{after if arrow else ''}"
 
 
 def _item(text: str, width: int) -> list[str]:
     """An entry in at most three lines."""
-    words, lines = clean_line(text).split(" "), ["  "]
+    words, lines = brief(text).split(" "), ["  "]
     for word in words:
         if len(lines[-1]) + len(word) + 1 > width and lines[-1].strip():
             lines.append("     ")

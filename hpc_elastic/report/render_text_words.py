@@ -10,6 +10,9 @@ from datetime import datetime
 
 from hpc_elastic.failures.traceback_text import clean_text
 
+DECEPTIVE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060\u2066-\u2069\ufeff]")
+"""What turns the direction of the text around it, ends a line, or is invisible: a message could show something that is
+not there."""
 _REPEATS = 3
 
 
@@ -46,12 +49,16 @@ def headline(text: str, width: int) -> list[str]:
 
 def clean_line(text: str) -> str:
     """One line without control characters."""
-    return clean_text(text).replace("\n", " ").replace("\t", " ")
+    return _shown(text).replace("\n", " ").replace("\t", " ")
 
 
 def clean_lines(text: str) -> list[str]:
     """Lines without control characters."""
-    return [line.replace("\t", "    ") for line in clean_text(text).rstrip("\n").split("\n")]
+    return [line.replace("\t", "    ") for line in _shown(text).rstrip("\n").split("\n")]
+
+
+def _shown(text: str) -> str:
+    return DECEPTIVE.sub("\ufffd", clean_text(text))
 
 
 _CPP_PLACE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|hpp|h|cu):\d+\] ")
