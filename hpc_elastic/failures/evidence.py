@@ -96,7 +96,7 @@ def read_failure(error_file: Path | str, *, facts: ExitFacts) -> WorkerFailure |
             return None
         return _from_error_file(facts, os.fspath(error_file), file, _recorded(file), stderr_tail="")
     # The texts stand once in the file, where torch's readers look for them.
-    texts = {"message": file.message, "traceback": file.traceback}
+    texts = {"message": file.message, "traceback": file.traceback.rstrip("\n")}
     shared = {key: text for key, text in texts.items() if key not in file.own}
     return WorkerFailure.from_json(file.own, **shared, error_file=os.fspath(error_file))
 
@@ -115,8 +115,10 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
         present = read_error_file(path)
         own = {**present.own, **failure.to_json(), "error_file": str(path)}
         if present.data and not present.problem:
-            if (present.message, present.traceback) == (failure.message, failure.traceback):
-                del own["message"], own["traceback"]
+            # Once in the file: torch's text ends with a line end, and the parsed one does not.
+            for key, text in (("message", present.message), ("traceback", present.traceback)):
+                if own[key].rstrip("\n") == text.rstrip("\n"):
+                    del own[key]
             data = error_code_set({**present.data, OWN_KEY: own}, failure.exitcode)
             if isinstance(data.get("message"), str):
                 data.setdefault("timestamp", failure.ended_ns // 1_000_000_000)
@@ -177,7 +179,7 @@ def _recorded(file: ErrorFile) -> FailureText:
     body = rest if looks_like_type and name.rsplit(".", 1)[-1] == exception_type.rsplit(".", 1)[-1] else file.message
     return FailureText(
         kind=TextKind.PYTHON,
-        text=file.traceback,
+        text=file.traceback.rstrip("\n"),
         exception_type=exception_type,
         message=body,
         frames=found.frames if found else (),
