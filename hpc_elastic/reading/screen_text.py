@@ -12,6 +12,9 @@ from hpc_elastic.processes.ansi import readable
 
 _HARMFUL = re.compile("[\x80-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
+_CONTROL = bytes([*range(9), *range(11, 27), *range(28, 32), 127])
+"""All but the tab, the line feed, and what is left of escape: colours."""
+
 
 def harmless(lines: bytes) -> bytes:
     """Whole lines as a terminal may show them.
@@ -21,7 +24,7 @@ def harmless(lines: bytes) -> bytes:
     """
     if b"\r" in lines:
         lines = b"\n".join(map(_last_drawn, lines.split(b"\n")))
-    lines = readable(lines).translate(None, b"\b\r")
+    lines = readable(lines).translate(None, _CONTROL)
     if lines.isascii():
         return lines
     text = lines.decode("utf-8", "backslashreplace")
