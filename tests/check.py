@@ -8,6 +8,11 @@
     python -m tests.check --long                the minutes-long tests too; no budgets
     python -m tests.check --bench               short benchmarks at the end (a crash fails, a missed figure is printed)
 
+The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
+catalogue (one case per kind of failure, each really failing, its report compared with a golden file that a person has
+read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one), docs (commands, links, pages in
+a browser).
+
 Each tier has a time budget for two cores; a tier that takes longer fails. The last line is ``N passed, N failed[, N
 skipped]`` over everything that ran, where each check counts as one; the exit code is 1 if anything failed.
 """
@@ -49,6 +54,7 @@ TIERS = (
     Tier(name="unit", folders=("tests/unit",), budget=90),
     Tier(name="store", folders=("tests/contract", "tests/model"), budget=360),
     Tier(name="faults", folders=("tests/integration",), budget=900, processes=2),
+    Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
     Tier(name="slurm", folders=("tests/slurm",), budget=900),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
 )

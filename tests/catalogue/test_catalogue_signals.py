@@ -1,0 +1,190 @@
+"""Workers that a signal ends, their own or somebody else's."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.failure_catalogue import MEET, Catalogue, Told
+
+
+def told(cause: str, **changes: Any) -> Told:
+    """A crash of rank 1 on node 1."""
+    values: dict[str, Any] = {
+        "exit_code": 1,
+        "cause": cause,
+        "rank": 1,
+        "host": "node1",
+        "failure_class": "root",
+        "category": "worker",
+        "retryable": True,
+        "confidence": "high",
+        "evidence": "the only failure",
+    }
+    return Told(**{**values, **changes})
+
+
+_CRASHES = {
+    "segmentation-fault": (
+        "ctypes.string_at(0)",
+        "Signal 11 (SIGSEGV) received by PID <PID>; Fatal Python error: Segmentation fault",
+        "crashed (SIGSEGV)",
+    ),
+    "abort": (
+        "os.abort()",
+        "Signal 6 (SIGABRT) received by PID <PID>; Fatal Python error: Aborted",
+        "crashed (SIGABRT)",
+    ),
+    "bus-error": (
+        "read_a_mapped_file_that_was_cut()",
+        "Signal 7 (SIGBUS) received by PID <PID>; Fatal Python error: Bus error",
+        "a bus error: often a full /dev/shm, or a mapped file that was cut",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _CRASHES)
+def test_a_crash(catalogue: Catalogue, name: str) -> None:
+    crash, cause, kind = _CRASHES[name]
+    script = f"""
+    {MEET}
+    import ctypes, mmap
+
+    def read_a_mapped_file_that_was_cut():
+        file = open("samples.bin", "w+b")
+        file.truncate(8192)
+        mapped = mmap.mmap(file.fileno(), 8192)
+        file.truncate(0)
+        return mapped[4096]
+
+    def train_one_step():
+        {crash}
+
+    if RANK == 1:
+        train_one_step()
+    wait_for("never")
+    """
+    with catalogue.run(script) as run:
+        run.finish()
+        catalogue.check(run, name, told(cause, kind=kind))
+
+
+def test_a_stack_overflow_in_c(catalogue: Catalogue) -> None:
+    script = f"""
+    {MEET}
+    def deepest(tree):
+        return max([tree], key=deepest)
+
+    if RANK == 1:
+        sys.setrecursionlimit(10**9)
+        deepest(None)
+    wait_for("never")
+    """
+    with catalogue.run(script) as run:
+        run.finish()
+        cause = "Signal 11 (SIGSEGV) received by PID <PID>; Fatal Python error: Segmentation fault (a stack overflow?)"
+        catalogue.check(run, "stack-overflow", told(cause, kind="crashed (SIGSEGV)"))
+
+
+def test_killed_from_outside(catalogue: Catalogue) -> None:
+    with catalogue.run(MEET + 'wait_for("never")\n') as run:
+        run.wait_moments("here", count=2)
+        run.kill_worker(1, round_index=0)
+        run.finish()
+        expected = told(
+            "Signal 9 (SIGKILL) received by PID <PID>",
+            kind="killed from outside, not by this job's agent: by a person, or for the node's memory (dmesg tells)",
+        )
+        catalogue.check(run, "killed-from-outside", expected)
+
+
+@contextmanager
+def _memory_limit(size: int) -> Iterator[Path]:
+    """A memory cgroup of this size below our own. Without one that can be made: skips the test, or fails it in CI."""
+    made: Path | None = None
+    problem = "no cgroup v1 memory controller"
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            made = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / f"hpc-elastic-catalogue-{os.getpid()}"
+    if made is not None:
+        try:
+            made.mkdir()
+            (made / "memory.limit_in_bytes").write_text(str(size))
+        except OSError as error:
+            problem, made = str(error), None
+    if made is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no memory cgroup can be made here: {problem}")
+    try:
+        yield made
+    finally:
+        (made.parent / "cgroup.procs").write_text(str(os.getpid()))
+        made.rmdir()
+
+
+def test_out_of_memory(catalogue: Catalogue) -> None:
+    """A real kill by the kernel: supervisor, agents and workers all are in one cgroup, as below Slurm."""
+    script = f"""
+    {MEET}
+    def load_everything():
+        cache = []
+        while True:
+            cache.append(b"x" * (8 << 20))
+
+    if RANK == 1:
+        load_everything()
+    wait_for("never")
+    """
+    with _memory_limit(256 << 20) as cgroup:
+        run = catalogue.run(script)
+        (cgroup / "cgroup.procs").write_text(str(os.getpid()))  # what is started from here on is in it
+        run.__enter__()
+        (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            run.finish()
+        finally:
+            run.__exit__(None, None, None)
+        run.check_nothing_left(within=5)
+    expected = told(
+        "Out of memory: Signal 9 (SIGKILL) received by PID <PID>; the OOM killer struck in its cgroup",
+        failure_class="infrastructure",
+        category="infrastructure",
+        kind="killed by the kernel: the job's memory limit was reached",
+    )
+    catalogue.check(run, "out-of-memory", expected)
+
+
+def test_two_failures_within_one_tick_of_the_clock(catalogue: Catalogue) -> None:
+    """The agent is stopped while both end: it sees both in one look, and can't tell which was first."""
+    script = f"""
+    {MEET}
+    wait_for("the-end")
+    os._exit(5 + RANK)
+    """
+    with catalogue.run(script, nodes=1, nproc=2) as run:
+        pids = [here["pid"] for here in run.wait_moments("here", count=2)]
+        agent = run.agent(0).pid
+        os.kill(agent, signal.SIGSTOP)
+        run.say("the-end")
+        run.until(lambda: all(_is_zombie(pid) for pid in pids), "end of both workers")
+        os.kill(agent, signal.SIGCONT)
+        run.finish()
+        expected = told(
+            "Process failed with exitcode 5",
+            rank=0,
+            host="node0",
+            confidence="tie",
+            evidence="not certain: rank 1 on node0 failed otherwise within the clocks' resolution (2 ms on one host)",
+            kind="ended itself with exit code 5",
+        )
+        catalogue.check(run, "two-failures-at-once", expected)
+
+
+def _is_zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,111 @@
+"""A case of the catalogue of failures: a run that really fails, what is told of it, and its report as a golden file."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.report.render_text import DEFAULT_LINES
+from hpc_elastic.report.render_text_words import brief
+from tests.rigs.golden_report import normalise
+from tests.rigs.local_run import LocalRun
+
+GOLDEN = Path(__file__).resolve().parent.parent / "catalogue" / "golden"
+MEET = 'tell("here"); others_in_round()\n'
+"""A script's beginning: nobody fails while others still start."""
+FIRST_SCREEN = 12
+"""The cause, its rank and its host stand within so many lines of a report's beginning."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a report has to say of a failure. Volatile parts as `golden_report.normalise` writes them."""
+
+    exit_code: int
+    """Of the run."""
+    cause: str
+    """The headline: what happened."""
+    rank: int | None
+    """Of the root cause; None where it is a node."""
+    host: str
+    failure_class: str | None
+    """None where the cause is a node."""
+    category: str
+    retryable: bool
+    confidence: str
+    evidence: str
+    """Why this one."""
+    kind: str
+    """Why it is of its class, as the report's ``kind`` says it; empty where the cause is a node."""
+
+
+class Catalogue:
+    """Runs a test's case and compares what came of it."""
+
+    def __init__(self, *, update: bool) -> None:
+        """Args:
+        update: Write golden files in place of comparing with them.
+        """
+        # Of one length, whoever runs the tests and wherever: lines are cut at their length.
+        self.folder = Path(tempfile.mkdtemp(prefix="hpc-cat-", dir="/tmp"))
+        self._update = update
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def run(self, script: str, *, options: Sequence[str] = (), **settings: Any) -> LocalRun:
+        """A run that is given up at its first failure, unless `options` say otherwise.
+
+        Args:
+            script: Python, after ``from stage import *``.
+            options: Of ``hpc-elastic run``.
+            **settings: Of `LocalRun`.
+        """
+        return LocalRun(self.folder, script, options=["--max-restarts", "0", *options], **settings)
+
+    def told(self, run: LocalRun) -> Told:
+        """What the run's report.json says."""
+        report = run.report()
+        verdict = report["verdict"]
+        failure, lost = verdict["failure"], verdict["lost_node"]
+        cause = verdict["summary"]
+        if failure:
+            cause = cause.removeprefix(f"rank {failure['global_rank']} on {failure['host']}: ")
+        return Told(
+            exit_code=run.finish(),
+            cause=self.normalise(cause),
+            rank=failure["global_rank"] if failure else None,
+            host=failure["host"] if failure else lost["host"] if lost else "",
+            failure_class=failure["failure_class"] if failure else None,
+            category=verdict["category"],
+            retryable=verdict["retryable"],
+            confidence=verdict["confidence"],
+            evidence=self.normalise(verdict["evidence"]),
+            kind=self.normalise(failure["reason"]) if failure else "",
+        )
+
+    def normalise(self, text: str) -> str:
+        return normalise(text, folder=self.folder)
+
+    def check(self, run: LocalRun, name: str, expected: Told) -> None:
+        """Compare what was told, then the report as the job log shows it with ``golden/<name>.txt``."""
+        told = self.told(run)
+        text = run.attempt().report_text.read_text()
+        assert told == expected, f"\n{told}\nis told in place of\n{expected}\n\n{text}"
+        assert text in run.log(), "the job log does not end with this report"
+        assert len(text.splitlines()) <= DEFAULT_LINES
+        top = "\n".join(text.splitlines()[:FIRST_SCREEN])
+        assert brief(run.report()["verdict"]["summary"]).partition(f"{expected.host}: ")[2][:60] in top
+        assert expected.host in top
+        found, path = self.normalise(text), GOLDEN / f"{name}.txt"
+        if self._update:
+            path.write_text(found)
+            return
+        golden = path.read_text() if path.exists() else ""
+        difference = difflib.unified_diff(golden.splitlines(), found.splitlines(), str(path), "this run", lineterm="")
+        assert found == golden, "\n".join(["read it, then pytest tests/catalogue --update-golden:", *difference])

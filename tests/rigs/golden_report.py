@@ -1,0 +1,75 @@
+"""A text report without what changes from one run to the next: the one normaliser of the golden files.
+
+What becomes of a report before it is compared (the rules below, in this order):
+
+- the test's folder, this checkout and the folders of Python's library and of packages: ``<FOLDER>``, ``<LIB>``;
+- run ids, times, durations, pids, ports, addresses in memory, the cgroup's and the interpreter's own numbers: ``<…>``;
+- line numbers in other people's files;
+- the carets under a line of code, which CPython 3.10 does not print: left out;
+- whether a peer's connection was "closed" or "reset": gloo says the one or the other by what was under way: "closed";
+- a line that the report cut at its width is cut earlier: where it ends depends on the lengths of the above.
+
+What is *not* touched: the order of lines, their number, ranks, node names, signals, exit codes, steps and all words.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import sysconfig
+from pathlib import Path
+
+from hpc_elastic.report.render_text import DEFAULT_WIDTH
+
+ROOT = Path(__file__).resolve().parents[2]
+_CUT, _CUT_SHORT = 90, 60
+
+_CARETS = re.compile(r"^ *[~^]+ *$")
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        # Folders of libraries, however they are reached or shortened, and line numbers in them.
+        (r'File "[^"]*?/(?:site|dist)-packages/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
+        (r'File "[^"]*?/lib/python3\.\d+/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
+        (r'File "<ROOT>/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
+        (r'File "<frozen ([\w.]+)>", line \d+', r'File "<frozen \1>", line <N>'),
+        (r'(stage\.py(?:", line |:))\d+', r"\1<N>"),
+        (r"('127\.0\.0\.1', )\d+", r"\1<PORT>"),
+        (r"\b\d{8}-\d{6}-(\w+)-[0-9a-f]{4}\b", r"<RUN>-\1"),
+        (r"\b\d{4}-\d\d-\d\d[_T]\d\d:\d\d:\d\d(?:\.\d+)?", "<TIME>"),
+        (r"\b\d\d:\d\d:\d\d\.\d{3}\b", "<TIME>"),
+        (r"\(pid: \d+\)", "(pid: <PID>)"),
+        (r"\b(PID|pid) \d+", r"\1 <PID>"),
+        (r"\b0x[0-9a-f]+\b", "<ADDRESS>"),
+        (r"(\[?(?:127\.0\.0\.1|::1|localhost|::ffff:127\.0\.0\.1)\]?:)\d+", r"\1<PORT>"),
+        (r"\b(port:?) \d+", r"\1 <PORT>"),
+        (r"(?<![\w.])\d+(?:\.\d+)?(?:(?:-| to )\d+(?:\.\d+)?)? s\b", "<N> s"),
+        (r"\b\d+ min \d+ s\b", "<N> s"),
+        (r"\b\d+ bytes of the output", "<N> bytes of the output"),
+        (r"Connection (?:closed|reset) by peer", "Connection closed by peer"),
+        (r"\[\S*?(gloo/\S+?):\d+\]", r"[\1:<N>]"),
+    )
+)
+
+
+def normalise(text: str, *, folder: Path) -> str:
+    """Take what is volatile out of a text.
+
+    Args:
+        text: A report, or a part of one.
+        folder: Everything of the run lies below it.
+    """
+    lines = (line for line in text.split("\n") if not _CARETS.match(line))
+    return "\n".join(_normalise_line(line, str(folder)) for line in lines)
+
+
+def _normalise_line(line: str, folder: str) -> str:
+    was_cut = len(line) == DEFAULT_WIDTH and line.endswith("...")
+    line = line.replace(folder, "<FOLDER>").replace(str(ROOT), "<ROOT>")
+    for prefix in {sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"]}:
+        line = line.replace(prefix, "<PYTHON>") if "File" not in line else line
+    for pattern, replacement in _RULES:
+        line = pattern.sub(replacement, line)
+    if not was_cut:
+        return line
+    return f"{line[: _CUT if len(line) > _CUT + 3 else _CUT_SHORT].rstrip()} ..."
