@@ -25,7 +25,10 @@ UNREADY_SECONDS = 4.0
 files."""
 LAST_SECONDS = 1.0
 """How long the child may take to be gone after it has said how the run ended."""
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 2.0
+"""Between two looks at the child, for what no event tells: that it has ended but for a thread that a mount holds."""
+_LOOK_CLOSELY_SECONDS = 0.5
+"""The same once it was told to end."""
 _READY = b"r"
 
 
@@ -95,6 +98,7 @@ class _Front:
         signal.set_wakeup_fd(wake_write)
         for number in RELAYED:
             signal.signal(number, self._relay)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # it is the number in the pipe that matters
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
 
     def _relay(self, number: int, frame: FrameType | None) -> None:
@@ -109,15 +113,24 @@ class _Front:
 
     def wait(self) -> int:
         while True:
+            status = self._status()
+            if status is not None:
+                return status
             watched = [self._wake_read] if self._pipe < 0 else [self._wake_read, self._pipe]
-            ready = wait_readable(watched, _LOOK_SECONDS if self._code is None else 0.02)
+            ready = wait_readable(watched, self._patience())
             if self._wake_read in ready:
                 os.read(self._wake_read, 4096)
             if self._pipe in ready:
                 self._hear()
-            status = self._status()
-            if status is not None:
-                return status
+
+    def _patience(self) -> float:
+        """Seconds until there is something to do though nothing comes."""
+        found = _LOOK_SECONDS if self._asked is None else _LOOK_CLOSELY_SECONDS
+        if self._dead_since is not None:
+            found = min(found, self._dead_since + LAST_SECONDS - time.monotonic())
+        if self._asked is not None and not self._is_ready:
+            found = min(found, self._asked[0] + UNREADY_SECONDS - time.monotonic())
+        return max(0.0, found)
 
     def _hear(self) -> None:
         word = os.read(self._pipe, 64)
@@ -138,7 +151,7 @@ class _Front:
             code = os.waitstatus_to_exitcode(status)
             return code if code >= 0 else 128 - code
         now = time.monotonic()
-        if self._asked is not None and not self._is_ready and now - self._asked[0] > UNREADY_SECONDS:
+        if self._asked is not None and not self._is_ready and now - self._asked[0] >= UNREADY_SECONDS:
             self._say(f"{self._what} does not answer; nothing was started")
             os.kill(self._child, signal.SIGKILL)
             return 128 + self._asked[1]

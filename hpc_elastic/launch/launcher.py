@@ -39,6 +39,10 @@ class Launcher(Protocol):
         """Descriptors that become readable when `take` may have something."""
         ...
 
+    def due(self) -> float | None:
+        """When `take` may have something that no descriptor tells of, on the monotonic clock; None: never."""
+        ...
+
     def take(self) -> list[AgentEnded]:
         """What has ended since the last call."""
         ...

@@ -17,6 +17,9 @@ from hpc_elastic.readable import wait_readable
 logger = logging.getLogger(__name__)
 
 HUNG_DEAD_SECONDS = 0.5
+"""An agent that has ended but for a thread that a mount holds counts as ended after that."""
+HUNG_LOOK_SECONDS = 1.0
+"""Between two looks for such agents: no event tells of them."""
 KILL_SECONDS = 5.0
 """How long what was sent SIGKILL may take to be gone (D state)."""
 LOOK_SECONDS = 0.02
@@ -49,6 +52,7 @@ class LocalLauncher:
         self._failed: list[AgentEnded] = []
         self._dead_since: dict[int, float] = {}
         self._has_killed = False
+        self._looked_at = time.monotonic()
 
     def launch(self) -> None:
         for node in range(self._nodes):
@@ -65,8 +69,15 @@ class LocalLauncher:
     def filenos(self) -> list[int]:
         return list(self._agents)
 
+    def due(self) -> float | None:
+        if self._failed:
+            return self._looked_at
+        dead = [since + HUNG_DEAD_SECONDS for since in self._dead_since.values()]
+        return min([self._looked_at + HUNG_LOOK_SECONDS, *dead]) if self._agents else None
+
     def take(self) -> list[AgentEnded]:
         ended, self._failed = self._failed, []
+        self._looked_at = time.monotonic()
         for fd in list(self._agents):
             node, process = self._agents[fd]
             code = process.poll()
@@ -74,6 +85,7 @@ class LocalLauncher:
                 continue
             os.close(fd)
             del self._agents[fd]
+            self._dead_since.pop(process.pid, None)
             ended.append(AgentEnded(node=node, code=code, detail=describe_code(code)))
         return ended
 
@@ -83,7 +95,7 @@ class LocalLauncher:
         if proc is None or not (proc.is_dead or (self._has_killed and proc.state == "D")):
             self._dead_since.pop(pid, None)
             return False
-        return time.monotonic() - self._dead_since.setdefault(pid, time.monotonic()) > HUNG_DEAD_SECONDS
+        return time.monotonic() - self._dead_since.setdefault(pid, time.monotonic()) >= HUNG_DEAD_SECONDS
 
     def running(self) -> bool:
         return bool(self._agents)

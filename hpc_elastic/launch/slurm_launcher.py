@@ -47,6 +47,8 @@ class _Step:
         self.stderr = self.process.stderr.fileno()
         os.set_blocking(self.stderr, False)
         self._partial = b""
+        self.is_silent = False
+        """Whether it has closed its standard error: nothing comes any more but its end."""
 
     def lines(self) -> list[str]:
         """Whole lines of srun's standard error since the last call."""
@@ -54,6 +56,7 @@ class _Step:
             raw = os.read(self.stderr, 1 << 20)
         except BlockingIOError:
             return []
+        self.is_silent = not raw
         *whole, self._partial = (self._partial + raw).split(b"\n")
         if not raw and self._partial:
             whole, self._partial = [self._partial], b""
@@ -119,7 +122,11 @@ class SlurmLauncher:
         self._newest.update(dict.fromkeys(nodes, step))
 
     def filenos(self) -> list[int]:
-        return [step.stderr for step in self._steps]
+        return [step.stderr for step in self._steps if not step.is_silent]
+
+    def due(self) -> float | None:
+        # srun speaks through a pipe, and its end is a SIGCHLD.
+        return time.monotonic() if self._unstarted else None
 
     def take(self) -> list[AgentEnded]:
         found, self._unstarted = self._unstarted, []

@@ -31,6 +31,8 @@ NEWS_SECONDS = 10.0
 """The same where the store does not answer whether the run has ended."""
 ORPHANED_SECONDS = 5.0
 """With no agent left and no verdict: how long one is still waited for."""
+CLOSE_SECONDS = 1.0
+"""How long after that the log may take to say that the run is closed, which this process has done itself then."""
 UNFIT_SECONDS = 0.5
 """The same where every node was found unfit: most often there is none."""
 END_RESERVE = 15.0
@@ -128,6 +130,7 @@ class Supervisor:
         self._end_by: float | None = None
         self._last_grace = LAST_GRACE
         self._orphaned_since: float | None = None
+        self._has_closed_for_orphans = False
         self._failure: Exception | None = None
         self._started_at = clock.monotonic()
         self._told_waiting = False
@@ -162,7 +165,23 @@ class Supervisor:
         with selectors.DefaultSelector() as selector:
             for fd in (self._signals.fileno(), self._coordination.fileno(), *self._launcher.filenos()):
                 selector.register(fd, selectors.EVENT_READ)
-            selector.select(0.05 if self._due else 0.5)
+            due = self.due()
+            selector.select(None if due is None else max(0.0, due - self._clock.monotonic()))
+
+    def due(self) -> float | None:
+        """When there is something to do though nothing has come in, on the monotonic clock; None: never.
+
+        Whatever is said here is done by the turn of the loop after that moment, and said no more.
+        """
+        found = [self._launcher.due(), self._close_unheard_at]
+        found += [self._relaunch_at(due) for due in self._due.values()]
+        if not self._told_waiting:
+            found.append(self._started_at + LAUNCH_NEWS_SECONDS)
+        if self._launcher.running() or self._due:
+            found.append(self._end_by)
+        elif self._orphaned_since is not None:
+            found.append(self._orphaned_since + self._orphans_wait)
+        return min((at for at in found if at is not None), default=None)
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
@@ -251,7 +270,7 @@ class Supervisor:
             if self._is_ending():
                 self._due.clear()
                 return
-            if now < due.at or (due.look > self._looks_done and now < due.at + NEWS_SECONDS):
+            if now < self._relaunch_at(due):
                 continue
             del self._due[node]
             ended = due.ended
@@ -265,6 +284,9 @@ class Supervisor:
             logger.warning("the agent on %s ended (%s); starting it again", name, ended.detail)
             self._events.write("agent_relaunched", node=node, name=name)
             self._launcher.relaunch(node)
+
+    def _relaunch_at(self, due: _Relaunch) -> float:
+        return due.at + (NEWS_SECONDS if due.look > self._looks_done else 0.0)
 
     def _give_up(self, node: int) -> None:
         self._given_up.add(node)
@@ -284,13 +306,10 @@ class Supervisor:
 
     def _tell_if_store_silent(self) -> None:
         """The agents read in the store that the run ends. Where it does not answer, a signal has to tell them."""
-        asked_at = self._asked_to_close_at
-        closed = self._record is not None and self._record.status is Status.CLOSED
-        if asked_at is None or closed or self._is_store_silent or self._failure is not None:
+        unheard_at = self._close_unheard_at
+        if unheard_at is None or self._clock.monotonic() < unheard_at:
             return
         have_met = self._record is not None
-        if self._clock.monotonic() - asked_at < (SILENT_SECONDS if have_met else UNMET_SECONDS):
-            return
         self._is_store_silent = True
         if have_met:
             logger.error(
@@ -305,6 +324,15 @@ class Supervisor:
         self._launcher.terminate()
         if self._end_by is not None:
             self._end_by = min(self._end_by, self._clock.monotonic() + self._shutdown_timeout + SILENT_RESERVE)
+
+    @property
+    def _close_unheard_at(self) -> float | None:
+        """When the store has had enough time to take in that the run is to end; None: it has, or nobody asked."""
+        asked_at = self._asked_to_close_at
+        closed = self._record is not None and self._record.status is Status.CLOSED
+        if asked_at is None or closed or self._is_store_silent or self._failure is not None:
+            return None
+        return asked_at + (SILENT_SECONDS if self._record is not None else UNMET_SECONDS)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -321,15 +349,27 @@ class Supervisor:
         if self._failure is not None or self._is_store_silent:
             return True
         # No agent is left, and nobody has said how it ended: the record may still be on its way.
-        self._orphaned_since = self._orphaned_since or now
-        if self._has_lost_store and now - self._orphaned_since <= WIPED_SECONDS:
+        if self._orphaned_since is None:
+            self._orphaned_since, self._has_closed_for_orphans = now, False
+        if now < self._orphaned_since + self._orphans_wait:
             return False
-        if self._unhealthy and len(self._given_up) == len(self._attempt.nodes):
-            return now - self._orphaned_since > UNFIT_SECONDS
-        if now - self._orphaned_since > ORPHANED_SECONDS:
-            self._coordination.ask(lambda p: p.close(Outcome.FAILED, "all agents ended without a verdict"))
-            return now - self._orphaned_since > ORPHANED_SECONDS + 1.0
+        if self._has_closed_for_orphans or self._are_all_unfit:
+            return True
+        self._coordination.ask(lambda p: p.close(Outcome.FAILED, "all agents ended without a verdict"))
+        self._has_closed_for_orphans = True
         return False
+
+    @property
+    def _orphans_wait(self) -> float:
+        """Seconds from the last agent's end to what is done next where nobody says how it ended."""
+        wiped = WIPED_SECONDS if self._has_lost_store else 0.0
+        if self._are_all_unfit:
+            return max(wiped, UNFIT_SECONDS)
+        return max(wiped, ORPHANED_SECONDS) + (CLOSE_SECONDS if self._has_closed_for_orphans else 0.0)
+
+    @property
+    def _are_all_unfit(self) -> bool:
+        return bool(self._unhealthy) and len(self._given_up) == len(self._attempt.nodes)
 
     def _result(self) -> AttemptResult:
         record = self._record

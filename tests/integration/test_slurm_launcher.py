@@ -103,6 +103,23 @@ def make(srun: Srun) -> Iterator[Callable[..., SlurmLauncher]]:
         launcher.end(within=0.1)
 
 
+def test_an_srun_that_closes_its_stderr_and_stays_keeps_nobody_busy(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    srun.plan(f"exec 2>&-\n{FOREVER}")
+    launcher = make()
+    launcher.launch()
+
+    def is_quiet() -> bool:
+        return launcher.take() == [] and launcher.filenos() == []
+
+    until(is_quiet, "the end of what srun says")
+    assert launcher.running()
+    assert launcher.due() is None
+    os.kill(int(srun.read(1, "pid")), signal.SIGKILL)
+    assert [found.node for found in ended(launcher, 4)] == [0, 1, 2, 3]
+
+
 def ended(launcher: SlurmLauncher, count: int) -> list[AgentEnded]:
     """The next `count` agents that end, by node; waits for them."""
     found: list[AgentEnded] = []

@@ -159,6 +159,9 @@ class Agents:
     def filenos(self) -> list[int]:
         return []
 
+    def due(self) -> float | None:
+        return None
+
     def take(self) -> list[AgentEnded]:
         world = self._world
         world.clock.now += TICK
@@ -524,6 +527,9 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
         def filenos(self) -> list[int]:
             return []
 
+        def due(self) -> float | None:
+            return clock.monotonic() + 0.05
+
         def take(self) -> list[AgentEnded]:
             self.turn += 1
             if supervisor._record is None or self.gone:
@@ -739,3 +745,95 @@ def test_a_store_that_takes_the_end_spares_the_agents_the_signal(stage: Callable
     s = stage()
     s.run(3.0, lambda: s.signals.append(signal.SIGINT))
     assert s.agents.terminated == []
+
+
+# -- between events it sleeps, for as long as it says
+
+
+class Sleeper:
+    """From `begin` on, time passes from one moment that the supervisor has asked for to the next."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._take = stage.agents.take
+        self.turns: list[float] = []
+        """When its loop woke up."""
+
+    def begin(self) -> None:
+        def take() -> list[AgentEnded]:
+            clock = self._stage.world.clock
+            due = self._stage.supervisor.due()
+            assert due is not None, "it would sleep for ever"
+            clock.now = max(clock.now, due) - TICK
+            ended = self._take()
+            self.turns.append(clock.now)
+            assert len(self.turns) < 20, "it does not sleep"
+            return ended
+
+        self._stage.agents.take = take  # type: ignore[method-assign]
+
+
+def test_a_run_that_goes_on_needs_no_look_at_all(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    due: list[float | None] = []
+    s.run(3.0, lambda: due.append(s.supervisor.due()), 30.0, lambda: due.append(s.supervisor.due()), 1.0, s.done)
+    assert due == [pytest.approx(s.supervisor._started_at + LAUNCH_NEWS_SECONDS), None]
+
+
+def test_a_dead_agent_is_started_again_in_time_without_polling(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    sleeper, at = Sleeper(s), []
+
+    def kill() -> None:
+        s.look.hangs = True
+        at.append(s.world.clock.now)
+        s.agents.kill(1)
+        sleeper.begin()
+        s.agents.relaunch = lambda node: s.signals.append(signal.SIGTERM)  # type: ignore[method-assign]
+
+    s.run(3.0, kill)
+    assert sleeper.turns[0] - at[0] == pytest.approx(NEWS_SECONDS + SETTLE_SECONDS, abs=2 * TICK)
+    assert len(sleeper.turns) < 6
+
+
+def test_a_silent_store_and_stubborn_agents_are_waited_for_without_polling(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.stubborn = True
+    sleeper, at = Sleeper(s), []
+
+    def hang() -> None:
+        at.append(s.world.clock.now)
+        s.look.hangs = True
+        s.signals.append(signal.SIGINT)
+        s.agents.take()  # the turn that takes the signal in
+        sleeper.begin()
+
+    s.run(3.0, hang)
+    assert s.agents.terminated[0] - at[0] == pytest.approx(SILENT_SECONDS, abs=3 * TICK)
+    assert s.world.clock.now - at[0] == pytest.approx(SILENT_SECONDS + 30.0 + module.SILENT_RESERVE, abs=5 * TICK)
+    assert len(sleeper.turns) <= 4
+
+
+def test_the_end_of_all_agents_is_dealt_with_without_polling(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    sleeper, at = Sleeper(s), []
+
+    def all_die() -> None:
+        at.append(s.world.clock.now)
+        s.look.hangs = True
+        for node in (0, 1, 2):
+            s.agents.kill(node, 2)
+        taken = s.agents.take
+
+        def last() -> list[AgentEnded]:
+            s.agents.take = taken  # type: ignore[method-assign]
+            sleeper.begin()
+            return taken()
+
+        s.agents.take = last  # type: ignore[method-assign]
+
+    result = s.run(3.0, all_die)
+    assert (result.outcome, result.reason) == (Outcome.TOO_FEW_NODES, "no agent could be started")
+    waited = module.ORPHANED_SECONDS + module.CLOSE_SECONDS
+    assert s.world.clock.now - at[0] == pytest.approx(waited, abs=5 * TICK)
+    assert len(sleeper.turns) <= 4
