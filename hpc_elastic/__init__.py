@@ -1,7 +1,7 @@
 """Fault-tolerant, elastic PyTorch training on Slurm.
 
-For a training script: `heartbeat`, `section` and `checkpoint_done`, which need no torch and cost nothing until they
-are used.
+For a training script: `heartbeat`, `section`, `checkpoint_done`, `should_checkpoint` and `preemption_notice`. They need
+no torch, and cost nothing until they are used.
 """
 
 from __future__ import annotations
@@ -12,10 +12,16 @@ if TYPE_CHECKING:
     from hpc_elastic.worker_heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_heartbeat import section as section
+    from hpc_elastic.worker_notice import PreemptionNotice as PreemptionNotice
+    from hpc_elastic.worker_notice import preemption_notice as preemption_notice
+    from hpc_elastic.worker_notice import should_checkpoint as should_checkpoint
 
 __version__ = "0.1.0"
 
-_FROM = dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_heartbeat")
+_FROM = {
+    **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_heartbeat"),
+    **dict.fromkeys(("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_notice"),
+}
 """What is imported when it is first used, and from where."""
 
 

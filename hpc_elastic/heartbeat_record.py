@@ -1,4 +1,5 @@
-"""One worker's heartbeat as bytes: what the worker writes into a small mapped file, and its agent reads there.
+"""One worker's heartbeat as bytes: what the worker writes into a small mapped file, and its agent reads there; and the
+notice that its job is going to be ended, the other way.
 
 The file holds two copies of the record. The worker writes them in turn, each with a checksum, so that a reader always
 finds one that is whole: also while the other is being written, and where the writer was stopped or killed meanwhile.
@@ -22,13 +23,20 @@ CHECKPOINT = "checkpoint"
 NAME_LIMIT = 32
 """Characters of a section's name."""
 FILE_BYTES = 512
-MAGIC = b"hpc-elastic heartbeat 2\n"
+MAGIC = b"hpc-elastic heartbeat 3\n"
 NO_STEP = -1
 
-_BODY = struct.Struct("<Qqqqqqqq32s")
+_BODY = struct.Struct("<Qqqqqqqqq32s")
 _CHECKSUM = struct.Struct("<Q")
 _AT = (128, 320)
 _LENGTH = _CHECKSUM.size + _BODY.size
+_NOTICE = struct.Struct("<Qqq")
+_NOTICE_AT = 448
+_NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
+_HEEDS, _TOLD = 1, 2
+
+STEP_PENDING = -2
+"""A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +59,22 @@ class HeartbeatRecord:
     """How many were completed."""
     saved_ns: int = 0
     """When the last of them was, by the same clock."""
+    heeds_notices: bool = False
+    """Whether it has ever asked if there is a notice."""
+    is_told: bool = False
+    """Whether it has found one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeRecord:
+    """What an agent tells a worker of a notice."""
+
+    serial: int
+    """From 1; grows when what is told changes."""
+    deadline_ns: int
+    """CLOCK_BOOTTIME of this host: until then a checkpoint is waited for."""
+    step: int
+    """All workers save after this step; or `STEP_PENDING`, or `NO_STEP`."""
 
 
 def is_section_name(name: str) -> bool:
@@ -71,6 +95,8 @@ def write_record(
     longest_ns: int,
     checkpoints: int = 0,
     saved_ns: int = 0,
+    heeds_notices: bool = False,
+    is_told: bool = False,
 ) -> None:
     """Write a record, over the older copy: `count` goes up by one with each call.
 
@@ -78,7 +104,8 @@ def write_record(
         buffer: The mapped file.
         count: As in `HeartbeatRecord`; the rest too, but `step` is `NO_STEP` where there is none, and `section` ASCII.
     """
-    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, section)
+    flags = heeds_notices * _HEEDS | is_told * _TOLD
+    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section)
     start = _AT[count & 1]
     # One store of the whole: no other thread of this process gets in between.
     buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
@@ -86,7 +113,7 @@ def write_record(
 
 def read_record(raw: bytes) -> HeartbeatRecord | None:
     """The newest whole record in the file's contents; None where there is none (yet)."""
-    newest: tuple[int, int, int, int, int, int, int, int, bytes] | None = None
+    newest: tuple[int, int, int, int, int, int, int, int, int, bytes] | None = None
     for start in _AT:
         body = raw[start + _CHECKSUM.size : start + _LENGTH]
         if len(body) != _BODY.size:
@@ -97,7 +124,7 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
             newest = found
     if newest is None:
         return None
-    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, section = newest
+    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section = newest
     return HeartbeatRecord(
         count=count,
         at_ns=at_ns,
@@ -108,7 +135,28 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         longest_ns=longest_ns,
         checkpoints=checkpoints,
         saved_ns=saved_ns,
+        heeds_notices=bool(flags & _HEEDS),
+        is_told=bool(flags & _TOLD),
     )
+
+
+def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:
+    """Where in the file a notice is written, and what."""
+    body = _NOTICE.pack(notice.serial, notice.deadline_ns, notice.step)
+    return _NOTICE_AT, _CHECKSUM.pack(crc32(body)) + body
+
+
+def read_notice(buffer: bytes | memoryview | object) -> NoticeRecord | None:
+    """The notice in the file's contents; None where there is none, or it is just being written."""
+    raw = bytes(buffer[_NOTICE_AT:_NOTICE_END])  # type: ignore[index]
+    if len(raw) != _NOTICE_END - _NOTICE_AT:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(raw)
+    body = raw[_CHECKSUM.size :]
+    serial, deadline_ns, step = _NOTICE.unpack(body)
+    if serial < 1 or checksum != crc32(body):
+        return None
+    return NoticeRecord(serial=serial, deadline_ns=deadline_ns, step=step)
 
 
 def empty_file() -> bytes:

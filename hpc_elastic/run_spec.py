@@ -117,6 +117,8 @@ class RunSpec:
     requeue: bool = True
     signal_grace: int = 120
     """Seconds before the time limit at which the notice signal is asked for."""
+    preemption_signal: str = ""
+    """``SIGUSR1``, say: workers are sent it when the job is going to be ended. Empty: none."""
     sbatch_args: tuple[str, ...] = ()
     """What was passed to sbatch, for the record."""
     srun_args: tuple[str, ...] = ()

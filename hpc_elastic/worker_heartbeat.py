@@ -24,7 +24,9 @@ from hpc_elastic.heartbeat_record import (
     SETUP,
     STEP,
     VARIABLE,
+    NoticeRecord,
     is_section_name,
+    read_notice,
     read_record,
     write_record,
 )
@@ -135,8 +137,8 @@ class _Speaker:
     """This process' part: silent until it has found the agent's file, and has it for itself."""
 
     __slots__ = (
-        "_checkpoints", "_count", "_intervals", "_last_ns", "_last_section", "_lock_fd", "_longest_ns", "_map", "_off",
-        "_pid", "_retry_ns", "_saved_ns", "_step", "has_begun",
+        "_checkpoints", "_count", "_heeds", "_intervals", "_is_told", "_last_ns", "_last_section", "_lock_fd",
+        "_longest_ns", "_map", "_off", "_pid", "_retry_ns", "_saved_ns", "_step", "has_begun",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -153,7 +155,22 @@ class _Speaker:
         self._longest_ns = 0
         self._checkpoints = 0
         self._saved_ns = 0
+        self._heeds = False
+        self._is_told = False
         self.has_begun = False
+
+    def read_notice(self) -> NoticeRecord | None:
+        """The agent's notice. That this worker asks, and that it has been told, is said to the agent once."""
+        if not self._heeds:
+            self._heeds = True
+            self.beat(None, self._last_section or b"setup", False)
+        if self._map is None:
+            return None
+        found = read_notice(self._map)
+        if found is not None and not self._is_told:
+            self._is_told = True
+            self.beat(None, self._last_section or b"setup", False)
+        return found
 
     def checkpoint_done(self) -> None:
         self.beat(None, self._last_section or b"setup", False, saved=True)
@@ -189,6 +206,8 @@ class _Speaker:
             longest_ns=self._longest_ns,
             checkpoints=self._checkpoints,
             saved_ns=self._saved_ns,
+            heeds_notices=self._heeds,
+            is_told=self._is_told,
         )
 
     def _open(self) -> bool:
@@ -249,3 +268,8 @@ def _be_silent() -> None:
 
 
 _speaker = _Speaker()
+
+
+def read_notice_of_agent() -> NoticeRecord | None:
+    """For `worker_notice`."""
+    return _speaker.read_notice()

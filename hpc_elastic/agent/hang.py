@@ -67,6 +67,10 @@ class RankBeat:
     """How many it has completed in this round."""
     saved_at: float = 0.0
     """When the last of them was complete."""
+    heeds_notices: bool = False
+    """Whether it has ever asked if there is a notice."""
+    is_told: bool = False
+    """Whether it has found one."""
 
     def age(self, now: float) -> float:
         """Seconds since."""

@@ -21,7 +21,7 @@ from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
 from hpc_elastic.atomic_file import make_private_dir, write_json
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.file_thread import FileThread
-from hpc_elastic.heartbeat_record import VARIABLE
+from hpc_elastic.heartbeat_record import VARIABLE, NoticeRecord
 from hpc_elastic.rendezvous.state import HangMark
 
 logger = logging.getLogger(__name__)
@@ -69,6 +69,7 @@ class HangWatch:
         self._summary_due = 0.0
         self._told: dict[str, Any] = {}
         self._is_writing = False
+        self._notices = 0
         self._intervals = 0
         self._longest = 0.0
         self.verdict: HangVerdict | None = None
@@ -142,6 +143,17 @@ class HangWatch:
     def read(self) -> list[RankBeat]:
         """Every worker's last word now, by local rank."""
         return self._beats.read(self._clock.monotonic()) if self._beats is not None else []
+
+    def tell_notice(self, *, deadline: float, step: int) -> None:
+        """Tell the round's workers that the job is going to be ended.
+
+        Args:
+            deadline: Monotonic: until then a checkpoint is waited for.
+            step: As in `NoticeRecord`.
+        """
+        if self._beats is not None:
+            self._notices += 1
+            self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
 
     def refresh(self) -> list[RankBeat]:
         """Every worker's last word now, by local rank; also to the run directory where it is news."""

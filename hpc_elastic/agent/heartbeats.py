@@ -15,7 +15,7 @@ from pathlib import Path
 from hpc_elastic.agent.hang import RankBeat, setup_beat
 from hpc_elastic.atomic_file import check_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.heartbeat_record import FILE_BYTES, empty_file, read_record
+from hpc_elastic.heartbeat_record import FILE_BYTES, NoticeRecord, empty_file, pack_notice, read_record
 from hpc_elastic.light_dataclass import replace
 
 logger = logging.getLogger(__name__)
@@ -178,6 +178,21 @@ class RoundBeats:
         self._last_look = now
         return list(self.beats)
 
+    def write_notice(self, notice: NoticeRecord) -> None:
+        """Tell every worker. One that has no page, or whose page is gone, is not told."""
+        offset, raw = pack_notice(notice)
+        for path in self.paths:
+            try:
+                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except OSError:
+                continue
+            try:
+                os.pwrite(fd, raw, offset)
+            except OSError as error:
+                logger.warning("a worker can't be told of the notice: %s", error)
+            finally:
+                os.close(fd)
+
     def renew(self, now: float) -> None:
         """Take all for alive now: the whole node, or this agent, stood still meanwhile."""
         self.beats = [replace(beat, at=now) for beat in self.beats]
@@ -216,4 +231,6 @@ class RoundBeats:
             pid=record.pid,
             checkpoints=record.checkpoints,
             saved_at=min(now, record.saved_ns / 1e9),
+            heeds_notices=record.heeds_notices,
+            is_told=record.is_told,
         )

@@ -72,7 +72,7 @@ def exit_code(
         return ExitCode.WORKERS_FAILED
     if is_unhealthy:
         return UNHEALTHY_CODE
-    if record is not None and record.outcome is Outcome.SUCCEEDED:
+    if record is not None and record.outcome in (Outcome.SUCCEEDED, Outcome.PREEMPTED):
         return ExitCode.OK
     return ExitCode.WORKERS_FAILED
 

@@ -18,6 +18,7 @@ from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.log_pieces import holds_at_end
+from hpc_elastic.processes import linux
 from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
@@ -234,6 +235,12 @@ class LocalWorkers:
     def seconds(self) -> float:
         """Since the start, monotonic."""
         return self._clock.monotonic() - self._started_at
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal to every worker that runs; not to what it started."""
+        for slot in self._slots:
+            if slot.exit is None and slot.process.pidfd is not None:
+                linux.pidfd_send_signal(slot.process.pidfd, number)
 
     def take_stacks_first(self) -> None:
         """The round hangs: when the workers are ended, they get SIGABRT in place of SIGTERM, and leave their stacks."""

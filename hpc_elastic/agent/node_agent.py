@@ -22,6 +22,7 @@ from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers, first_word, own_failure, sum_up
 from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.metrics import NoMetrics
+from hpc_elastic.agent.notice_watch import NoticeWatch, notice_of
 from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_health, tell_round, tell_stacks
@@ -79,6 +80,9 @@ class NodeAgent:
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
         self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
+        self._notice = NoticeWatch(
+            context.watch, clock=context.clock, sends_signal=bool(context.spec.preemption_signal)
+        )
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -137,7 +141,7 @@ class NodeAgent:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float:
-        looks = [at for at in (self._.watch.due, self._checkpoints.due) if at is not None]
+        looks = [at for at in (self._.watch.due, self._checkpoints.due, self._notice.due) if at is not None]
         due = self._stop_due if self._stop_due is not None else min(looks, default=None)
         left = self._.spec.monitor_interval if due is None else max(0.0, due - self._.clock.monotonic())
         return left if self._stop_due is not None else min(left, self._.spec.monitor_interval)
@@ -157,12 +161,16 @@ class NodeAgent:
             if number is signal.SIGCHLD:
                 reap_orphans(set(self._workers.pids if self._workers else ()) | self._.helpers())
             elif number is signal.SIGUSR2:
-                self._close(Outcome.PREEMPTED, f"notice {number.name} on {self._.place.host}")
+                self._give_notice(f"{number.name} on {self._.place.host}")
             elif number in _ENDING_SIGNALS and self._ended_by is None:
                 # Slurm sends it twice at a limit, and at both ends of a preemption's grace: repeated, it tells nothing.
                 self._ended_by = number
                 self._close(Outcome.CANCELLED, f"{number.name} on {self._.place.host}")
                 self._happens(Event.LEAVE, f"{number.name} received")
+
+    def _give_notice(self, reason: str) -> None:
+        notice = notice_of(self._.spec, reason)
+        self._.coordination.ask(lambda participant: participant.give_notice(notice))
 
     def _is_ending(self) -> bool:
         """Whether a signal has come that ends this node: handled already, or the next thing to be."""
@@ -189,6 +197,8 @@ class NodeAgent:
         self._record = record
         self._clock_words.heed(record.leader)
         self._checkpoints.heed(record)
+        if self._notice.heed(record) and self._workers is not None and self._.spec.preemption_signal:
+            self._workers.send(signal.Signals[self._.spec.preemption_signal])
         c = self._
         if any(supersedes(member.uid, c.info.uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
@@ -224,6 +234,8 @@ class NodeAgent:
             self._happens(Event.FAILED, verdict.reason)
         elif (word := self._checkpoints.look(self._workers.running)) is not None:
             self._.coordination.ask(word.say)
+        elif (reply := self._notice.look(self._workers.running)) is not None:
+            self._.coordination.ask(reply.say)
 
     def _handle_stop(self) -> None:
         if self._stop_due is None or self._workers is None:
@@ -400,6 +412,8 @@ class NodeAgent:
         self._.events.write("workers_succeeded", round=index)
         self._.watch.refresh()
         self._.watch.rest()
+        if (reply := self._notice.ended()) is not None:
+            self._.coordination.ask(reply.say)  # first: done alone would mean that there is no more to do
         self._.coordination.ask(lambda participant: participant.report_done(index))
         # Nothing that they left running outlives the round; the others are not kept waiting for it.
         self._workers.begin_stop(grace=self._grace())

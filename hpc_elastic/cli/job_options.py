@@ -155,5 +155,5 @@ def only_for_slurm(parsed: Parsed) -> list[str]:
     if time_limit is not None:
         check_time_option(time_limit, option=parsed.sources["time"])
     meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
-    meaningless |= {"exclusive", "grace", "sbatch_args", "srun_args", "wait", "follow"}
+    meaningless |= {"exclusive", "sbatch_args", "srun_args", "wait", "follow"}
     return [source for dest, source in parsed.sources.items() if dest in meaningless]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,11 @@ OPTIONS = (
         help="when a node that comes late is taken into a run smaller than MAX: after the next checkpoint that the "
         "script reports, at once where it reported none for 5 minutes (the default); at once; or not before the "
         "next restart",
+    ),
+    Option(
+        group=GROUP, names=("--preemption-signal",), dest="preemption_signal", metavar="NAME",
+        help="sent to the workers, as in USR1, when the job is about to end and they may save "
+        "(default: none; hpc_elastic.should_checkpoint tells them)",
     ),
     Option(
         group=GROUP, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
@@ -215,6 +221,7 @@ def worker_fields(parsed: Parsed) -> dict[str, Any]:
             parse_std_streams(text, option=parsed.source(dest, ""))
             fields[dest] = text
     fields.update(_log_limit(parsed))
+    _put(fields, "preemption_signal", _signal(parsed))
     ranks = parsed.get("local_ranks_filter")
     if ranks is not None:
         fields["local_ranks_filter"] = parse_local_ranks(ranks, option=parsed.source("local_ranks_filter", ""))
@@ -259,6 +266,16 @@ def _nproc(text: str, option: str) -> str:
     if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65536):
         return text
     raise UsageError(f"{option} {text}: give a number of workers from 1, or auto, gpu or cpu")
+
+
+def _signal(parsed: Parsed) -> str | None:
+    text = parsed.get("preemption_signal")
+    if text is None:
+        return None
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        raise UsageError(f"--preemption-signal {text}: give a signal that a program can handle, as in USR1")
+    return name
 
 
 def _grow(parsed: Parsed) -> str | None:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,6 +34,8 @@ HURRIED_SECONDS = 2.0
 CONTROLLER_PATIENCE = 600.0
 """How long a requeue waits for a controller that does not answer."""
 CONTROLLER_RETRY = 10.0
+EARLY_NOTICE = 75.0
+"""Seconds by which Slurm may give the notice too early (seen: up to 60)."""
 _MEANINGS = {"TIMEOUT": Outcome.TIMED_OUT, "DEADLINE": Outcome.TIMED_OUT, "PREEMPTED": Outcome.PREEMPTED}
 
 
@@ -110,6 +113,15 @@ class SlurmSite:
             return Outcome.CANCELLED
         return _MEANINGS.get(state.state, Outcome.CANCELLED) if state else Outcome.CANCELLED
 
+    def seconds_left(self, spec: RunSpec) -> float:
+        # Slurm gives the notice up to a minute early. One that somebody sent by hand has nothing to do with the limit.
+        try:
+            state = self._hurried.job_state(self._id)
+            left = _until(state.end_time if state else None, self._clock)
+        except SlurmError:
+            left = None
+        return left if left is not None and left <= spec.signal_grace + EARLY_NOTICE else float(spec.signal_grace)
+
     def requeue(self) -> str:
         # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
         # what is ignored here is ignored there. (Seen on 22.05: scontrol died of it, and the requeue held.)
@@ -146,6 +158,15 @@ class SlurmSite:
         except SlurmError:
             return False
         return state is not None and state.restarts > self._job.restart_count
+
+
+def _until(moment: str | None, clock: Clock) -> float | None:
+    """Seconds until a time as ``scontrol`` gives it, in this host's time zone; at least 1."""
+    try:
+        at = time.mktime(time.strptime(moment or "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+    return max(1.0, at - clock.time_ns() / 1e9)
 
 
 def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clock | None = None) -> int:

@@ -51,6 +51,9 @@ class LocalSite:
     def meaning(self, number: signal.Signals) -> Outcome:
         return Outcome.CANCELLED
 
+    def seconds_left(self, spec: RunSpec) -> float:
+        return float(spec.signal_grace)
+
     def requeue(self) -> str:
         return "the next attempt starts at once"
 

@@ -137,6 +137,7 @@ def _run_attempt(
         clock=clock,
         shutdown_timeout=spec.shutdown_timeout,
         ask_meaning=site.meaning,
+        ask_seconds_left=lambda: site.seconds_left(spec),
     )
     result = supervisor.run()
     if supervisor.superseded:

@@ -42,6 +42,10 @@ class Site(Protocol):
         """What a signal that ends this process stands for; within seconds."""
         ...
 
+    def seconds_left(self, spec: RunSpec) -> float:
+        """After a notice: until the job is ended from outside; within seconds."""
+        ...
+
     def requeue(self) -> str:
         """Have the job run again.
 

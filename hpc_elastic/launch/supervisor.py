@@ -19,6 +19,7 @@ from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.notice import Notice, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreWipedError
 
@@ -52,6 +53,8 @@ SILENT_RESERVE = 5.0
 WIPED_SECONDS = 20.0
 """How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
+NOTICE_SLACK = 5.0
+"""After the time in which workers may save: how long the nodes may take to close the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,7 @@ class Supervisor:
         clock: Clock,
         shutdown_timeout: float,
         ask_meaning: Callable[[signal.Signals], Outcome],
+        ask_seconds_left: Callable[[], float],
     ) -> None:
         """Args:
         attempt: The attempt's facts.
@@ -104,6 +108,7 @@ class Supervisor:
         clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
         ask_meaning: What a SIGTERM stands for (cancelled, out of time …): asks Slurm, in bounded time.
+        ask_seconds_left: After a notice: how long until the job is ended from outside; in bounded time too.
         """
         self._attempt = attempt
         self._launcher = launcher
@@ -113,6 +118,9 @@ class Supervisor:
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
         self._ask_meaning = ask_meaning
+        self._ask_seconds_left = ask_seconds_left
+        self._notice_ends: float | None = None
+        """After a notice: when this process closes the run itself."""
         self._record: RoundRecord | None = None
         self.superseded = False
         """An agent saw to the end while this host could not be reached: the verdict is written, the job dealt with."""
@@ -152,6 +160,7 @@ class Supervisor:
             for ended in self._launcher.take():
                 self._handle_ended(ended)
             self._relaunch_due()
+            self._end_notice()
             self._tell_if_waiting()
             self._tell_if_store_silent()
             if self._is_over():
@@ -191,10 +200,7 @@ class Supervisor:
                 continue
             self._events.write("notice", signal=number.name)
             if number is signal.SIGUSR2:
-                logger.info(
-                    "notice (%s): the time limit is near, or the job is to make room; ending the attempt", number.name
-                )
-                self._close(Outcome.PREEMPTED, f"notice {number.name}")
+                self._give_notice(number)
             elif number is signal.SIGINT and self._signal is not None:
                 before = "second Ctrl-C" if self._signal is signal.SIGINT else f"Ctrl-C after {self._signal.name}"
                 logger.warning("%s: killing everything now", before)
@@ -206,6 +212,29 @@ class Supervisor:
                 if number is signal.SIGINT:
                     logger.info("Ctrl-C: ending the workers (again to kill them at once)")
                 self._close(meaning, self._signal_reason)
+
+    def _give_notice(self, number: signal.Signals) -> None:
+        """The workers may save first; a second notice tells nothing new."""
+        if self._notice_ends is not None or self._is_ending():
+            return
+        left = self._ask_seconds_left()
+        seconds = seconds_to_save(left, shutdown_timeout=self._shutdown_timeout)
+        reason = f"{number.name} on {self._attempt.batch_host}"
+        self._notice_ends = self._clock.monotonic() + seconds + NOTICE_SLACK
+        why = f"notice ({number.name}): the time limit is near, or the job is to make room"
+        if self._record is None:
+            logger.info("%s; no round has begun: ending the attempt", why)
+            self._close(Outcome.PREEMPTED, f"notice {reason}; no worker was running")
+            return
+        logger.info("%s in %.0f s; the workers have %.0f s to save", why, left, seconds)
+        self._coordination.ask(lambda participant: participant.give_notice(Notice(reason, seconds)))
+
+    def _end_notice(self) -> None:
+        """Nobody has closed the run in time: the files may not answer, or the agents."""
+        if self._notice_ends is None or self._is_ending() or self._clock.monotonic() < self._notice_ends:
+            return
+        logger.warning("the notice's time is over, and the nodes have not ended the run")
+        self._close(Outcome.PREEMPTED, "notice; the nodes did not answer in time")
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._coordination.ask(lambda participant: participant.close(outcome, reason))

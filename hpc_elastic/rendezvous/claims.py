@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
 
+from hpc_elastic.rendezvous.notice import NoticeWord, decode_word
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, decode_failure
 from hpc_elastic.rendezvous.uid import node_of
 from hpc_elastic.store.base import Store, get_many
@@ -31,6 +32,10 @@ class ClaimKind(str, Enum):
     """While nodes wait: workers of it are writing a checkpoint. Has a serial, as what follows."""
     SAVED = "saved"
     """While nodes wait: its last checkpoint is complete, for so long."""
+    NOTED = "noted"
+    """There is a notice: where its workers stand."""
+    KEPT = "kept"
+    """There is a notice: all its workers that heed it have saved."""
 
 
 Claims = Mapping[str, Sequence[str]]
@@ -132,6 +137,32 @@ class LeaveReader:
             if value is not None:
                 self._read[uid] = str(value.get("reason", ""))
         return {uid: self._read.get(uid, "") for uid in leaving}
+
+
+class NoticeReader:
+    """Where members' workers stand when there is a notice. What was read once is not read again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._round = -1
+        self._read: dict[str, NoticeWord] = {}
+
+    def read(self, round_index: int, claims: Claims) -> dict[str, NoticeWord]:
+        """Uid → its word.
+
+        Args:
+            round_index: Which round's.
+            claims: What its folder's listing gave.
+        """
+        if round_index != self._round:
+            self._round, self._read = round_index, {}
+        unread = [uid for uid in claims.get(ClaimKind.NOTED.value, ()) if uid not in self._read]
+        keys = [claim_key(round_index, ClaimKind.NOTED, uid) for uid in unread]
+        for uid, raw in zip(unread, get_many(self._store, keys), strict=True):
+            word = decode_word(decode_object(raw))
+            if word is not None:
+                self._read[uid] = word
+        return dict(self._read)
 
 
 def read_failures(store: Store, round_index: int, claims: Claims) -> dict[str, NodeFailure]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
+from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeWord, agreed_step
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.slots import assign_ranks, replacements
 from hpc_elastic.rendezvous.state import (
@@ -59,6 +60,12 @@ class View:
     """Seconds since a checkpoint was complete; infinite where no member has told of one."""
     is_saving: bool = False
     """Whether a member is writing one."""
+    noted: Mapping[str, NoticeWord] = field(default_factory=dict)
+    """Where there is a notice: where members' workers stand."""
+    kept: frozenset[str] = frozenset()
+    """Members whose workers have saved because of it, or do not heed it."""
+    since_notice: float = 0.0
+    """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +116,9 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     """Decide what to commit next, if anything. The log may still refuse it."""
     status = view.record.status
     proposal = None
-    if status is Status.JOINABLE:
+    if view.record.notice is not None and status is not Status.CLOSED:
+        proposal = _under_notice(view, view.record.notice, settings)
+    elif status is Status.JOINABLE:
         proposal = _while_joinable(view, settings, settle)
     elif status is Status.FROZEN:
         proposal = _while_frozen(view, settings)
@@ -311,6 +320,57 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
             reason=said if waiting else "no node waits any more",
         )
     return None
+
+
+def _under_notice(view: View, notice: Notice, settings: RendezvousSettings) -> Proposal | None:
+    """No round begins any more: workers that run may save, and then the attempt is over."""
+    record = view.record
+    if record.status is not Status.FINAL:
+        return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
+    over = [m for m in record.members if m.uid in view.done or m.uid in view.dead or m.node in view.gone]
+    if len(over) == len(record.members) and not view.kept:
+        return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
+    if view.failures:
+        first = min(view.failures.values(), key=failure_order)
+        return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}")
+    lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
+    if lost:
+        return _preempted(record, notice, f"then {_told(lost, view)}")
+    awaited = [m for m in record.members if m.uid not in view.kept and m not in over]
+    if not awaited:
+        kept = any(view.noted[m.uid].heeds for m in record.members if m.uid in view.noted)
+        at = f" (step {notice.step})" if notice.step >= 0 else ""
+        saved = f"saved in {view.since_notice:.0f} of {notice.seconds:.0f} s{at}"
+        return _preempted(record, notice, saved if kept else "the script does not ask for it, so nobody waits")
+    if view.since_notice >= notice.seconds:
+        names = [_name(m.node, view) for m in awaited]
+        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+        late = f"{', '.join(names[:_MOST_NAMES])}{more} had not saved after {notice.seconds:.0f} s"
+        return _preempted(record, notice, late)
+    missing = [m for m in record.members if m.uid not in view.noted and m not in over]
+    patience = min(0.25 * notice.seconds, MEASURE_SECONDS + settings.suspect_answer)
+    if notice.is_agreed or (missing and view.since_notice < patience):
+        return None
+    step = agreed_step(view.noted.values(), spread=min(0.25 * notice.seconds, settings.suspect_answer))
+    said = f"all workers save after step {step}" if step >= 0 else "no worker tells its steps: each saves when it can"
+    return Proposal(
+        event=RoundEvent.AGREE,
+        record=record.successor(status=next_status(record.status, RoundEvent.AGREE), notice=replace(notice, step=step)),
+        reason=said,
+    )
+
+
+def _preempted(record: RoundRecord, notice: Notice, said: str) -> Proposal:
+    return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}")
+
+
+def noticed_after(record: RoundRecord, notice: Notice) -> Proposal:
+    """The record that tells all of a notice. Anybody may write it, as a closing one."""
+    return Proposal(
+        event=RoundEvent.NOTICE,
+        record=record.successor(status=next_status(record.status, RoundEvent.NOTICE), notice=notice),
+        reason=f"notice {notice.reason}",
+    )
 
 
 def _growth(view: View, settings: RendezvousSettings, waiting: Collection[NodeInfo]) -> Growth:

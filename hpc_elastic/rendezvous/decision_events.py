@@ -20,6 +20,8 @@ EVENT_NAMES = MappingProxyType(
         RoundEvent.REOPEN: "round_opened",
         RoundEvent.ANNOUNCE: "nodes_waiting",
         RoundEvent.ASK: "nodes_asked",
+        RoundEvent.NOTICE: "notice_given",
+        RoundEvent.AGREE: "step_agreed",
         RoundEvent.CLOSE: "closed",
         RoundEvent.TAKE_OVER: "coordinator_changed",
     }
@@ -38,6 +40,9 @@ def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
         fields["outcome"] = record.outcome.value
     if proposal.event is RoundEvent.FREEZE:
         fields["nodes"] = [m.node for m in record.members]
+    if proposal.event in (RoundEvent.NOTICE, RoundEvent.AGREE) and record.notice is not None:
+        fields["seconds"] = record.notice.seconds
+        fields["step"] = record.notice.step if record.notice.step >= 0 else None
     return EVENT_NAMES[proposal.event], fields
 
 

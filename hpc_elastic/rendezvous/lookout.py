@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_elastic.rendezvous.claims import Claims, FailureReader, LeaveReader, claim_folder, read_claims, read_confirmed
+from hpc_elastic.rendezvous.claims import (
+    Claims,
+    FailureReader,
+    LeaveReader,
+    NoticeReader,
+    claim_folder,
+    read_claims,
+    read_confirmed,
+)
 from hpc_elastic.rendezvous.coordinator import View
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
 from hpc_elastic.rendezvous.life_signs import LifeSigns
@@ -31,9 +39,11 @@ class Lookout:
         self._failures = FailureReader(store)
         self._leaving = LeaveReader(store)
         self._growth = GrowthSigns(store)
+        self._noted = NoticeReader(store)
         self._dead: frozenset[str] = frozenset()
         self._status_since = life.mark
         self._lost_since = life.mark
+        self._noticed_at = life.mark
         self.joining: frozenset[str] = frozenset()
         """Who wants to be in, at the last look."""
         self.listed: Mapping[int, Claims] = {}
@@ -46,6 +56,10 @@ class Lookout:
 
     def somebody_was_lost(self, now: float) -> None:
         self._lost_since = now
+
+    def notice_was_given(self, now: float) -> None:
+        """The record says for the first time that the job is going to be ended."""
+        self._noticed_at = now
 
     def held_up(self, seconds: float) -> None:
         """This process was, for so long: that is nobody's fault."""
@@ -96,4 +110,7 @@ class Lookout:
             since_waiting=self._growth.since_waiting,
             since_saved=self._growth.since_saved,
             is_saving=self._growth.is_saving,
+            noted=self._noted.read(record.round, here) if record.notice is not None else {},
+            kept=frozenset(here.get("kept", ())),
+            since_notice=self._life.mark - self._noticed_at,
         )

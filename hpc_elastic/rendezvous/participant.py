@@ -20,6 +20,7 @@ from hpc_elastic.rendezvous.coordinator import (
     SettleFailures,
     closed_after,
     next_proposal,
+    noticed_after,
     rests_on_absence,
 )
 from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_move
@@ -27,6 +28,7 @@ from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.lookout import Lookout, gone_key
+from hpc_elastic.rendezvous.notice import Notice, NoticeWord
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
 from hpc_elastic.rendezvous.own_life import OwnLife
 from hpc_elastic.rendezvous.pace import pace_of
@@ -98,6 +100,7 @@ class Participant:
         )
         self._claims = OwnClaims(store, info.uid)
         self._closing: tuple[Outcome, str] | None = None
+        self._notice: Notice | None = None
         self._announced = False
         self._wants_in = False
         self._rests_until = 0.0
@@ -191,6 +194,18 @@ class Participant:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
         self._closing = self._closing or (outcome, reason)
 
+    def give_notice(self, notice: Notice) -> None:
+        """Tell all that the job is going to be ended, as soon as the log takes it. The first notice holds."""
+        self._notice = self._notice or notice
+
+    def report_noted(self, round_index: int, word: NoticeWord) -> None:
+        """There is a notice: where this node's workers stand."""
+        self._claims.add(round_index, ClaimKind.NOTED, word.to_json())
+
+    def report_kept(self, round_index: int) -> None:
+        """There is a notice: this node's workers have saved, as far as they heed it."""
+        self._claims.add(round_index, ClaimKind.KEPT, {})
+
     def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
         """Datagrams of these have come in: they live.
 
@@ -252,7 +267,7 @@ class Participant:
         """
         now = self._life.begin_step()
         self._own_life.check_if_doubted(now)
-        plans = bool(self._claims) or self._closing is not None or self._wants_in
+        plans = bool(self._claims) or self._closing is not None or self._notice is not None or self._wants_in
         if not (rung or plans) and now < self._rests_until and self._in_touch():
             self._lookout.held_up(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
@@ -266,7 +281,7 @@ class Participant:
         said = any([self._say_what_waits(), self._join_if_wanted()])
         self._lookout.held_up(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
-        progress = self._close_if_asked() or self._coordinate(looked=looked, survey=survey)
+        progress = self._tell_all_if_asked() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._lookout.claims_seen
             self._stirring.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
@@ -346,6 +361,8 @@ class Participant:
                 self._wants_in = False
         if before is None or before.lost != record.lost:
             self._lookout.somebody_was_lost(now)
+        if record.notice is not None and (before is None or before.notice is None):
+            self._lookout.notice_was_given(now)
         self._watch.new_record(now)
         self._life.asked(record.suspects, now)
         if before is not None:
@@ -376,16 +393,21 @@ class Participant:
             self._ring_coordinator(key)
         return claimed
 
-    def _close_if_asked(self) -> bool:
-        if self._closing is None or self._record is None:
+    def _tell_all_if_asked(self) -> bool:
+        """Close the run, or tell of a notice: anybody may. Returns whether it did, or was too late."""
+        record = self._record
+        if record is None or (self._closing is None and self._notice is None):
             return False
-        if self._record.status is Status.CLOSED:
-            self._closing = None
-            return False
-        outcome, reason = self._closing
-        proposal = Proposal(event=RoundEvent.CLOSE, record=closed_after(self._record, outcome, reason), reason=reason)
-        self._commit(proposal)
-        return True
+        if self._closing is not None and record.status is not Status.CLOSED:
+            outcome, reason = self._closing
+            closed = closed_after(record, outcome, reason)
+            self._commit(Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason))
+            return True
+        if self._notice is not None and record.status is not Status.CLOSED and record.notice is None:
+            self._commit(noticed_after(record, self._notice))
+            return True
+        self._closing = self._notice = None
+        return False
 
     # -- coordinating --------------------------------------------------------------------------------------------
 

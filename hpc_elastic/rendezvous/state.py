@@ -12,6 +12,7 @@ from typing import Any
 from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.errors import RendezvousStateError
+from hpc_elastic.rendezvous.notice import Notice, decode_notice, notice_to_json
 
 VERSION = 1
 MOST_REPEATED = 6
@@ -135,6 +136,8 @@ class RoundRecord:
     memory: FailureMemory = FailureMemory()
     hang: HangMark | None = None
     """The round before was ended because of this worker: its members take the stacks of all before they end them."""
+    notice: Notice | None = None
+    """The job is going to be ended, and workers may save first."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -162,6 +165,7 @@ class RoundRecord:
             "retryable": self.retryable,
             "memory": [self.memory.fingerprint, self.memory.times, self.memory.step],
             **_hang_to_json(self.hang),
+            **notice_to_json(self.notice),
         }
 
     def rank(self, uid: str) -> int | None:
@@ -250,6 +254,7 @@ def decode_record(
             retryable=bool(value["retryable"]),
             memory=FailureMemory(fingerprint=str(fingerprint), times=int(times), step=int(step)),
             hang=_decode_hang(value.get("hang")),
+            notice=decode_notice(value.get("notice")),
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None

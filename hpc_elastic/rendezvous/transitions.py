@@ -24,6 +24,10 @@ class RoundEvent(str, Enum):
     """Another number of nodes waits, or a node that never came is given up."""
     ASK = "ask"
     """A node has fallen silent on the network and is asked through the files, or has answered."""
+    NOTICE = "notice"
+    """The job is going to be ended: whoever hears of it writes that."""
+    AGREE = "agree"
+    """The step after which all workers save, where there is a notice."""
     CLOSE = "close"
     """Done, given up, or cancelled."""
 
@@ -35,6 +39,7 @@ TRANSITIONS = MappingProxyType(
                 RoundEvent.TAKE_OVER: Status.JOINABLE,
                 RoundEvent.ANNOUNCE: Status.JOINABLE,
                 RoundEvent.ASK: Status.JOINABLE,
+                RoundEvent.NOTICE: Status.JOINABLE,
                 RoundEvent.FREEZE: Status.FROZEN,
                 RoundEvent.CLOSE: Status.CLOSED,
             }
@@ -43,6 +48,7 @@ TRANSITIONS = MappingProxyType(
             {
                 RoundEvent.TAKE_OVER: Status.FROZEN,
                 RoundEvent.ASK: Status.FROZEN,
+                RoundEvent.NOTICE: Status.FROZEN,
                 RoundEvent.CONFIRM: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,
                 RoundEvent.CLOSE: Status.CLOSED,
@@ -53,6 +59,8 @@ TRANSITIONS = MappingProxyType(
                 RoundEvent.TAKE_OVER: Status.FINAL,
                 RoundEvent.ANNOUNCE: Status.FINAL,
                 RoundEvent.ASK: Status.FINAL,
+                RoundEvent.NOTICE: Status.FINAL,
+                RoundEvent.AGREE: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,
                 RoundEvent.CLOSE: Status.CLOSED,
             }

@@ -67,6 +67,9 @@ class ChaosSite:
 
         return ChaosLauncher(self._stage, len(self._runs), command, environment=environment, umask=0o022)
 
+    def seconds_left(self, spec: RunSpec) -> float:
+        return float(spec.signal_grace)
+
     def meaning(self, number: signal.Signals) -> Outcome:
         return Outcome.CANCELLED
 

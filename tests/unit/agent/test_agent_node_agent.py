@@ -512,7 +512,7 @@ def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[...,
     assert p.said.all()[-1] == "say_goodbye"
 
 
-def test_the_notice_closes_the_run_and_ends_nothing_by_itself(play: Callable[..., Play]) -> None:
+def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(play: Callable[..., Play]) -> None:
     p = play()
     code = p.run(
         [frozen()],
@@ -525,8 +525,12 @@ def test_the_notice_closes_the_run_and_ends_nothing_by_itself(play: Callable[...
         [],
         [],
     )
-    assert p.said.last("close") == (Outcome.PREEMPTED, "notice SIGUSR2 on n0")
-    assert code == 1
+    (notice,) = p.said.last("give_notice")
+    assert notice.reason == "SIGUSR2 on n0"
+    assert not notice.is_agreed
+    assert 0 < notice.seconds < 120
+    assert p.said.all("close") == []
+    assert code == 0, "it did what it was asked to do"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from hpc_elastic.launch.supervisor import (
 )
 from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.notice import NoticeWord
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status
@@ -202,6 +203,7 @@ class Stage:
         self.signals: list[signal.Signals] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.meaning = Outcome.CANCELLED
+        self.seconds_left = 120.0
         self.script: deque[Callable[[], Any] | float] = deque()
         self.agents = Agents(self.world, self._plays())
         self.look = Look(self.world, ready)
@@ -220,6 +222,7 @@ class Stage:
             clock=self.world.clock,
             shutdown_timeout=30.0,
             ask_meaning=lambda number: self.meaning,
+            ask_seconds_left=lambda: self.seconds_left,
         )
 
     def _plays(self) -> Iterator[Callable[[], Any] | float]:
@@ -242,6 +245,14 @@ class Stage:
         assert record is not None
         for agent in self.agents.of.values():
             agent.participant.report_done(record.round)
+
+    def saved(self) -> None:
+        """All agents that run say where their workers stand, and that they have saved."""
+        record = self.world.newest()
+        assert record is not None
+        for agent in self.agents.of.values():
+            agent.participant.report_noted(record.round, NoticeWord(heeds=True, step=7, rate=1.0))
+            agent.participant.report_kept(record.round)
 
     def names(self, wanted: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == wanted]
@@ -560,6 +571,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
         clock=clock,
         shutdown_timeout=30.0,
         ask_meaning=lambda number: Outcome.CANCELLED,
+        ask_seconds_left=lambda: 120.0,
     )
     result = supervisor.run()
     os.close(never)
@@ -619,9 +631,43 @@ def test_ctrl_c_before_anybody_is_there(stage: Callable[..., Stage]) -> None:
 
 def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(stage: Callable[..., Stage]) -> None:
     s = stage()
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2))
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 5.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
-    assert result.reason == "notice SIGUSR2"
+    assert result.reason.startswith("notice SIGUSR2 on head; saved in ")
+    assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
+
+
+def test_a_second_notice_tells_nothing_new(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.seconds_left = 60.0
+
+    def again() -> None:
+        s.seconds_left = 1.0
+        s.signals.append(signal.SIGUSR2)
+
+    began = s.world.clock.now
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 5.0, again)
+    assert result.reason == "notice SIGUSR2 on head; n0, n1, n2 had not saved after 35 s"
+    assert 35 < s.world.clock.now - began < 50
+
+
+def test_a_notice_before_a_round_has_begun_ends_the_attempt(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.signals.append(signal.SIGUSR2)
+    result = s.run()
+    assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "notice SIGUSR2 on head; no worker was running")
+
+
+def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stage]) -> None:
+    s = stage()
+
+    def freeze() -> None:
+        for agent in s.agents.of.values():
+            agent.frozen = True
+        s.signals.append(signal.SIGUSR2)
+
+    result = s.run(3.0, freeze, 88.0, lambda: [setattr(a, "frozen", False) for a in s.agents.of.values()])
+    assert result.outcome is Outcome.PREEMPTED
 
 
 @pytest.mark.parametrize("meaning", [Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.PREEMPTED])
@@ -637,7 +683,9 @@ def test_what_a_sigterm_means_is_slurms_to_say(stage: Callable[..., Stage], mean
 def test_a_sigterm_after_the_notice_does_not_make_it_slurms(stage: Callable[..., Stage]) -> None:
     s = stage()
     s.agents.stubborn = True
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 1.0, lambda: s.signals.append(signal.SIGTERM))
+    result = s.run(
+        3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, s.saved, 3.0, lambda: s.signals.append(signal.SIGTERM)
+    )
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
 
 

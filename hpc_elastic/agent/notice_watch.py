@@ -1,0 +1,134 @@
+"""The notice that the job is going to be ended, on one node: handed to the workers, answered when they have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.clock import Clock
+from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeWord, seconds_to_save
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run_spec import RunSpec
+
+LOOK_SECONDS = 0.2
+"""Between two looks at the workers' pages, while a checkpoint is waited for."""
+
+
+def notice_of(spec: RunSpec, reason: str) -> Notice:
+    """The notice of a signal that an agent received itself: nobody has told it how much time is left."""
+    return Notice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeReply:
+    """What this node has to say: where its workers stand, or, without a word, that they have saved."""
+
+    round: int
+    word: NoticeWord | None = None
+
+    def say(self, participant: Participant) -> None:
+        """Say it."""
+        if self.word is not None:
+            participant.report_noted(self.round, self.word)
+        else:
+            participant.report_kept(self.round)
+
+
+class NoticeWatch:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(self, watch: HangWatch, *, clock: Clock, sends_signal: bool = False) -> None:
+        """Args:
+        watch: Reads and writes the workers' pages.
+        clock: The pages'.
+        sends_signal: Whether workers are sent a signal, and so heed notices whatever their pages say.
+        """
+        self._watch = watch
+        self._clock = clock
+        self._sends_signal = sends_signal
+        self._notice: Notice | None = None
+        self._round = -1
+        self._deadline = 0.0
+        self._began: tuple[float, list[RankBeat]] | None = None
+        """When the workers' steps were read first, and what was found."""
+        self._has_noted = False
+        self._has_kept = False
+        self._due: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to say."""
+        return self._due
+
+    def heed(self, record: RoundRecord) -> bool:
+        """A newer record: does it tell of a notice, or of the step that is agreed?
+
+        Returns:
+            Whether workers that run learn only now that there is one.
+        """
+        if record.notice is None or record.status is not Status.FINAL or record.notice == self._notice:
+            return False
+        is_new = self._notice is None
+        now = self._clock.monotonic()
+        if is_new:
+            self._round, self._deadline, self._due = record.round, now + record.notice.seconds, now
+        self._notice = record.notice
+        self._watch.tell_notice(deadline=self._deadline, step=record.notice.step)
+        return is_new
+
+    def look(self, running: Collection[int]) -> NoticeReply | None:
+        """Read the workers' pages if it is time to.
+
+        Args:
+            running: Local ranks whose worker has not ended.
+        """
+        now = self._clock.monotonic()
+        if self._due is None or now < self._due:
+            return None
+        self._due = now + LOOK_SECONDS
+        beats = self._watch.read()
+        if self._began is None:
+            self._began = now, beats
+        if not self._has_noted:
+            began, before = self._began
+            has_steps = any(beat.step is not None for beat in beats)
+            if has_steps and now - began < MEASURE_SECONDS:
+                return None
+            self._has_noted = True
+            return NoticeReply(round=self._round, word=self._word(beats, before, now - began))
+        if self._notice is not None and self._notice.is_agreed and self._have_saved(beats, running):
+            return self._kept()
+        return None
+
+    def ended(self) -> NoticeReply | None:
+        """All workers here have ended with 0: because of the notice, or since they had no more to do?"""
+        if self._notice is None or self._has_kept:
+            return None
+        beats = self._watch.read()
+        return self._kept() if self._sends_signal or any(beat.is_told for beat in beats) else None
+
+    def _kept(self) -> NoticeReply:
+        self._has_kept, self._due = True, None
+        return NoticeReply(round=self._round)
+
+    def _heeds(self, beat: RankBeat) -> bool:
+        return self._sends_signal or beat.heeds_notices
+
+    def _word(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> NoticeWord:
+        heeds = any(map(self._heeds, beats))
+        steps = [beat.step for beat in beats if beat.step is not None]
+        if not steps:
+            return NoticeWord(heeds=heeds)
+        then = [beat.step for beat in before if beat.step is not None]
+        walked = max(steps) - max(then, default=max(steps))
+        return NoticeWord(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
+
+    def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
+        """Whether all that heed it have told of a checkpoint since, or ended with 0."""
+        assert self._began is not None
+        before = {beat.local_rank: beat.checkpoints for beat in self._began[1]}
+        awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]
+        return all(beat.checkpoints > before[beat.local_rank] for beat in awaited)

@@ -1,0 +1,103 @@
+"""The notice that the job is going to be ended: what a record carries of it, and how a step to save after is agreed on.
+
+Whoever hears of it (the supervisor by its signal, an agent by its own) writes it into the log; each member then says
+where its workers stand, the coordinator names the step, and members say when all is saved. All of it is pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
+from hpc_elastic.light_dataclass import dataclass
+
+MEASURE_SECONDS = 1.0
+"""For how long a node measures how fast its workers step before it says where they stand."""
+_MOST_STEPS = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """In every record from when it was given."""
+
+    reason: str
+    """``SIGUSR2 on n1``."""
+    seconds: float
+    """For how long a checkpoint is waited for, from when it was given."""
+    step: int = STEP_PENDING
+    """All workers save after this step; `NO_STEP`: none was told."""
+
+    @property
+    def is_agreed(self) -> bool:
+        return self.step != STEP_PENDING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeWord:
+    """What one node says about its workers when there is a notice."""
+
+    heeds: bool
+    """Whether any of them has ever asked for notices, or is sent a signal."""
+    step: int = NO_STEP
+    """The furthest step that one of them has told."""
+    rate: float = 0.0
+    """Steps per second of the fastest."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"heeds": self.heeds, "step": self.step, "rate": round(self.rate, 3)}
+
+
+def decode_word(value: Mapping[str, Any] | None) -> NoticeWord | None:
+    """A node's word, or None where it makes no sense."""
+    try:
+        return (
+            None
+            if value is None
+            else NoticeWord(
+                heeds=bool(value["heeds"]), step=int(value["step"]), rate=min(1e9, max(0.0, float(value["rate"])))
+            )
+        )
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def notice_to_json(notice: Notice | None) -> dict[str, Any]:
+    return {} if notice is None else {"notice": [notice.reason, round(notice.seconds, 3), notice.step]}
+
+
+def decode_notice(value: Any) -> Notice | None:
+    if value is None:
+        return None
+    reason, seconds, step = value
+    return Notice(str(reason), float(seconds), int(step))
+
+
+def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
+    """For how long a checkpoint is waited for.
+
+    Args:
+        given: Seconds until the job is ended from outside.
+        shutdown_timeout: The workers' grace, which what remains must allow for.
+    """
+    return max(1.0, given - min(shutdown_timeout, given / 3) - min(5.0, given / 10))
+
+
+def agreed_step(words: Collection[NoticeWord], *, spread: float) -> int:
+    """The step after which all save: one that no worker has passed by the time that it hears of it.
+
+    Args:
+        words: Of the members that have said where they stand.
+        spread: Seconds from those words until every worker has read the step.
+
+    Returns:
+        The step; `NO_STEP` where no worker tells steps.
+    """
+    told = [word for word in words if word.step >= 0]
+    if not told:
+        return NO_STEP
+    furthest = max(word.step for word in told)
+    ahead = math.ceil(max(word.rate for word in told) * spread)
+    # One more: a step is told when it is complete. Ranks that wait for each other are no further apart.
+    return min(_MOST_STEPS, furthest + ahead + 1)

@@ -1,0 +1,131 @@
+"""A notice among participants: it holds from when it is given, and the attempt always ends, whoever dies on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.state import Outcome, RoundRecord, Status
+from tests.model.test_rendezvous_model import SETTINGS, failure, started
+from tests.rigs.rendezvous_world import Crash, Node, World
+
+
+def training() -> World:
+    world = started()
+    assert world.run(world.all_running_in_one_round)
+    return world
+
+
+def newest(world: World) -> RoundRecord:
+    found = world.newest()
+    assert found is not None
+    return found
+
+
+def is_over(world: World) -> bool:
+    return newest(world).status is Status.CLOSED
+
+
+def play_along(world: World, *, from_step: int = 50) -> None:
+    """Each node's agent: says where its workers stand, and a while later that they have saved."""
+    for node in world.live():
+        record = node.participant.record
+        if record is None or record.notice is None or record.status is not Status.FINAL:
+            continue
+        said = getattr(node, "said", set())
+        if "noted" not in said:
+            word = NoticeWord(heeds=True, step=from_step + node.index, rate=2.0)
+            node.participant.report_noted(record.round, word)
+            node.said = said | {"noted"}  # type: ignore[attr-defined]
+        elif record.notice.is_agreed and "kept" not in said:
+            node.participant.report_kept(record.round)
+            node.said = said | {"kept"}  # type: ignore[attr-defined]
+
+
+def play_until_over(world: World) -> bool:
+    def over() -> bool:
+        play_along(world)
+        return is_over(world)
+
+    return world.run(over)
+
+
+def test_the_first_notice_holds_and_the_workers_run_on() -> None:
+    world = training()
+    world.nodes[2].participant.give_notice(Notice("SIGTERM on n2", 60.0))
+    assert world.run(lambda: newest(world).notice is not None)
+    world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 99.0))
+    world.run(lambda: False, seconds=10)
+    assert newest(world).notice.reason == "SIGTERM on n2"  # type: ignore[union-attr]
+    assert newest(world).status is Status.FINAL
+
+
+def test_all_agree_on_one_step_that_none_has_passed() -> None:
+    world = training()
+    world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+    assert play_until_over(world)
+    last = newest(world)
+    assert last.outcome is Outcome.PREEMPTED
+    assert last.notice is not None
+    assert last.notice.step > 52
+    assert "saved in" in last.reason
+    agreed = {r.notice.step for r in world.history.values() if r.notice is not None and r.notice.is_agreed}
+    assert len(agreed) == 1
+
+
+def test_the_time_is_over_and_nobody_has_saved() -> None:
+    world = training()
+    world.nodes[0].participant.give_notice(Notice("SIGUSR2 on n0", 30.0))
+    began = world.clock.now
+    assert world.run(lambda: is_over(world))
+    assert 29.0 < world.clock.now - began < 35.0
+    assert "had not saved after 30 s" in newest(world).reason
+
+
+def test_a_notice_while_nodes_meet_ends_the_attempt_at_once() -> None:
+    world = training()
+    world.nodes[0].participant.report_failure(0, failure(0))
+    assert world.run(lambda: newest(world).status is Status.JOINABLE)
+    world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+    assert world.run(lambda: is_over(world), seconds=10)
+    assert newest(world).outcome is Outcome.PREEMPTED
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_crash_after_any_single_write_holds_up_nobody(victim: int) -> None:
+    """The attempt ends as preempted: with the checkpoint, or without where a node has died before it was complete."""
+    at, reached = 0, True
+    while reached:
+        world, counted = training(), 0
+        reached = False
+
+        def crash(node: Node, where: str, at: int = at) -> None:
+            nonlocal counted, reached
+            if node.index != victim or not node.alive:
+                return
+            if counted == at:
+                node.alive, reached = False, True
+                raise Crash
+            counted += 1
+
+        world.on_effect = crash
+        world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+        if victim == 1:
+            world.nodes[2].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+        assert play_until_over(world), f"node {victim} crashed at its write {at}"
+        assert newest(world).outcome is Outcome.PREEMPTED
+        at += 1
+    assert at > 3, "the crashes hit something"
+
+
+def test_a_coordinator_that_is_frozen_in_the_notice_commits_nothing_when_it_wakes() -> None:
+    world = training()
+    world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+    assert world.run(lambda: newest(world).notice is not None)
+    world.nodes[0].frozen = True
+    assert play_until_over(world)
+    number = newest(world).number
+    world.nodes[0].frozen = False
+    world.run(lambda: False, seconds=20)
+    assert newest(world).number == number
+    assert SETTINGS.heartbeat_ttl < 60

@@ -1,0 +1,154 @@
+"""A notice on one node: what the workers are told, and what the node answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.notice_watch import NoticeWatch
+from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
+from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from tests.rigs.fake_clock import FakeClock
+
+FINAL = RoundRecord(
+    number=5,
+    epoch="e",
+    term=1,
+    leader="a",
+    round=2,
+    status=Status.FINAL,
+    members=(Member("a", 0, 2), Member("b", 1, 2)),
+)
+NOTICE = Notice("SIGUSR2 on n0", 60.0)
+NOTICED = replace(FINAL, number=6, notice=NOTICE)
+AGREED = replace(FINAL, number=7, notice=replace(NOTICE, step=30))
+
+
+class Pages:
+    """Stands for `HangWatch`: two workers."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[float, int]] = []
+        self.beats = [
+            RankBeat(rank=n, local_rank=n, section="step", at=0.0, step=10, heeds_notices=True) for n in range(2)
+        ]
+
+    def read(self) -> list[RankBeat]:
+        return list(self.beats)
+
+    def tell_notice(self, *, deadline: float, step: int) -> None:
+        self.told.append((deadline, step))
+
+    def put(self, local_rank: int, **changes: Any) -> None:
+        self.beats[local_rank] = replace(self.beats[local_rank], **changes)
+
+
+class Node:
+    def __init__(self, *, sends_signal: bool = False) -> None:
+        self.clock = FakeClock()
+        self.pages = Pages()
+        self.watch = NoticeWatch(self.pages, clock=self.clock, sends_signal=sends_signal)  # type: ignore[arg-type]
+
+    def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> Any:
+        self.clock.now += after
+        return self.watch.look(running)
+
+
+def test_without_a_notice_nobody_looks() -> None:
+    node = Node()
+    assert not node.watch.heed(FINAL)
+    assert node.watch.due is None
+    assert node.look() is None
+    assert node.watch.ended() is None
+
+
+def test_a_notice_while_no_worker_runs_is_nothing_to_tell() -> None:
+    node = Node()
+    assert not node.watch.heed(replace(NOTICED, status=Status.FROZEN))
+    assert node.pages.told == []
+
+
+def test_the_workers_are_told_twice_and_each_time_once() -> None:
+    node = Node()
+    began = node.clock.now
+    assert node.watch.heed(NOTICED)
+    assert not node.watch.heed(replace(NOTICED, number=7))
+    node.clock.now += 3
+    assert not node.watch.heed(AGREED)
+    assert node.pages.told == [(began + 60, STEP_PENDING), (began + 60, 30)], "the deadline stays"
+
+
+def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
+    node = Node()
+    node.watch.heed(NOTICED)
+    assert node.look() is None
+    node.pages.put(1, step=14)
+    assert node.look(after=0.5) is None
+    node.pages.put(1, step=15)
+    reply = node.look(after=0.5)
+    assert (reply.round, reply.word) == (2, NoticeWord(heeds=True, step=15, rate=5.0))
+
+
+def test_workers_that_tell_no_steps_are_not_measured() -> None:
+    node = Node()
+    for rank in range(2):
+        node.pages.put(rank, step=None, heeds_notices=rank == 1)
+    node.watch.heed(NOTICED)
+    assert node.look().word == NoticeWord(heeds=True, step=NO_STEP)
+
+
+def test_a_signal_counts_as_heeding() -> None:
+    node = Node(sends_signal=True)
+    for rank in range(2):
+        node.pages.put(rank, step=None, heeds_notices=False)
+    node.watch.heed(NOTICED)
+    assert node.look().word.heeds
+
+
+def noted() -> Node:
+    node = Node()
+    node.pages.put(0, checkpoints=3)
+    node.watch.heed(NOTICED)
+    node.look()
+    assert node.look(after=1.0).word is not None
+    return node
+
+
+def test_the_node_has_saved_when_all_its_workers_have() -> None:
+    node = noted()
+    node.pages.put(0, checkpoints=4)
+    node.pages.put(1, checkpoints=1)
+    assert node.look(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
+    node = noted()
+    node.watch.heed(AGREED)
+    assert node.look(after=1.0) is None
+    node.pages.put(1, checkpoints=1)
+    assert node.look(after=1.0) is None
+    node.pages.put(0, checkpoints=4)
+    reply = node.look(after=1.0)
+    assert (reply.round, reply.word) == (2, None)
+    assert node.watch.due is None, "there is no more to say"
+
+
+def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
+    node = noted()
+    node.watch.heed(AGREED)
+    node.pages.put(1, checkpoints=1)
+    assert node.look(after=1.0, running=(1,)).word is None
+    node = noted()
+    node.watch.heed(AGREED)
+    node.pages.put(0, heeds_notices=False)
+    node.pages.put(1, checkpoints=1)
+    assert node.look(after=1.0).word is None
+
+
+def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> None:
+    node = noted()
+    assert node.watch.ended() is None
+    node.pages.put(1, is_told=True)
+    reply = node.watch.ended()
+    assert reply is not None
+    assert (reply.round, reply.word) == (2, None)
+    assert node.watch.ended() is None, "once"

@@ -1,0 +1,157 @@
+"""The job is going to be ended: what a notice is on disk, which step is agreed on, and what the coordinator commits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_elastic.heartbeat_record import NO_STEP
+from hpc_elastic.rendezvous.coordinator import next_proposal, noticed_after
+from hpc_elastic.rendezvous.notice import (
+    Notice,
+    NoticeWord,
+    agreed_step,
+    decode_notice,
+    decode_word,
+    notice_to_json,
+    seconds_to_save,
+)
+from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status, decode_record
+from hpc_elastic.rendezvous.transitions import RoundEvent
+from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, Settle, record, uid, view
+
+NOTICE = Notice("SIGUSR2 on n0", 85.0)
+HEEDS = NoticeWord(heeds=True, step=100, rate=10.0)
+
+
+def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
+    assert notice_to_json(None) == {}
+    assert decode_notice(None) is None
+    assert decode_notice(notice_to_json(NOTICE)["notice"]) == NOTICE
+    with_notice = replace(FINAL, notice=replace(NOTICE, step=7))
+    assert decode_record(with_notice.number, with_notice.to_json(), run_id="r") == with_notice
+    assert decode_word(HEEDS.to_json()) == HEEDS
+    for wrong in (None, {}, {"heeds": True}, {"heeds": True, "step": "x", "rate": 1}):
+        assert decode_word(wrong) is None
+
+
+@pytest.mark.parametrize(
+    ("given_seconds", "shutdown", "expected"),
+    [(120, 30, 85), (120, 600, 75), (9, 30, 5.1), (1, 30, 1), (0, 0, 1)],
+)
+def test_what_remains_is_enough_to_end_the_workers(given_seconds: float, shutdown: float, expected: float) -> None:
+    assert seconds_to_save(given_seconds, shutdown_timeout=shutdown) == pytest.approx(expected)
+
+
+words = st.builds(
+    NoticeWord, heeds=st.booleans(), step=st.integers(NO_STEP, 10**9), rate=st.floats(0, 1000, allow_nan=False)
+)
+
+
+@given(st.lists(words, min_size=1, max_size=20), st.floats(0, 60))
+def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeWord], spread: float) -> None:
+    step = agreed_step(told, spread=spread)
+    if all(word.step == NO_STEP for word in told):
+        assert step == NO_STEP
+    for word in told:
+        if word.step >= 0:
+            assert step > word.step + word.rate * spread - 1e-3
+            assert step >= word.step + 1
+
+
+def under(status: Status = Status.FINAL, notice: Notice = NOTICE, **seen: Any) -> Any:
+    return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, Settle())
+
+
+NOTED = dict.fromkeys(ALL, HEEDS)
+AGREED = replace(NOTICE, step=141)
+
+
+@pytest.mark.parametrize("status", [Status.JOINABLE, Status.FROZEN])
+def test_no_round_begins_any_more(status: Status) -> None:
+    proposal = under(status, joined=ALL, acked=dict.fromkeys(ALL, ""))
+    assert proposal.event is RoundEvent.CLOSE
+    assert (proposal.record.outcome, proposal.record.retryable) == (Outcome.PREEMPTED, True)
+    assert proposal.reason == "notice SIGUSR2 on n0; no worker was running"
+
+
+def test_the_step_is_agreed_when_all_have_said_where_they_stand() -> None:
+    assert under(noted=dict.fromkeys(ALL[:3], HEEDS)) is None
+    proposal = under(noted=NOTED)
+    assert proposal.event is RoundEvent.AGREE
+    assert proposal.record.status is Status.FINAL
+    assert proposal.record.notice == replace(NOTICE, step=100 + 10 * int(SETTINGS.suspect_answer) + 1)
+    assert proposal.reason == "all workers save after step 141"
+
+
+def test_who_says_nothing_is_not_waited_for_for_ever() -> None:
+    proposal = under(noted={ALL[0]: HEEDS}, since_notice=5.0)
+    assert proposal.event is RoundEvent.AGREE
+
+
+def test_where_no_steps_are_told_each_saves_when_it_can() -> None:
+    proposal = under(noted=dict.fromkeys(ALL, NoticeWord(heeds=True)))
+    assert proposal.record.notice.step == NO_STEP
+    assert proposal.record.notice.is_agreed
+    assert "no worker tells its steps" in proposal.reason
+
+
+def test_while_they_save_nothing_follows_whatever_else_happens() -> None:
+    assert under(notice=AGREED, noted=NOTED, since_notice=20.0, kept=frozenset(ALL[:3])) is None
+    assert under(notice=AGREED, noted=NOTED, joined=(uid(4),), since_waiting=1000.0) is None
+
+
+def test_when_all_have_saved_the_attempt_is_over() -> None:
+    proposal = under(notice=AGREED, noted=NOTED, kept=frozenset(ALL), since_notice=41.3)
+    assert (proposal.event, proposal.record.outcome) == (RoundEvent.CLOSE, Outcome.PREEMPTED)
+    assert proposal.reason == "notice SIGUSR2 on n0; saved in 41 of 85 s (step 141)"
+
+
+def test_a_node_that_is_done_need_not_have_saved() -> None:
+    proposal = under(notice=AGREED, noted=NOTED, kept=frozenset(ALL[:3]), done=frozenset(ALL[3:]))
+    assert proposal.record.outcome is Outcome.PREEMPTED
+
+
+def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
+    noted = dict.fromkeys(ALL, NoticeWord(heeds=False, step=5, rate=1.0))
+    proposal = under(notice=AGREED, noted=noted, kept=frozenset(ALL), since_notice=1.2)
+    assert proposal.record.outcome is Outcome.PREEMPTED
+    assert "does not ask for it" in proposal.reason
+
+
+def test_who_is_too_late_is_named() -> None:
+    proposal = under(notice=AGREED, noted=NOTED, kept=frozenset(ALL[:3]), since_notice=85.0)
+    assert proposal.record.outcome is Outcome.PREEMPTED
+    assert proposal.reason == "notice SIGUSR2 on n0; nid003 had not saved after 85 s"
+
+
+def test_workers_that_were_ready_anyway_have_succeeded() -> None:
+    assert under(notice=AGREED, noted=NOTED, done=frozenset(ALL)).record.outcome is Outcome.SUCCEEDED
+    ended_because_of_it = under(notice=AGREED, noted=NOTED, done=frozenset(ALL), kept=frozenset(ALL))
+    assert ended_because_of_it.record.outcome is Outcome.PREEMPTED
+
+
+def test_a_failure_or_a_loss_meanwhile_ends_it_at_once() -> None:
+    failed = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=True, message="boom")
+    proposal = under(notice=AGREED, noted=NOTED, failures={ALL[3]: failed})
+    assert (proposal.record.outcome, proposal.reason) == (
+        Outcome.PREEMPTED,
+        "notice SIGUSR2 on n0; then boom on nid003",
+    )
+    proposal = under(notice=AGREED, noted=NOTED, dead=frozenset(ALL[3:]))
+    assert proposal.reason == "notice SIGUSR2 on n0; then nid003 stopped its heartbeat"
+
+
+def test_after_the_end_nothing_follows() -> None:
+    assert under(Status.CLOSED) is None
+
+
+def test_every_record_after_it_carries_the_notice() -> None:
+    proposal = noticed_after(FINAL, NOTICE)
+    assert proposal.event is RoundEvent.NOTICE
+    assert (proposal.record.status, proposal.record.members) == (FINAL.status, FINAL.members)
+    assert proposal.record.successor(waiting=1).notice == NOTICE
