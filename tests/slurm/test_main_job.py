@@ -28,6 +28,16 @@ while step < int(sys.argv[1]):
         pathlib.Path("step.tmp").write_text(str(step))
         os.replace("step.tmp", checkpoint)
 """
+SAVES_WHEN_TOLD = """
+import hpc_elastic, sys, time
+for step in range(10000):
+    time.sleep(0.05)
+    if step == 20:
+        print("trains")
+    if hpc_elastic.should_checkpoint(step):
+        print("saved after step", step)
+        sys.exit(0)
+"""
 WAITS = """
 import os, sys, time
 print("line of", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "round", os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -305,11 +315,14 @@ def test_a_job_cancelled_while_it_is_pending_is_told_to_who_follows(cluster: Slu
 
 
 def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "60")
-    run.wait_log(lambda log: log.count("of 2 round 0") == 2)
-    # What --signal=B:USR2 sends, without the minute that a real limit takes.
+    """What --signal=B:USR2 sends, without the minute that a real limit takes: all ranks save after one step."""
+    run = runs.submit("--nodes", "2", *SHORT, runs.script(SAVES_WHEN_TOLD))
+    run.wait_log(lambda log: log.count("trains") == 2)
     cluster.run(["scancel", "--signal=USR2", "--batch", run.job])
     run.wait_log(lambda log: "attempt 1," in log, timeout=40)
+    saved = set(re.findall(r"saved after step (\d+)", run.log()))
+    assert len(saved) == 1
+    assert re.search(rf"saved in \d+ of 85 s \(step {saved.pop()}\)", run.log())
     assert run.result(0)["outcome"] == "preempted"
     cluster.run(["scancel", run.job])
     run.wait_end()

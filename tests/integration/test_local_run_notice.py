@@ -1,0 +1,103 @@
+"""The job is about to end: workers save after one step, on all nodes, and the next attempt goes on from there."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import LocalRun
+
+_ASKS = """
+import hpc_elastic
+tell("here")
+others_in_round()
+if ATTEMPT:
+    sys.exit(0)
+step = 0
+while True:
+    time.sleep(0.02 + 0.005 * RANK)  # no collective keeps these ranks together
+    if step == 3:
+        tell("trains")
+    if not is_said("go-on") and step >= 10:
+        continue
+    if hpc_elastic.should_checkpoint(step):
+        tell("saved", step=step, agreed=hpc_elastic.preemption_notice().step)
+        FINISH
+    step += 1
+"""
+_ENDS = _ASKS.replace("FINISH", "sys.exit(0)")
+_STAYS = _ASKS.replace("FINISH", "hpc_elastic.checkpoint_done(); wait_for('never')")
+_NEVER_SAVES = _ASKS.replace("FINISH", "wait_for('never')")
+_HEEDS_A_SIGNAL = """
+def save(number, frame):
+    tell("saved", signal=number)
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, save)
+tell("here")
+others_in_round()
+ATTEMPT or wait_for("never")
+"""
+
+
+def test_all_ranks_save_after_one_step_and_the_run_is_requeued(tmp_path: Path) -> None:
+    with LocalRun(tmp_path, _STAYS, nproc=2, options=["--max-requeues", "1", "--shutdown-timeout", "1"]) as run:
+        run.wait_moments("trains", count=4)
+        run.signal(signal.SIGUSR2)
+        run.until(lambda: "all workers save after step" in run.log(), "word that a step is agreed")
+        assert run.moments("saved") == []
+        run.say("go-on")
+        assert run.finish() == ExitCode.OK
+        saved = run.moments("saved")
+        assert len(saved) == 4
+        assert len({moment["step"] for moment in saved}) == 1, "no rank is a step further than another"
+        (step,) = {moment["agreed"] for moment in saved}
+        assert f"(step {step})" in run.log()
+        report = run.report(1)
+        assert [part["outcome"] for part in report["attempts"]] == ["preempted", "succeeded"]
+        assert "saved in" in run.log()
+        assert {event["code"] for event in run.events("agent_ended", attempt=0)} == {0}
+
+
+def test_workers_that_end_with_0_after_saving_have_not_succeeded_yet(tmp_path: Path) -> None:
+    with LocalRun(tmp_path, _ENDS, options=["--max-requeues", "1"]) as run:
+        run.wait_moments("trains", count=2)
+        run.say("go-on")
+        run.signal(signal.SIGUSR2)
+        assert run.finish() == ExitCode.OK
+        assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
+
+
+def test_who_does_not_save_in_time_is_named_and_the_run_is_requeued_all_the_same(tmp_path: Path) -> None:
+    options = ["--grace", "6", "--max-requeues", "1", "--shutdown-timeout", "1"]
+    with LocalRun(tmp_path, _NEVER_SAVES, options=options) as run:
+        run.wait_moments("trains", count=2)
+        run.say("go-on")
+        run.signal(signal.SIGUSR2)
+        run.signal(signal.SIGUSR2)  # a repeated one tells nothing new
+        assert run.finish() == ExitCode.OK
+        assert "node0, node1 had not saved after 4 s" in run.log()
+        assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
+
+
+def test_workers_get_a_signal_where_one_is_asked_for(tmp_path: Path) -> None:
+    options = ["--preemption-signal", "usr1", "--max-requeues", "1"]
+    with LocalRun(tmp_path, _HEEDS_A_SIGNAL, nproc=2, options=options) as run:
+        run.wait_moments("here", count=4)
+        run.signal(signal.SIGUSR2)
+        assert run.finish() == ExitCode.OK
+        assert [moment["signal"] for moment in run.moments("saved")] == [signal.SIGUSR1] * 4
+        assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
+
+
+def test_the_coordinators_agent_dies_while_they_save(tmp_path: Path) -> None:
+    """Another one ends the attempt, and the job is requeued."""
+    options = ["--max-requeues", "1", "--shutdown-timeout", "1"]
+    with LocalRun(tmp_path, _STAYS, options=options) as run:
+        run.wait_moments("trains", count=2)
+        run.signal(signal.SIGUSR2)
+        run.until(lambda: "all workers save after step" in run.log(), "word that a step is agreed")
+        run.kill_agent_in_a_round(0)
+        assert run.finish() == ExitCode.OK
+        assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
