@@ -10,10 +10,10 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.coordinator import SettleFailures
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.rendezvous.settlement import SettleFailures
 from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.store.doorbell import Doorbell, open_doorbell

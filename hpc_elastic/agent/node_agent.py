@@ -80,9 +80,7 @@ class NodeAgent:
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
         self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
-        self._notice = NoticeWatch(
-            context.watch, clock=context.clock, sends_signal=bool(context.spec.preemption_signal)
-        )
+        self._notice = NoticeWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -197,8 +195,7 @@ class NodeAgent:
         self._record = record
         self._clock_words.heed(record.leader)
         self._checkpoints.heed(record)
-        if self._notice.heed(record) and self._workers is not None and self._.spec.preemption_signal:
-            self._workers.send(signal.Signals[self._.spec.preemption_signal])
+        self._notice.heed(record, self._workers)
         c = self._
         if any(supersedes(member.uid, c.info.uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")

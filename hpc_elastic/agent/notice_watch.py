@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection
 
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.clock import Clock
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeWord, seconds_to_save
@@ -40,15 +42,15 @@ class NoticeReply:
 class NoticeWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
-    def __init__(self, watch: HangWatch, *, clock: Clock, sends_signal: bool = False) -> None:
+    def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
         """Args:
         watch: Reads and writes the workers' pages.
+        spec: Says whether workers are sent a signal, and so heed notices whatever their pages say.
         clock: The pages'.
-        sends_signal: Whether workers are sent a signal, and so heed notices whatever their pages say.
         """
         self._watch = watch
         self._clock = clock
-        self._sends_signal = sends_signal
+        self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None
         self._notice: Notice | None = None
         self._round = -1
         self._deadline = 0.0
@@ -63,21 +65,23 @@ class NoticeWatch:
         """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to say."""
         return self._due
 
-    def heed(self, record: RoundRecord) -> bool:
+    def heed(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
         """A newer record: does it tell of a notice, or of the step that is agreed?
 
-        Returns:
-            Whether workers that run learn only now that there is one.
+        Args:
+            record: The record.
+            workers: Those that run.
         """
         if record.notice is None or record.status is not Status.FINAL or record.notice == self._notice:
-            return False
+            return
         is_new = self._notice is None
         now = self._clock.monotonic()
         if is_new:
             self._round, self._deadline, self._due = record.round, now + record.notice.seconds, now
         self._notice = record.notice
         self._watch.tell_notice(deadline=self._deadline, step=record.notice.step)
-        return is_new
+        if is_new and workers is not None and self._signal is not None:
+            workers.send(self._signal)
 
     def look(self, running: Collection[int]) -> NoticeReply | None:
         """Read the workers' pages if it is time to.
@@ -108,14 +112,14 @@ class NoticeWatch:
         if self._notice is None or self._has_kept:
             return None
         beats = self._watch.read()
-        return self._kept() if self._sends_signal or any(beat.is_told for beat in beats) else None
+        return self._kept() if self._signal is not None or any(beat.is_told for beat in beats) else None
 
     def _kept(self) -> NoticeReply:
         self._has_kept, self._due = True, None
         return NoticeReply(round=self._round)
 
     def _heeds(self, beat: RankBeat) -> bool:
-        return self._sends_signal or beat.heeds_notices
+        return self._signal is not None or beat.heeds_notices
 
     def _word(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> NoticeWord:
         heeds = any(map(self._heeds, beats))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.light_dataclass import dataclass
-from hpc_elastic.rendezvous.coordinator import Settlement, failure_order
+from hpc_elastic.rendezvous.settlement import Settlement, failure_order
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
 PROGRESS_SECONDS = 600.0

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
-from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeWord, agreed_step
+from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
 from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.settlement import SettleFailures, failure_order
 from hpc_elastic.rendezvous.slots import assign_ranks, replacements
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
     Member,
-    NodeFailure,
     NodeInfo,
     Outcome,
     RoundRecord,
@@ -21,80 +21,9 @@ from hpc_elastic.rendezvous.state import (
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
 from hpc_elastic.rendezvous.uid import host_of, node_of, supersedes
+from hpc_elastic.rendezvous.view import View
 
 _MOST_NAMES = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """What the coordinator sees at one moment."""
-
-    record: RoundRecord
-    joined: Mapping[str, NodeInfo]
-    """Claims on this round while it is joinable, on the next one while it is frozen or final."""
-    acked: Mapping[str, str]
-    """Confirmations of this round; the value is the TCPStore's ``host:port`` from the first slot, else empty."""
-    failures: Mapping[str, NodeFailure]
-    """Of the round before while this one is joinable, else of this one."""
-    done: frozenset[str]
-    """Members whose workers have all ended with 0."""
-    leaving: Mapping[str, str]
-    """Members that take themselves out, with the reason."""
-    gone: frozenset[int]
-    """Nodes for which the launcher will bring no further agent."""
-    dead: frozenset[str]
-    """Those whose heartbeat has stopped."""
-    silent: frozenset[str]
-    """Those that were heard on the network before, and are not any more: to be asked through the files."""
-    answered: frozenset[str]
-    """Suspects that have rewritten their heartbeat since, or were heard again."""
-    names: Mapping[int, str]
-    """Node index → name, of the nodes that have said who they are."""
-    since_status: float
-    """Seconds since this coordinator first saw this round in this status."""
-    since_lost: float
-    """Seconds since this coordinator last found a node missing; `since_status` where none was."""
-    since_waiting: float = 0.0
-    """Seconds for which nodes have waited while the round is final."""
-    since_saved: float = float("inf")
-    """Seconds since a checkpoint was complete; infinite where no member has told of one."""
-    is_saving: bool = False
-    """Whether a member is writing one."""
-    noted: Mapping[str, NoticeWord] = field(default_factory=dict)
-    """Where there is a notice: where members' workers stand."""
-    kept: frozenset[str] = frozenset()
-    """Members whose workers have saved because of it, or do not heed it."""
-    since_notice: float = 0.0
-    """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
-    """What the restart policy says about the failures of a round."""
-
-    go_on: bool
-    counts: bool
-    """Whether the new round is charged to the restart budget."""
-    reason: str
-    memory: FailureMemory
-    retryable: bool = True
-    """Where it does not go on: whether another attempt could end otherwise."""
-    refills: bool = False
-    """Whether there was progress enough for the whole budget to be there again, before the new round is charged."""
-
-
-_STRENGTH = {"root": 0, "hang": 1, "infrastructure": 2}
-
-
-def failure_order(failure: NodeFailure) -> tuple[int, int, float]:
-    """Sorts nodes' failures, the one to be told as the cause first: of several hung workers the furthest behind."""
-    strength = _STRENGTH.get(failure.failure_class, len(_STRENGTH))
-    step, age = failure.hang.lag if failure.hang is not None else (0, 0.0)
-    return strength, step, age
-
-
-SettleFailures = Callable[[RoundRecord, Sequence[NodeFailure], bool], Settlement]
-"""(the joinable record, the last round's failures, whether one of its members was lost) → settlement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,11 @@ from hpc_elastic.rendezvous.claims import (
     read_claims,
     read_confirmed,
 )
-from hpc_elastic.rendezvous.coordinator import View
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.view import View
 from hpc_elastic.store.base import Store, make_folder
 
 _GONE = "gone"

@@ -15,14 +15,7 @@ from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind
-from hpc_elastic.rendezvous.coordinator import (
-    Proposal,
-    SettleFailures,
-    closed_after,
-    next_proposal,
-    noticed_after,
-    rests_on_absence,
-)
+from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal, noticed_after, rests_on_absence
 from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_move
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
@@ -36,6 +29,7 @@ from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, be
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.settlement import SettleFailures
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import Stirring
 from hpc_elastic.rendezvous.succession import Succession

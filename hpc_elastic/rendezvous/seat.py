@@ -12,10 +12,10 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.run_folder import RunFolder
+from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import host_of, new_uid, node_of
 from hpc_elastic.store.doorbell import Doorbell, open_doorbell

@@ -20,10 +20,10 @@ from typing import Any
 from unittest import mock
 
 from hpc_elastic.rendezvous import round_log
-from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.store import file_store, record_log

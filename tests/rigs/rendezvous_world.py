@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.claims import read_claims
-from hpc_elastic.rendezvous.coordinator import Settlement
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     NodeFailure,

@@ -320,9 +320,9 @@ def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -
     run.wait_log(lambda log: log.count("trains") == 2)
     cluster.run(["scancel", "--signal=USR2", "--batch", run.job])
     run.wait_log(lambda log: "attempt 1," in log, timeout=40)
-    saved = set(re.findall(r"saved after step (\d+)", run.log()))
+    saved = set(re.findall(r"saved after step (\d+)", run.log))
     assert len(saved) == 1
-    assert re.search(rf"saved in \d+ of 85 s \(step {saved.pop()}\)", run.log())
+    assert re.search(rf"saved in \d+ of 85 s \(step {saved.pop()}\)", run.log)
     assert run.result(0)["outcome"] == "preempted"
     cluster.run(["scancel", run.job])
     run.wait_end()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from hpc_elastic.agent.hang import RankBeat
@@ -46,10 +48,15 @@ class Pages:
 
 
 class Node:
-    def __init__(self, *, sends_signal: bool = False) -> None:
+    def __init__(self, signal_name: str = "") -> None:
         self.clock = FakeClock()
         self.pages = Pages()
-        self.watch = NoticeWatch(self.pages, clock=self.clock, sends_signal=sends_signal)  # type: ignore[arg-type]
+        self.sent: list[signal.Signals] = []
+        spec = SimpleNamespace(preemption_signal=signal_name)
+        self.watch = NoticeWatch(self.pages, spec, clock=self.clock)  # type: ignore[arg-type]
+
+    def heed(self, record: RoundRecord) -> None:
+        self.watch.heed(record, SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
 
     def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> Any:
         self.clock.now += after
@@ -58,7 +65,7 @@ class Node:
 
 def test_without_a_notice_nobody_looks() -> None:
     node = Node()
-    assert not node.watch.heed(FINAL)
+    node.heed(FINAL)
     assert node.watch.due is None
     assert node.look() is None
     assert node.watch.ended() is None
@@ -66,23 +73,23 @@ def test_without_a_notice_nobody_looks() -> None:
 
 def test_a_notice_while_no_worker_runs_is_nothing_to_tell() -> None:
     node = Node()
-    assert not node.watch.heed(replace(NOTICED, status=Status.FROZEN))
+    node.heed(replace(NOTICED, status=Status.FROZEN))
     assert node.pages.told == []
 
 
 def test_the_workers_are_told_twice_and_each_time_once() -> None:
     node = Node()
     began = node.clock.now
-    assert node.watch.heed(NOTICED)
-    assert not node.watch.heed(replace(NOTICED, number=7))
+    node.heed(NOTICED)
+    node.heed(replace(NOTICED, number=7))
     node.clock.now += 3
-    assert not node.watch.heed(AGREED)
+    node.heed(AGREED)
     assert node.pages.told == [(began + 60, STEP_PENDING), (began + 60, 30)], "the deadline stays"
 
 
 def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
     node = Node()
-    node.watch.heed(NOTICED)
+    node.heed(NOTICED)
     assert node.look() is None
     node.pages.put(1, step=14)
     assert node.look(after=0.5) is None
@@ -95,22 +102,24 @@ def test_workers_that_tell_no_steps_are_not_measured() -> None:
     node = Node()
     for rank in range(2):
         node.pages.put(rank, step=None, heeds_notices=rank == 1)
-    node.watch.heed(NOTICED)
+    node.heed(NOTICED)
     assert node.look().word == NoticeWord(heeds=True, step=NO_STEP)
 
 
 def test_a_signal_counts_as_heeding() -> None:
-    node = Node(sends_signal=True)
+    node = Node("SIGUSR1")
     for rank in range(2):
         node.pages.put(rank, step=None, heeds_notices=False)
-    node.watch.heed(NOTICED)
+    node.heed(NOTICED)
+    node.heed(replace(NOTICED, number=7))
     assert node.look().word.heeds
+    assert node.sent == [signal.SIGUSR1], "once"
 
 
 def noted() -> Node:
     node = Node()
     node.pages.put(0, checkpoints=3)
-    node.watch.heed(NOTICED)
+    node.heed(NOTICED)
     node.look()
     assert node.look(after=1.0).word is not None
     return node
@@ -122,7 +131,7 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
     node = noted()
-    node.watch.heed(AGREED)
+    node.heed(AGREED)
     assert node.look(after=1.0) is None
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0) is None
@@ -134,11 +143,11 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
 
 def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
     node = noted()
-    node.watch.heed(AGREED)
+    node.heed(AGREED)
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0, running=(1,)).word is None
     node = noted()
-    node.watch.heed(AGREED)
+    node.heed(AGREED)
     node.pages.put(0, heeds_notices=False)
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0).word is None

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.rendezvous.coordinator import Proposal, Settlement, View, closed_after, next_proposal
+from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -24,6 +25,7 @@ from hpc_elastic.rendezvous.state import (
     decode_record,
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.view import View
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,

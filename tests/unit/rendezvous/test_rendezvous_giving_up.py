@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.rendezvous.coordinator import Settlement, View, next_proposal
+from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeInfo, Outcome, RoundRecord, Status
+from hpc_elastic.rendezvous.view import View
 
 A, B = "00000-a-0000000000000001-0000", "00001-b-0000000000000001-0000"
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.rendezvous.coordinator import Proposal, View, rests_on_absence
+from hpc_elastic.rendezvous.coordinator import Proposal, rests_on_absence
 from hpc_elastic.rendezvous.state import Member, NodeFailure, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import FIRST_SECONDS, LAST_SECONDS, Stirring
 from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.view import View
 from hpc_elastic.store.memory_store import MemoryStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)
