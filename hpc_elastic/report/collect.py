@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json
@@ -38,9 +40,20 @@ def collect_run(run_dir: Path | str) -> RunHistory:
         run_dir=str(root),
         name=target.rsplit("/", 1)[-1] or text_of(spec.get("name")) or root.name,
         max_requeues=integer(spec.get("max_requeues")),
-        attempts=tuple(collect_attempt(paths.attempt(number)) for number in numbers),
+        attempts=_collect_attempts(paths, numbers),
         problems=tuple(problems),
     )
+
+
+def _collect_attempts(paths: RunPaths, numbers: Sequence[int]) -> tuple[AttemptHistory, ...]:
+    # Hundreds of thousands of objects that all stay: the collector would look at each of them again and again.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return tuple(collect_attempt(paths.attempt(number)) for number in numbers)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def collect_attempt(paths: AttemptPaths) -> AttemptHistory:

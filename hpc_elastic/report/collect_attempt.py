@@ -54,8 +54,8 @@ class AttemptBuilder:
         if not isinstance(name, str):
             return
         if role == "agent":
-            self.words.take(name, number=event.get("n"), node=node, index=index)
-            self.times.take(event, name, node=node, index=index, when=when)
+            self.words.take(name, event.get("n"), node, index)
+            self.times.take(event, name, node, index, when)
         round_handler = ROUND_HANDLERS.get(name)
         if round_handler is not None:
             if index is not None and index >= 0:

@@ -36,7 +36,7 @@ class WholeWords:
         """An event could not be read."""
         self._is_whole = False
 
-    def take(self, name: str, *, number: object, node: int | None, index: int | None) -> None:
+    def take(self, name: str, number: object, node: int | None, index: int | None) -> None:
         """Note an agent's event.
 
         Args:

@@ -63,7 +63,7 @@ def render_html(history: RunHistory, *, attempt: int | None = None, limits: Char
     rounds = sum(len(part.rounds) for part in history.attempts)
     timeline = build_timeline(history, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
     axis = make_axis([(span.number, span.start_ns, span.end_ns) for span in timeline.attempts])
-    goodput = measure_goodput(history, timeline)
+    goodput = measure_goodput(history, attempts=timeline.attempts, rounds=timeline.rounds)
     told = _told(timeline)
     verdict = _entry_of(subject, timeline)
     chart = draw_chart(timeline, axis, shown=told, limits=limits)

@@ -10,17 +10,19 @@ from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.output_losses import losses_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
+from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Verdict
 
 VERSION = 1
 
 
-def render_json(history: RunHistory, *, attempt: int | None = None) -> dict[str, Any]:
+def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None) -> dict[str, Any]:
     """The report as JSON values.
 
     Args:
         history: The run.
         attempt: The attempt that it is about; None: the verdict is on the last failure, the end is the last attempt's.
+        goodput: Of the run, where it has been measured before.
     """
     subject = choose_subject(history, attempt=attempt)
     shown = next((part for part in history.attempts if part.number == attempt), None)
@@ -36,17 +38,18 @@ def render_json(history: RunHistory, *, attempt: int | None = None) -> dict[str,
         "exit_code": shown.exit_code if shown is not None else None,
         "decision": (shown.decision if shown is not None else "") or None,
         "verdict": _verdict(subject),
+        "goodput": _goodput(goodput or goodput_of(history)),
         "problems": list(history.problems),
         "attempts": [_attempt(part) for part in history.attempts],
     }
 
 
-def json_report(history: RunHistory, *, attempt: int | None = None) -> str:
+def json_report(history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None) -> str:
     """report.json's text: an object of `render_json`'s, with a line for each round.
 
     Of a large run the rounds are nearly all of it, and an indented text takes the encoder four times as long.
     """
-    value = render_json(history, attempt=attempt)
+    value = render_json(history, attempt=attempt, goodput=goodput)
     attempts = value.pop("attempts")
     parts = [f'{json_text(value)[:-1]},\n"attempts": [']
     for number, item in enumerate(attempts):
@@ -56,6 +59,31 @@ def json_report(history: RunHistory, *, attempt: int | None = None) -> str:
         parts.append("]}")
     parts.append("\n]}\n")
     return "".join(parts)
+
+
+def _goodput(goodput: Goodput) -> dict[str, Any]:
+    return {
+        "share": goodput.share,
+        "wall": goodput.wall,
+        "training": goodput.training,
+        "starting": goodput.starting,
+        "interrupted": goodput.interrupted,
+        "queued": goodput.queued,
+        "ending": goodput.ending,
+        "until_ns": goodput.until_ns,
+        "costs": [
+            {
+                "attempt": cost.attempt,
+                "round": cost.round,
+                "what": cost.what,
+                "seconds": cost.seconds,
+                "queued": cost.queued,
+                "recovered": cost.recovered,
+                "is_failure": cost.is_failure,
+            }
+            for cost in goodput.costs
+        ],
+    }
 
 
 def _verdict(subject: Subject) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from hpc_elastic.report.render_text_others import other_lines, stack_lines
 from hpc_elastic.report.render_text_past import describe_outcome, past_lines
 from hpc_elastic.report.render_text_words import clean_line, fit
 from hpc_elastic.report.subject import choose_subject, verdict_of
+from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Cause
 
 DEFAULT_LINES = 40
@@ -26,6 +27,7 @@ def render_text(
     attempt: int | None = None,
     max_lines: int | None = DEFAULT_LINES,
     width: int = DEFAULT_WIDTH,
+    goodput: Goodput | None = None,
 ) -> str:
     """Render the report.
 
@@ -34,6 +36,7 @@ def render_text(
         attempt: The attempt that it is about; None: the last one in which something failed.
         max_lines: At most so many lines; None: everything.
         width: Longer lines are cut, but for paths.
+        goodput: Of the run, where it has been measured before.
 
     Returns:
         Text that ends with a line break.
@@ -45,7 +48,7 @@ def render_text(
     survived = _broken_rounds(history, attempt) if shown is not None and shown.outcome == "succeeded" else 0
     head = _head(history, shown, width, survived=survived)
     done = done_lines(history, subject, shown, width)
-    past = past_lines(history, width, cap=None if everything else _HISTORY)
+    past = past_lines(history, goodput or goodput_of(history), width, cap=None if everything else _HISTORY)
     others: list[str] = []
     if subject.round is not None:
         others = other_lines(subject.round, subject.verdict, width, cap=None if everything else _OTHERS)

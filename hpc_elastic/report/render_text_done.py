@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text_words import brief, fit
+from hpc_elastic.report.render_text_words import brief, split_words
 from hpc_elastic.report.subject import Subject
 
 
@@ -22,7 +22,7 @@ def done_lines(history: RunHistory, subject: Subject, shown: AttemptHistory | No
     if not lines:
         return [f"{title} nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
     told = [_without_cause(_without_repeat(line, lines[0]), subject) for line in dict.fromkeys(lines)]
-    return [title, *(part for line in told for part in _item(line, width))]
+    return [title, *(part for line in told for part in split_words(f"  {brief(line)}", width))]
 
 
 def _without_repeat(line: str, first: str) -> str:
@@ -42,16 +42,6 @@ def _without_cause(line: str, subject: Subject) -> str:
     if not quote or not failure.headline.startswith(said.removesuffix("...").rstrip()):
         return line
     return f"{before.removesuffix(' after')}{arrow}{after if arrow else ''}"
-
-
-def _item(text: str, width: int) -> list[str]:
-    """An entry in at most three lines."""
-    words, lines = brief(text).split(" "), ["  "]
-    for word in words:
-        if len(lines[-1]) + len(word) + 1 > width and lines[-1].strip():
-            lines.append("     ")
-        lines[-1] += word if lines[-1] == "  " else f" {word}"
-    return [*lines[:2], fit(" ".join([lines[2], *lines[3:]]), width)] if len(lines) > 2 else lines
 
 
 def describe_decision(text: str) -> str:

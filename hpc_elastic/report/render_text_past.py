@@ -2,27 +2,83 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text_words import brief, clean_line, duration_text, fit, plural, time_text
+from hpc_elastic.report.render_text_words import (
+    brief,
+    clean_line,
+    clock_text,
+    duration_text,
+    fit,
+    plural,
+    split_words,
+    time_text,
+)
 from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.timeline_goodput import Cost, Goodput
 from hpc_elastic.report.verdict import Cause
 
 
-def past_lines(history: RunHistory, width: int, *, cap: int | None) -> list[str]:
-    """One line per attempt and round; rounds that went alike share one."""
+def past_lines(history: RunHistory, goodput: Goodput, width: int, *, cap: int | None) -> list[str]:
+    """One line per attempt and round; rounds that went alike share one.
+
+    Args:
+        history: The run.
+        goodput: What each of its failures cost.
+        width: Of a line.
+        cap: At most so many lines, without the titles. The last rounds are kept then, and of an attempt whose rounds
+            are not shown its last failure is told in its own line.
+    """
     if not history.attempts:
         return []
-    lines: list[str] = []
-    for attempt in history.attempts:
-        lines.append(fit(_attempt_line(history, attempt), width))
-        lines += [fit(text, width) for text in _round_lines(history, attempt)]
-    if cap is not None and len(lines) > cap:
-        hidden = len(lines) - cap + 1
-        lines = [lines[0], f"    ... {hidden} lines (--all shows them)", *lines[hidden + 1 :]]
-    return ["Attempts and rounds:", *lines]
+    costs = {(cost.attempt, cost.round): cost for cost in goodput.costs}
+    blocks = [(attempt, _round_lines(history, attempt, costs)) for attempt in history.attempts]
+    hidden = 0
+    if cap is not None and sum(1 + len(rounds) for _, rounds in blocks) > cap:
+        hidden = max(0, len(blocks) - (cap + 1) // 2)
+        blocks = _cut_to(blocks[hidden:], cap - (1 if hidden else 0))
+    lines = [f"  ... {plural(hidden, 'earlier attempt')} (--all shows them)"] if hidden else []
+    for attempt, rounds in blocks:
+        lines.append(_attempt_line(history, attempt, is_alone=not rounds))
+        lines += rounds
+    return ["Attempts and rounds:", *(fit(line, width) for line in lines), *_goodput_lines(history, goodput, width)]
 
 
-def _attempt_line(history: RunHistory, attempt: AttemptHistory) -> str:
+def _cut_to(blocks: list[tuple[AttemptHistory, list[str]]], lines: int) -> list[tuple[AttemptHistory, list[str]]]:
+    """Every attempt, and of the last ones as many rounds as there is room for."""
+    room, kept = lines - len(blocks), []
+    for attempt, rounds in reversed(blocks):
+        shown = rounds
+        if len(rounds) > room:
+            more = f"    ... {plural(len(rounds) - room + 1, 'line')} (--all shows them)"
+            shown = [more, *rounds[len(rounds) - room + 1 :]] if room > 1 else []
+        kept.append((attempt, shown))
+        room -= len(shown)
+    return kept[::-1]
+
+
+def _goodput_lines(history: RunHistory, goodput: Goodput, width: int) -> list[str]:
+    """How much of the time was training, and where the rest went."""
+    share = goodput.share
+    if share is None:
+        return []
+    so_far = "" if history.attempts[-1].outcome else f" until {clock_text(goodput.until_ns)}, the last that is known"
+    failures = sum(1 for cost in goodput.costs if cost.is_failure)
+    changes = len(goodput.costs) - failures
+    after = [*([plural(failures, "failure")] if failures else []), *([plural(changes, "change")] if changes else [])]
+    parts = [
+        (goodput.starting, "to start"),
+        (goodput.interrupted, f"for {' and '.join(after)}"),
+        (goodput.queued, "queued"),
+        (goodput.ending, "to end"),
+    ]
+    rest = [f"{duration_text(seconds)} {words}" for seconds, words in parts if seconds >= 0.05]
+    text = f"Goodput: {100 * share:.1f} % of {duration_text(goodput.wall)}{so_far}"
+    return split_words(f"{text} ({', '.join(rest)})" if rest else text, width)
+
+
+def _attempt_line(history: RunHistory, attempt: AttemptHistory, *, is_alone: bool) -> str:
     job = f" (job {attempt.job_id})" if attempt.job_id else ""
     when = f" {time_text(attempt.started_ns)}" if attempt.started_ns else ""
     lasted = ""
@@ -30,27 +86,47 @@ def _attempt_line(history: RunHistory, attempt: AttemptHistory) -> str:
         lasted = f", {duration_text((attempt.ended_ns - attempt.started_ns) / 1e9)}"
     nodes = f", {plural(len(attempt.nodes), 'node')}" if attempt.nodes else ""
     code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
-    return f"  attempt {attempt.number}{job}{when}{nodes}{lasted}: {describe_outcome(history, attempt)}{code}"
+    end = f"{describe_outcome(history, attempt)}{code}"
+    if is_alone and (last := _last_failure(attempt)):
+        end = f"{describe_outcome(history, attempt)}, at last {last}"
+    return f"  attempt {attempt.number}{job}{when}{nodes}{lasted}: {end}"
 
 
-def _round_lines(history: RunHistory, attempt: AttemptHistory) -> list[str]:
-    groups: list[tuple[str, str, list[RoundHistory]]] = []
+def _last_failure(attempt: AttemptHistory) -> str:
+    for part in reversed(attempt.rounds):
+        verdict = verdict_of(part)
+        if verdict.cause is not Cause.NONE:
+            return f"in round {part.index}: {brief(verdict.summary)}"
+    return ""
+
+
+def _round_lines(history: RunHistory, attempt: AttemptHistory, costs: Mapping[tuple[int, int], Cost]) -> list[str]:
+    groups: list[tuple[str, str, str, list[RoundHistory]]] = []
     for part in attempt.rounds:
-        kind, text = _round_text(history, attempt, part)
+        kind, who, text = _round_text(history, attempt, part)
         if groups and groups[-1][0] == kind and kind:
-            groups[-1][2].append(part)
+            groups[-1][3].append(part)
         else:
-            groups.append((kind, text, [part]))
+            groups.append((kind, who, text, [part]))
     lines = []
-    for _, text, parts in groups:
-        name = f"round {parts[0].index}" if len(parts) == 1 else f"rounds {parts[0].index}-{parts[-1].index}"
-        times = f", the same {len(parts)} times" if len(parts) > 1 else ""
-        lines.append(f"    {name}: {text}{times}")
+    for _, who, text, parts in groups:
+        name = f"round {parts[0].index}" if len(parts) == 1 else f"rounds {parts[0].index}-{parts[-1].index}, alike"
+        lost = [costs[attempt.number, part.index] for part in parts if (attempt.number, part.index) in costs]
+        lines.append(f"    {name}: {who}{_cost(lost)}: {text}")
     return lines
 
 
-def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> tuple[str, str]:
-    """What makes rounds alike (empty: nothing does), and the line."""
+def _cost(costs: Sequence[Cost]) -> str:
+    if not costs:
+        return ""
+    queued = sum(cost.queued for cost in costs)
+    more = " in all" if len(costs) > 1 else ""
+    more += f" ({duration_text(queued)} queued)" if queued >= 0.05 else ""
+    return f", cost {duration_text(sum(cost.seconds for cost in costs))}{more}"
+
+
+def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> tuple[str, str, str]:
+    """What makes rounds alike (empty: nothing does), who was in it, and how it ended."""
     size = ", ".join(
         [
             *([plural(len(part.nodes), "node")] if part.nodes else []),
@@ -63,11 +139,11 @@ def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory
     if verdict.cause is not Cause.NONE:
         others = len(part.failures) - (1 if verdict.failure is not None else 0)
         more = f" (+{others} more)" if others else ""
-        text = f"{size}{lasted}: {brief(verdict.summary)}{more}"
+        text = f"{brief(verdict.summary)}{more}"
         where = (
             verdict.failure.global_rank if verdict.failure is not None else verdict.lost_node and verdict.lost_node.node
         )
-        return f"{size}|{verdict.fingerprint}|{where}|{others}", text
+        return f"{size}|{verdict.fingerprint}|{where}|{others}", f"{size}{lasted}", text
     if part.succeeded:
         end = "all workers ended with 0"
     elif part.stopping_reasons:
@@ -78,7 +154,7 @@ def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory
         end = "no end is recorded"
     else:
         end = f"running since {time_text(part.started_ns)}" if part.started_ns else "running"
-    return "", f"{size}{lasted}: {end}"
+    return "", f"{size}{lasted}", end
 
 
 def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str:

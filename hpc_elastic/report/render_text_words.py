@@ -32,6 +32,17 @@ def wrapped(name: str, text: str, width: int) -> list[str]:
     return [first, *(f"{'':14}{line}" for line in lines[1:4])]
 
 
+def split_words(text: str, width: int) -> list[str]:
+    """An entry in at most three lines, indented from the second on."""
+    words = text.lstrip(" ")
+    lines = [text[: len(text) - len(words)]]
+    for word in words.split(" "):
+        if len(lines[-1]) + len(word) + 1 > width and lines[-1].strip():
+            lines.append("     ")
+        lines[-1] += f" {word}" if lines[-1].strip() or len(lines) > 1 else word
+    return [*lines[:2], fit(" ".join([lines[2], *lines[3:]]), width)] if len(lines) > 2 else lines
+
+
 def headline(text: str, width: int) -> list[str]:
     """What happened, in at most three lines, broken between words where there are any."""
     lines: list[str] = []
@@ -121,7 +132,7 @@ def time_text(when: int | None, *, fine: bool = False) -> str:
     return f"{text}.{when // 1_000_000 % 1000:03d}" if fine else text
 
 
-def clock_text(when: int) -> str:
+def clock_text(when: int | None) -> str:
     """The time of day, with milliseconds."""
     return time_text(when, fine=True).partition("_")[2] or "an unknown time"
 

@@ -13,11 +13,11 @@ from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RunHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_clocks import ClockOffset, node_offsets
-from hpc_elastic.report.timeline_spans import Span, State, Stay, make_stays, node_spans, round_extents
-from hpc_elastic.report.timeline_times import NodeTimes
+from hpc_elastic.report.timeline_attempt import AttemptSpan, PlacedAttempt, RoundTimes, place_attempts
+from hpc_elastic.report.timeline_clocks import ClockOffset
+from hpc_elastic.report.timeline_spans import Span, State, Stay, node_spans
 
 
 class MarkKind(str, Enum):
@@ -97,27 +97,6 @@ class Divider:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTimes:
-    """A round on the common axis."""
-
-    attempt: int
-    round: int
-    start_ns: int
-    end_ns: int
-    trained_ns: tuple[int, int] | None
-    """From when to when all its workers ran; None: they never did all at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptSpan:
-    """An attempt on the axis."""
-
-    number: int
-    start_ns: int
-    end_ns: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
     """Everything that the picture shows."""
 
@@ -143,8 +122,7 @@ def build_timeline(
         most_ranks: As many rows of ranks at most.
         measured: Host name → its clock's offset, where offsets were measured.
     """
-    parts = [_AttemptPart(attempt, measured or {}) for attempt in history.attempts]
-    parts = [part for part in parts if part.end_ns]
+    parts = place_attempts(history, measured)
     entries = _entries(part.attempt for part in parts)
     by_round: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
@@ -156,8 +134,8 @@ def build_timeline(
         _draw_ranks(part, rank_rows, by_round, chosen)
     offsets = {part.name(node): offset for part in parts for node, offset in part.offsets.items()}
     return Timeline(
-        attempts=tuple(AttemptSpan(number=p.attempt.number, start_ns=p.start_ns, end_ns=p.end_ns) for p in parts),
-        rounds=tuple(part.round_times(item) for part in parts for item in part.attempt.rounds),
+        attempts=tuple(part.span for part in parts),
+        rounds=tuple(times for part in parts for times in part.rounds),
         nodes=node_rows.build(),
         ranks=rank_rows.build(),
         ranks_left_out=left_out,
@@ -172,103 +150,6 @@ def build_timeline(
         ),
         offsets=offsets,
     )
-
-
-class _AttemptPart:
-    """One attempt with all its times on the common axis."""
-
-    def __init__(self, attempt: AttemptHistory, measured: Mapping[str, ClockOffset]) -> None:
-        self.attempt = attempt
-        self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
-        self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
-        known = {item.node for item in attempt.times.nodes} | set(self._hosts)
-        names = {node: self.name(node) for node in known}
-        self.offsets = node_offsets(attempt.times.nodes, hosts=names, measured=measured)
-        self.losses: dict[int, dict[int, NodeLoss]] = {}
-        for item in attempt.rounds:
-            for loss in item.lost_nodes:
-                self.losses.setdefault(loss.node, {})[item.index] = loss
-        self.agent_starts = {
-            agents.node: [self.at(agents.node, when) for when in agents.started_ns] for agents in attempt.times.agents
-        }
-        self.agent_ends = {
-            agents.node: [self.at(agents.node, when) for when in agents.ended_ns] for agents in attempt.times.agents
-        }
-        self._times: dict[int, list[NodeTimes]] = {}
-        for told in attempt.times.nodes:
-            self._times.setdefault(told.node, []).append(self._shifted(told))
-        self.start_ns, self.end_ns = self._extent()
-        self.stays = {
-            node: make_stays(
-                times,
-                agent_starts=self.agent_starts.get(node, []),
-                losses=self.losses.get(node, {}),
-                end_ns=self.end_ns,
-            )
-            for node, times in self._times.items()
-        }
-        self.by_round: dict[int, dict[int, Stay]] = {}
-        for node, stays in self.stays.items():
-            for stay in stays:
-                self.by_round.setdefault(stay.round, {})[node] = stay
-        self.extents = round_extents(stay for stays in self.stays.values() for stay in stays)
-
-    def name(self, node: int) -> str:
-        """The node's name: Slurm's, or else what its agent calls its host."""
-        names = self.attempt.nodes
-        if 0 <= node < len(names) and names[node]:
-            return names[node]
-        return self._hosts.get(node) or f"node {node}"
-
-    def at(self, node: int, when_ns: int) -> int:
-        """A node's time on the common axis."""
-        offset = self.offsets.get(node)
-        return when_ns if offset is None else when_ns - offset.offset_ns
-
-    def _shifted(self, told: NodeTimes) -> NodeTimes:
-        if told.node not in self.offsets:
-            return told
-        values = (told.final_ns, told.started_ns, told.stopping_ns, told.ended_ns)
-        final, started, stopping, ended = (None if when is None else self.at(told.node, when) for when in values)
-        return NodeTimes(
-            round=told.round,
-            node=told.node,
-            final_ns=final,
-            started_ns=started,
-            stopping_ns=stopping,
-            ended_ns=ended,
-            succeeded=told.succeeded,
-        )
-
-    def _extent(self) -> tuple[int, int]:
-        attempt = self.attempt
-        told: list[int | None] = [attempt.started_ns, attempt.ended_ns]
-        for whens in (*self.agent_starts.values(), *self.agent_ends.values()):
-            told += whens
-        for items in self._times.values():
-            for item in items:
-                told += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
-        for part in attempt.rounds:
-            told += [self.at(failure.node, failure.ended_ns) for failure in part.failures]
-            told += [loss.seen_ns for loss in part.lost_nodes]
-            told += [self.at(word.node, word.told_ns) for word in part.words]
-        told += [end.seen_ns for end in attempt.agent_ends]
-        known = [when for when in told if when]
-        return (min(known), max(known)) if known else (0, 0)
-
-    def round_times(self, item: RoundHistory) -> RoundTimes:
-        """From when to when all of a round's workers ran: till the first stopped, failed or was lost."""
-        there = self.by_round.get(item.index, {})
-        stays = {node.node: there[node.node] for node in item.nodes if node.node in there}
-        start, end = self.extents.get(item.index, (self.end_ns, self.end_ns))
-        trained = None
-        if stays and len(stays) == len(item.nodes):
-            ends = [stay.stopping_ns for stay in stays.values()]
-            ends += [self.at(failure.node, failure.ended_ns) for failure in item.failures if failure.ended_ns]
-            begin = max(stay.running_ns for stay in stays.values())
-            if min(ends) > begin:
-                trained = (begin, min(ends))
-        return RoundTimes(attempt=self.attempt.number, round=item.index, start_ns=start, end_ns=end, trained_ns=trained)
 
 
 class _Rows:
@@ -325,7 +206,7 @@ def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def _draw_nodes(part: _AttemptPart, rows: _Rows, by_round: Mapping[tuple[int, int], Sequence[Entry]]) -> None:
+def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, int], Sequence[Entry]]) -> None:
     number = part.attempt.number
     indices = {*range(len(part.attempt.nodes)), *part.stays, *part.agent_starts}
     names = _unique_names(sorted(index for index in indices if index >= 0), part.name)
@@ -354,7 +235,7 @@ def _draw_nodes(part: _AttemptPart, rows: _Rows, by_round: Mapping[tuple[int, in
 
 
 def _draw_ranks(
-    part: _AttemptPart,
+    part: PlacedAttempt,
     rows: _Rows,
     by_round: Mapping[tuple[int, int], Sequence[Entry]],
     chosen: Sequence[int],
@@ -410,7 +291,7 @@ def _ranks_of(ranks: Sequence[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {rank_ranges(ranks)}" if ranks else ""
 
 
-def _loss_mark(entry: Entry, loss: NodeLoss, part: _AttemptPart) -> Mark:
+def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:
     # Its own word is by its own clock; its coordinator's is by a clock that is taken for right.
     at = part.at(loss.node, loss.seen_ns) if loss.left else loss.gone_ns
     return Mark(entry=entry.number, kind=entry.kind, at_ns=min(max(at, part.start_ns), part.end_ns))
@@ -436,7 +317,7 @@ def _unique_names(nodes: Iterable[int], name: Callable[[int], str]) -> dict[int,
     return found
 
 
-def _choose_ranks(parts: Sequence[_AttemptPart], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:
+def _choose_ranks(parts: Sequence[PlacedAttempt], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:
     everybody = {rank for part in parts for item in part.attempt.rounds for node in item.nodes for rank in node.ranks}
     everybody |= {failure.global_rank for entry in entries if entry.fold is not None for failure in entry.fold.members}
     everybody = {rank for rank in everybody if rank >= 0}

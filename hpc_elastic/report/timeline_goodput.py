@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline import RoundTimes, Timeline
+from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause
 
 
@@ -40,6 +43,8 @@ class Goodput:
     """Between attempts."""
     ending: float
     """After the last workers had ended well."""
+    until_ns: int | None = None
+    """The end of that time: where the run goes on, the last that is known of it."""
     costs: tuple[Cost, ...]
 
     @property
@@ -48,21 +53,32 @@ class Goodput:
         return self.training / self.wall if self.wall > 0 else None
 
 
-def measure_goodput(history: RunHistory, timeline: Timeline) -> Goodput:
-    """Add up a run's time. What was computed since the last checkpoint, and computed anew, is not known here."""
-    if not timeline.attempts:
+def goodput_of(history: RunHistory) -> Goodput:
+    """The same of a run whose picture nobody draws."""
+    parts = place_attempts(history)
+    return measure_goodput(
+        history, attempts=[part.span for part in parts], rounds=[times for part in parts for times in part.rounds]
+    )
+
+
+def measure_goodput(history: RunHistory, *, attempts: Sequence[AttemptSpan], rounds: Sequence[RoundTimes]) -> Goodput:
+    """Add up a run's time. What was computed since the last checkpoint, and computed anew, is not known here.
+
+    Args:
+        history: The run.
+        attempts: Its attempts, ascending.
+        rounds: Their rounds, ascending.
+    """
+    if not attempts:
         return Goodput(wall=0, training=0, starting=0, interrupted=0, queued=0, ending=0, costs=())
-    start, end = timeline.attempts[0].start_ns, max(span.end_ns for span in timeline.attempts)
+    start, end = attempts[0].start_ns, max(span.end_ns for span in attempts)
     found = {(a.number, item.index): item for a in history.attempts for item in a.rounds}
-    gaps = [
-        (before.end_ns, max(before.end_ns, after.start_ns))
-        for before, after in zip(timeline.attempts, timeline.attempts[1:], strict=False)
-    ]
+    gaps = [(before.end_ns, max(before.end_ns, after.start_ns)) for before, after in pairwise(attempts)]
     training = starting = interrupted = queued = ending = 0.0
     costs: list[Cost] = []
     cursor, last = start, None
     for times in sorted(
-        (item for item in timeline.rounds if item.trained_ns is not None), key=lambda item: item.trained_ns or (0, 0)
+        (item for item in rounds if item.trained_ns is not None), key=lambda item: item.trained_ns or (0, 0)
     ):
         begin, stop = times.trained_ns or (0, 0)
         begin, stop = max(begin, cursor), max(stop, cursor)
@@ -80,7 +96,7 @@ def measure_goodput(history: RunHistory, timeline: Timeline) -> Goodput:
     queued += waited
     if last is None:
         starting += rest - waited
-    elif found[last.attempt, last.round].broken or (last.attempt, last.round) != _last_round(timeline):
+    elif found[last.attempt, last.round].broken or (last.attempt, last.round) != (rounds[-1].attempt, rounds[-1].round):
         interrupted += rest - waited
         costs.append(_cost(history, found, last, rest, waited, recovered=False))
     else:
@@ -92,12 +108,9 @@ def measure_goodput(history: RunHistory, timeline: Timeline) -> Goodput:
         interrupted=interrupted,
         queued=queued,
         ending=ending,
+        until_ns=end,
         costs=tuple(costs),
     )
-
-
-def _last_round(timeline: Timeline) -> tuple[int, int] | None:
-    return (timeline.rounds[-1].attempt, timeline.rounds[-1].round) if timeline.rounds else None
 
 
 def _cost(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from operator import itemgetter
 from typing import NamedTuple
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.history import NodeLoss
 from hpc_elastic.report.timeline_times import NodeTimes
 
@@ -40,9 +40,8 @@ class Span(NamedTuple):
     """-1: of none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """A node's part in a round, with every end known: told, or concluded."""
+class Stay(NamedTuple):
+    """A node's part in a round, with every end known: told, or concluded. A tuple for the same reason."""
 
     round: int
     start_ns: int
@@ -78,35 +77,27 @@ def make_stays(
         losses: By round, of this node.
         end_ns: Of the attempt, or the last that is known of it.
     """
-    known = sorted((item for item in times if _first(item) is not None), key=lambda item: _first(item) or 0)
+    known = sorted([(when, item) for item in times if (when := _first(item)) is not None], key=itemgetter(0))
     stays: list[Stay] = []
-    for number, item in enumerate(known):
-        start = max(_first(item) or 0, stays[-1].end_ns if stays else 0)
-        later = [_first(known[number + 1]) or 0] if number + 1 < len(known) else []
-        later += [when for when in agent_starts if when > start][:1]
+    before = 0
+    for number, (first, item) in enumerate(known):
+        start = max(first, before)
+        later = [when for when in agent_starts if when > start][:1]
+        if number + 1 < len(known):
+            later.append(known[number + 1][0])
         limit = min([*later, max(start, end_ns)])
-        told = [when for when in (item.stopping_ns, item.ended_ns) if when is not None]
+        _, _, _, began, stopped, ended, succeeded = item
         loss = losses.get(item.round)
-        lost = None
+        lost = back = None
         if loss is not None and not loss.left:
-            lost = min(max(start, loss.gone_ns), max(limit, start))
-            limit = lost
-        end = limit if item.ended_ns is None or lost is not None else max(start, min(item.ended_ns, limit))
-        stopping = min(end, max(start, item.stopping_ns)) if item.stopping_ns is not None else end
-        began = item.started_ns
-        running = min(max(start, began), stopping) if began is not None else end
-        stays.append(
-            Stay(
-                round=item.round,
-                start_ns=start,
-                running_ns=running,
-                stopping_ns=stopping,
-                end_ns=end,
-                lost_ns=lost,
-                back_ns=None if lost is None else min([w for w in (*told, *later) if w > lost], default=end_ns),
-                succeeded=item.succeeded,
-            )
-        )
+            lost = limit = min(max(start, loss.gone_ns), max(limit, start))
+            later += [when for when in (stopped, ended) if when is not None]
+            back = min([when for when in later if when > lost], default=end_ns)
+        end = limit if ended is None or lost is not None else max(start, min(ended, limit))
+        stopping = end if stopped is None else min(end, max(start, stopped))
+        running = end if began is None else min(max(start, began), stopping)
+        stays.append(Stay(item.round, start, running, stopping, end, lost, back, succeeded))
+        before = end
     return stays
 
 

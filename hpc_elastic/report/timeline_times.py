@@ -63,7 +63,7 @@ class TimesBuilder:
     _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     _agents: dict[int, tuple[list[str], list[int], list[int]]] = field(default_factory=dict)
 
-    def take(self, event: Mapping[str, Any], name: str, *, node: int | None, index: int | None, when: int) -> None:
+    def take(self, event: Mapping[str, Any], name: str, node: int | None, index: int | None, when: int) -> None:
         """Note one of an agent's events.
 
         Args:

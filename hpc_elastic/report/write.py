@@ -13,6 +13,7 @@ from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import choose_subject, with_end
+from hpc_elastic.report.timeline_goodput import goodput_of
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 from hpc_elastic.run_paths import RunPaths
 
@@ -48,7 +49,8 @@ def write_report(
             collect_run(run_dir), attempt=attempt, outcome=outcome, exit_code=exit_code, decision=decision
         )
         verdict = choose_subject(history, attempt=attempt).verdict
-        text = render_text(history, attempt=attempt)
+        goodput = goodput_of(history)
+        text = render_text(history, attempt=attempt, goodput=goodput)
     except Exception as error:  # the job's end must not fail for want of a report
         nothing = Verdict(cause=Cause.NONE, confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
         return ReportResult(
@@ -63,7 +65,7 @@ def write_report(
     except Exception as error:
         problems.append(f"could not write {paths.report_text}: {error}")
     try:
-        write_private(paths.report_json, json_report(history, attempt=attempt))
+        write_private(paths.report_json, json_report(history, attempt=attempt, goodput=goodput))
     except Exception as error:
         problems.append(f"could not write {paths.report_json}: {error}")
     try:

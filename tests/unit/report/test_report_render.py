@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.render_json import render_json
+from hpc_elastic.report.render_json import json_report, render_json
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.write import write_report
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
@@ -50,6 +50,12 @@ def exhausted_run(builder: RunBuilder) -> None:
         builder.stopped(0, index, at=16 + 20 * index)
     builder.event(0, "agent", 0, 81, "closed", round=4, outcome="failed", reason="restarts exhausted (3 of 3)")
     builder.end(0, at=83, outcome="failed", code=75, decision="requeue: requeue 1 of 3 (2 left): restarts exhausted")
+
+
+def past_of(lines: list[str]) -> list[str]:
+    """The history's lines."""
+    (end,) = (number for number, line in enumerate(lines) if line.startswith("Goodput: "))
+    return lines[lines.index("Attempts and rounds:") + 1 : end]
 
 
 def test_512_ranks_on_one_screen(tmp_path: Path) -> None:
@@ -122,7 +128,8 @@ def test_history_spans_attempts_and_folds_rounds_that_went_alike(builder: RunBui
     past = lines[lines.index("Attempts and rounds:") + 1 :]
     assert past[0].endswith("4 nodes, 83.0 s: failed, exit code 75")
     assert past[1] == (
-        "    rounds 0-3: 4 nodes, 4 workers, 15.0 s: rank 2 on n3: ValueError: bad (+3 more), the same 4 times"
+        "    rounds 0-3, alike: 4 nodes, 4 workers, 15.0 s, cost 2 min 24 s in all (1 min 57 s queued): rank 2 on n3: "
+        "ValueErr..."
     )
     assert past[2].startswith("  attempt 1 (job 4242) ")
     assert past[3].startswith("    round 0: 4 nodes, 4 workers: running since ")
@@ -159,7 +166,7 @@ def test_a_lost_node(builder: RunBuilder) -> None:
     assert "  host      : n3 (node 2), in round 0 of attempt 0" in lines
     assert "  a new round, which costs no restart: node 2 stopped its heartbeat -> round 1" in lines
     assert "  round 1 has 3 nodes instead of 4: without n3" in lines
-    assert "    round 0: 4 nodes, 4 workers: node n3 was lost (+3 more)" in lines
+    assert "    round 0: 4 nodes, 4 workers, cost 4.1 s: node n3 was lost (+3 more)" in lines
 
 
 def test_the_supervisors_reason_does_not_repeat_the_coordinators(builder: RunBuilder) -> None:
@@ -286,3 +293,87 @@ def test_write_report_never_raises(tmp_path: Path, builder: RunBuilder) -> None:
     assert len(result.problems) == 3
     assert all("could not write" in problem for problem in result.problems)
     assert result.text
+
+
+def test_goodput_and_what_each_failure_cost(builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    builder.attempt(1, at=200)
+    builder.round(1, 0, at=201)
+    builder.succeeded(1, 0, at=301)
+    builder.end(1, at=302, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    lines = render_text(history).splitlines()
+    assert lines[-2] == (
+        "Goodput: 51.6 % of 5 min 02 s (1.0 s to start, 27.0 s for 4 failures, 1 min 57 s queued, 1.0 s to end)"
+    )
+    goodput = json.loads(json_report(history))["goodput"]
+    parts = [goodput[key] for key in ("training", "starting", "interrupted", "queued", "ending")]
+    assert sum(parts) == pytest.approx(goodput["wall"])
+    assert goodput["share"] == pytest.approx(goodput["training"] / goodput["wall"])
+    costs = goodput["costs"]
+    assert [(cost["attempt"], cost["round"], cost["what"]) for cost in costs] == [
+        (0, index, "rank 2 on n3: ValueError: bad") for index in range(4)
+    ]
+    assert [round(cost["seconds"], 2) for cost in costs] == [6.01, 6.01, 6.01, 126.01]
+    assert [round(cost["queued"]) for cost in costs] == [0, 0, 0, 117]
+
+
+def test_a_run_that_goes_on_says_until_when_its_goodput_is_known(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=50, exception="ValueError: bad"))
+    builder.stopped(0, 0, at=51)
+    builder.round(0, 1, at=60)
+    (line,) = [line for line in render_text(collect_run(builder.root)).splitlines() if line.startswith("Goodput: ")]
+    assert " until " in line
+    assert "the last that is known" in line
+
+
+def test_a_long_history_keeps_every_attempt_and_its_last_failure(builder: RunBuilder) -> None:
+    """Which failure happened in which attempt is to be seen, however many rounds there were."""
+    for number in range(3):
+        start = 1000 * number
+        builder.attempt(number, at=start, job_id=f"424{number}")
+        for index in range(8):
+            builder.round(number, index, at=start + 1 + 20 * index)
+            error = f"Kind{'abcdefgh'[index]}Error: attempt {number}"
+            builder.fail(
+                make_failure(2, at=start + 15 + 20 * index, exception=error, round_index=index, attempt=number)
+            )
+            builder.stopped(number, index, at=start + 16 + 20 * index)
+        builder.end(number, at=start + 200, outcome="failed", code=75, decision="requeue: again")
+    lines = render_text(collect_run(builder.root)).splitlines()
+    past = past_of(lines)
+    assert len(past) == 9
+    for number in (0, 1):
+        assert f"attempt {number} (job 424{number})" in past[number]
+        assert ": failed, at last in round 7: rank 2 on n3: Kin" in past[number]
+    assert past[2].startswith("  attempt 2 (job 4242)")
+    assert "at last" not in past[2]
+    assert past[3] == "    ... 3 lines (--all shows them)"
+    assert [line.split(":")[0] for line in past[4:]] == [f"    round {index}" for index in range(3, 8)]
+
+
+def test_a_history_of_many_attempts_keeps_the_last(builder: RunBuilder) -> None:
+    for number in range(30):
+        builder.attempt(number, at=100 * number)
+        builder.round(number, 0, at=100 * number + 1)
+        builder.fail(make_failure(1, at=100 * number + 9, exception=f"Kind{number % 2}Error: odd", attempt=number))
+        builder.end(number, at=100 * number + 20, outcome="failed", code=75, decision="requeue: again")
+    lines = render_text(collect_run(builder.root)).splitlines()
+    past = past_of(lines)
+    assert past[0] == "  ... 25 earlier attempts (--all shows them)"
+    assert [line.split("(")[0].strip() for line in past if line.startswith("  attempt")] == [
+        f"attempt {number}" for number in range(25, 30)
+    ]
+    assert len(past) <= 9
+
+
+def test_json_text_is_the_json_value(tmp_path: Path, builder: RunBuilder) -> None:
+    exhausted_run(builder)
+    for root in (builder.root, big_run(tmp_path / "big").root, RunBuilder(tmp_path / "empty").root):
+        history = collect_run(root)
+        text = json_report(history)
+        assert json.loads(text) == json.loads(json.dumps(render_json(history)))
+        assert text.endswith("]}\n")
+        assert max(map(len, text.splitlines())) < 1_000_000

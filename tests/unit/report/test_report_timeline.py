@@ -9,7 +9,7 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline
 from hpc_elastic.report.timeline_axis import make_axis
 from hpc_elastic.report.timeline_clocks import ClockOffset
-from hpc_elastic.report.timeline_goodput import measure_goodput
+from hpc_elastic.report.timeline_goodput import goodput_of
 from hpc_elastic.report.timeline_spans import State
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 
@@ -168,7 +168,7 @@ def test_goodput_adds_up_and_says_what_each_failure_cost(builder: RunBuilder) ->
     builder.succeeded(1, 0, at=240.01)
     builder.end(1, at=250, outcome="succeeded", code=0)
     history = collect_run(builder.root)
-    goodput = measure_goodput(history, build_timeline(history))
+    goodput = goodput_of(history)
     assert goodput.wall == 250
     assert goodput.training == pytest.approx(50 + 10 + 40)
     assert goodput.share == pytest.approx(0.4)
@@ -189,7 +189,7 @@ def test_nothing_is_asked_of_an_empty_run(tmp_path: Path) -> None:
     history = collect_run(tmp_path)
     timeline = build_timeline(history)
     assert (timeline.attempts, timeline.nodes, timeline.ranks) == ((), (), ())
-    assert measure_goodput(history, timeline).share is None
+    assert goodput_of(history).share is None
 
 
 def test_clock_that_is_an_hour_ahead_is_set_right(builder: RunBuilder) -> None:
