@@ -128,6 +128,10 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "end_taken_over": lambda e: f"this agent ends the job: the batch host does not answer (taken over by {e['by']})",
     "output_lost": _bytes_lost,
     "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
+    "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",
+    "spare_lost": lambda e: (
+        f"{_name(e)}, which waited for a place, had died: no sign of it for {float(e['age']):.1f} s"
+    ),
     "health_check_failed": lambda e: f"this node leaves the run ({', '.join(e['checks'])})",
     "health_warning": lambda e: f"{e['check']}",
     "round_opened": lambda e: f"{_round(e)} opened",
@@ -143,6 +147,10 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "nodes_waiting": lambda e: f"{_round(e)}: nodes wait",
     "nodes_asked": lambda e: f"{_round(e)}: nodes are asked whether they live",
     "coordinator_changed": lambda e: f"{_round(e)}: this node coordinates now",
+    "clock_offset": lambda e: (
+        f"this node's clock is {e['offset_ns'] / 1e6:.3f} ms ahead of node {e['reference']}'s, "
+        f"give or take {e['bound_ns'] / 1e6:.3f} ms"
+    ),
     "restart_decision": lambda e: f"{_round(e)}: {e['action']}, {_restarts(e)}",
     "closed": lambda e: f"the run is closed in {_round(e)}: {str(e['outcome']).replace('_', ' ')}",
 }

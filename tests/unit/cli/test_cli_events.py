@@ -1,0 +1,100 @@
+"""``hpc-elastic events``: which lines, in which order; following is tested with real runs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli.main import main
+from hpc_elastic.reading.event_text import KNOWN_EVENTS
+from tests.rigs.run_builder import RunBuilder, make_failure
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    builder = RunBuilder(tmp_path / "run-1", nodes=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(1, at=9, exception="ValueError: bad\x1b[2J"))
+    builder.stopped(0, 0, at=10)
+    builder.end(0, at=11, outcome="failed", code=75, decision="requeue: requeue 1 of 3")
+    builder.attempt(1, at=20)
+    return builder.root
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[str]:
+    assert main(["events", *argv]) == code
+    out, err = capsys.readouterr()
+    return (out if code == 0 else err).splitlines()
+
+
+def test_all_of_all_attempts_by_time_with_their_reasons(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, str(root))
+    assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
+    assert lines[0].split()[1:3] == ["batch", "attempt_started"]
+    (failed,) = [line for line in lines if " worker_failed " in line]
+    assert failed.split()[1] == "n2"
+    assert failed.endswith("round 0: rank 1 failed, exit code 1 (root): ValueError: bad")
+    assert any(line.endswith("the job is requeued: requeue 1 of 3") for line in lines)
+    assert sum(" attempt_started " in line for line in lines) == 2
+
+
+def test_of_one_attempt_node_or_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(shown(capsys, str(root), "--attempt", "1")) == 1
+    assert len(shown(capsys, str(root / "attempt-001"))) == 1
+    for node in ("n2", "1"):
+        assert {line.split()[1] for line in shown(capsys, str(root), "--node", node)} == {"n2"}
+    assert {line.split()[1] for line in shown(capsys, str(root), "--node", "batch")} == {"batch"}
+    names = [line.split()[2] for line in shown(capsys, str(root), "--event", "verdict,worker_failed")]
+    assert names == ["worker_failed", "verdict"]
+    names = [line.split()[2] for line in shown(capsys, str(root), "--event", "verdict", "--event", "attempt_ended")]
+    assert names == ["verdict", "attempt_ended"]
+    assert len(shown(capsys, str(root), "--tail", "3")) == 3
+
+
+def test_json_is_what_was_written(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = {line for path in root.rglob("*.jsonl") for line in path.read_text().splitlines()}
+    assert set(shown(capsys, str(root), "--json")) == written
+    (line,) = shown(capsys, str(root), "--json", "--event", "worker_failed")
+    assert json.loads(line)["rank"] == 1
+
+
+def test_a_torn_file_and_a_missing_one(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = shown(capsys, str(root))
+    for path in root.rglob("agent-00000-*.jsonl"):
+        path.unlink()
+    for path in root.rglob("agent-00001-*.jsonl"):
+        raw = path.read_bytes()
+        path.write_bytes(raw[: len(raw) - 10])
+    lines = shown(capsys, str(root))
+    assert lines == [line for line in before if line in lines]
+    assert 0 < len(lines) < len(before)
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--event", "worker_faild"], "--event worker_faild: no event has this name; did you mean worker_failed?"),
+        (["--event", ""], "there are agent_ended, agent_failed"),
+        (["--node", "n9"], "--node n9: its nodes are n[1-2]"),
+        (["--node", "n[1"], "--node n[1: "),
+        (["--attempt", "4"], "has no attempt 4; it has 0, 1"),
+        (["--tail", "-2"], "--tail"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    root: Path, capsys: pytest.CaptureFixture[str], argv: list[str], says: str
+) -> None:
+    (line,) = shown(capsys, str(root), *argv, code=2)
+    assert says in line
+
+
+def test_every_event_that_is_documented_has_its_sentence() -> None:
+    page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8").split("## Supervisor", 1)[1]
+    documented = set(re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE))
+    assert not documented - KNOWN_EVENTS, "give them a sentence in hpc_elastic/reading/event_text.py"

@@ -1,0 +1,66 @@
+"""When somebody who follows a run is told that it has ended: by its own word, or by a long silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_elastic.cli.run_end import SILENT_SECONDS, RunEnd, RunWatch
+from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.run_paths import RunPaths
+from tests.rigs.fake_clock import FakeClock
+
+
+def store(paths: RunPaths, attempt: int, code: int, outcome: str = "failed") -> None:
+    folder = paths.attempt(attempt)
+    folder.root.mkdir(exist_ok=True)
+    StoredResult(outcome=outcome, reason="so it is", exit_code=code, action="end", decision="").save(folder.result_json)
+
+
+def watch(paths: RunPaths, clock: FakeClock, attempt: int | None = None) -> RunWatch:
+    return RunWatch(paths, attempt=attempt, clock=clock)
+
+
+def look(watched: RunWatch, clock: FakeClock, seconds: float = 60.0) -> RunEnd | None:
+    """Ask now and then for so long; the first end counts."""
+    until = clock.now + seconds
+    while clock.now < until:
+        end = watched.end()
+        if end is not None:
+            return end
+        clock.now += 5.0
+    return None
+
+
+def test_by_its_result(tmp_path: Path) -> None:
+    clock, paths = FakeClock(), RunPaths(tmp_path)
+    watched = watch(paths, clock)
+    assert look(watched, clock) is None, "it has no attempt yet"
+    store(paths, 0, 93)
+    assert look(watched, clock) == RunEnd(code=93, why="failed: so it is (exit code 93)")
+
+
+def test_a_requeue_is_no_end_however_long_the_queue_is(tmp_path: Path) -> None:
+    clock, paths = FakeClock(), RunPaths(tmp_path)
+    store(paths, 0, 75)
+    watched = watch(paths, clock)
+    assert look(watched, clock, 10 * SILENT_SECONDS) is None
+    assert watched.is_requeued
+    store(paths, 1, 0, "succeeded")
+    end = look(watched, clock)
+    assert end is not None
+    assert end.code == 0
+    assert look(watch(paths, clock, attempt=0), clock) == RunEnd(code=75, why="failed: so it is (exit code 75)")
+
+
+def test_by_silence(tmp_path: Path) -> None:
+    clock, paths = FakeClock(), RunPaths(tmp_path)
+    sign = paths.attempt(0).store / "node" / "00000-n1"
+    sign.parent.mkdir(parents=True)
+    watched = watch(paths, clock)
+    for number in range(20):
+        sign.write_text("x" * number)  # an agent's sign of life
+        assert look(watched, clock, SILENT_SECONDS / 3) is None
+    end = look(watched, clock, SILENT_SECONDS + 60)
+    assert end is not None
+    assert end.code == 1
+    assert "none of its files has changed for 5 minutes" in end.why
