@@ -1,0 +1,81 @@
+"""Hooks that free a main thread which waits for ranks that won't come."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hpc_elastic.inprocess import interrupt
+from hpc_elastic.inprocess.sockets import SocketLedger
+from hpc_elastic.inprocess.state import State
+
+logger = logging.getLogger(__name__)
+
+BEFORE_CUT = 0.03
+"""Seconds between the exception and the cut. An operation that begins in the very moment of the cut waits out its whole
+timeout (torch 2.13, gloo: 1 in 50); 30 ms later the main thread can't begin one any more."""
+BEFORE_STORE_CUT = 0.3
+"""Seconds after that, before the connection to the function's own store is cut."""
+
+ledger = SocketLedger()
+"""The sockets of this process' groups, kept while a wrapped call lasts."""
+
+
+class Abort(abc.ABC):
+    """Runs in the monitor thread, on every rank, after a fault, while the main thread may be anywhere."""
+
+    @abc.abstractmethod
+    def __call__(self, state: State) -> State:
+        """Make whatever the main thread waits in return or raise."""
+        raise NotImplementedError
+
+
+class AbortTorchDistributed(Abort):
+    """Aborts what torch.distributed is doing, and destroys all process groups.
+
+    NCCL's communicators are aborted. Gloo has nothing of the kind: the sockets of its groups are shut down, after the
+    main thread was told to leave; what waits in a collective fails at once, instead of at gloo's timeout.
+    """
+
+    def __call__(self, state: State) -> State:
+        if not dist.is_available():
+            return state
+        part = interrupt.innermost()
+        _abort_nccl()
+        has_left = False
+        if part is not None:
+            part.interrupt("torch.distributed is aborted")
+            has_left = part.wait_until_left(BEFORE_CUT)
+        ledger.cut_groups()
+        if not has_left and part is not None and not part.wait_until_left(BEFORE_STORE_CUT):
+            ledger.cut_stores()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return state
+
+
+def _abort_nccl() -> None:
+    """All at once where torch can, so that no communicator waits for another."""
+    if not hasattr(distributed_c10d, "ProcessGroupNCCL") or not dist.is_initialized():
+        return
+    import torch
+
+    for group in list(distributed_c10d._world.pg_map):
+        try:
+            backend = group._get_backend(torch.device("cuda"))
+        except RuntimeError:
+            continue  # a group without GPUs
+        if isinstance(backend, distributed_c10d.ProcessGroupNCCL):
+            (getattr(backend, "abort", None) or backend._shutdown)()
+
+
+@contextlib.contextmanager
+def sockets_kept() -> Iterator[None]:
+    """While it lasts, every process group that is made is noted with its sockets. Nests."""
+    with ledger.kept(distributed_c10d):
+        yield

@@ -1,0 +1,159 @@
+"""Getting the main thread out of the function: a signal whose handler raises `RankShouldRestart`.
+
+A handler runs in the main thread, between two bytecodes, and a signal ends a system call that blocks. The handler
+raises only where the main thread is inside the frame of `Interruptible.run`: it can't come too late, whatever that
+thread did between the signal and the handler. Where the exception was swallowed (``except BaseException``, a
+destructor, a callback from C) it is raised again. While it is on its way out (``finally``, ``__exit__``, an ``except``
+that handles it), that is left alone for `GRACE` seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE = 10.0
+"""Seconds for code that runs because of the exception, before it is raised in there again."""
+REPEAT = 0.05
+"""Seconds between two looks whether the main thread has left."""
+
+
+class RankShouldRestart(BaseException):
+    """Raised in the main thread to get it out of the wrapped function. Let it pass."""
+
+    owner: object = None
+    """The call that it belongs to: of nested ones, each takes its own."""
+
+
+class Interruptible:
+    """A part of the main thread's work that another thread may interrupt, once."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._frame: FrameType | None = None
+        self._wanted: str | None = None
+        self._raised: RankShouldRestart | None = None
+        self._raised_at = 0.0
+        self._places: list[str] = []
+        self._left = threading.Event()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody has said that the main thread shall leave."""
+        return self._wanted is not None
+
+    def run(self, body: Callable[[], T]) -> T:
+        """Call `body` in the main thread.
+
+        Raises:
+            RankShouldRestart: it was interrupted; `owner` is this object.
+            BaseException: what `body` raised.
+        """
+        self._frame = sys._getframe()
+        _active.append(self)
+        try:
+            return body()
+        finally:
+            self._leave()
+
+    def interrupt(self, why: str) -> None:
+        """Make the main thread leave `run`. From any thread, any number of times; it returns at once."""
+        if self._wanted is None:
+            self._wanted = why
+        if self._frame is not None:
+            signal.pthread_kill(_main_ident(), SIGNAL)
+
+    def wait_until_left(self, seconds: float) -> bool:
+        """Whether the main thread is out of `run`, waited for up to `seconds`."""
+        return self._left.wait(seconds)
+
+    def insist(self, stop: threading.Event) -> None:
+        """Interrupt again and again until the main thread has left, or `stop` is set."""
+        while not self._left.wait(REPEAT) and not stop.is_set():
+            self.interrupt(self._wanted or "")
+        for place in self._places[:-1]:
+            logger.debug("RankShouldRestart was swallowed; it had been raised at %s", place)
+
+    def close(self) -> None:
+        """Forget what happened: it may hold the function's frames."""
+        self._leave()
+        self._raised = None
+
+    def _leave(self) -> None:
+        self._frame = None
+        if self in _active:
+            _active.remove(self)
+        self._left.set()
+
+    def _raise_if_inside(self, frame: FrameType | None) -> None:
+        """In the main thread, by the signal's handler."""
+        target = self._frame
+        if self._wanted is None or target is None:
+            return
+        place = frame
+        while frame is not None and frame is not target:
+            frame = frame.f_back
+        if frame is None:
+            return
+        if self._is_on_its_way(sys.exc_info()[1]) and self._clock() - self._raised_at < GRACE:
+            return
+        error = RankShouldRestart(self._wanted)
+        error.owner = self
+        self._raised, self._raised_at = error, self._clock()
+        if place is not None:
+            self._places.append(f"{place.f_code.co_filename}:{place.f_lineno}")
+        raise error
+
+    def _is_on_its_way(self, handled: BaseException | None) -> bool:
+        seen: set[int] = set()
+        while handled is not None and id(handled) not in seen:
+            if handled is self._raised:
+                return True
+            seen.add(id(handled))
+            handled = handled.__context__
+        return False
+
+
+SIGNAL = signal.SIGRTMIN + 9
+"""A real-time signal that neither Python, torch, NCCL nor Slurm uses; taken while a wrapped call lasts."""
+
+_active: list[Interruptible] = []
+"""From the outermost to the innermost."""
+
+
+def innermost() -> Interruptible | None:
+    """What the main thread is in, if it is in one."""
+    return _active[-1] if _active else None
+
+
+def _main_ident() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    return ident
+
+
+def _handle(signum: int, frame: FrameType | None) -> None:
+    for each in tuple(_active):
+        each._raise_if_inside(frame)
+
+
+class SignalHandler:
+    """``with SignalHandler():`` the signal is ours; afterwards it is as it was."""
+
+    def __enter__(self) -> SignalHandler:
+        self._before: Any = signal.signal(SIGNAL, _handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Whoever sends it has ended, and the main thread has executed bytecode since: none is on its way.
+        signal.signal(SIGNAL, signal.SIG_DFL if self._before is None else self._before)

@@ -1,0 +1,95 @@
+"""What a rank does between the call and its end, as a table: `CallWrapper` carries it out."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """Where a rank is in one wrapped call."""
+
+    JOINING = "joining"
+    """Waits for all ranks to be there: the initial barrier."""
+    ASSIGNING = "assigning"
+    """`rank_assignment`, `rank_filter`; RANK and WORLD_SIZE are exported."""
+    STARTING = "starting"
+    """The iteration barrier."""
+    RUNNING = "running"
+    """`initialize`, `health_check`, then the function, or a spare's wait."""
+    COMPLETING = "completing"
+    """The completion barrier."""
+    ABORTING = "aborting"
+    """Last call and `abort`, in the monitor thread."""
+    FINALIZING = "finalizing"
+    """`finalize`."""
+    CHECKING = "checking"
+    """`health_check`, after a fault."""
+    TERMINATING = "terminating"
+    """The termination barrier; garbage is collected."""
+    LEAVING = "leaving"
+    """This rank ends; the others go on without it."""
+    RETURNED = "returned"
+    LEFT = "left"
+
+
+class Event(Enum):
+    """What happened in a phase."""
+
+    ALL_CAME = "all came"
+    ASSIGNED = "assigned"
+    DONE = "done"
+    """This rank's part: the function returned, or some other rank completed while this spare waited."""
+    ALL_COMPLETED = "all completed"
+    INTERRUPTED = "interrupted"
+    """A fault, here or elsewhere."""
+    ABORTED = "aborted"
+    FINALIZED = "finalized"
+    HEALTHY = "healthy"
+    FAILED = "failed"
+    """Something raised that ends this rank."""
+    SAID = "said"
+    """The others know that this rank is gone."""
+
+
+TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
+    Phase.JOINING: {Event.ALL_CAME: Phase.ASSIGNING, Event.FAILED: Phase.LEFT},
+    Phase.ASSIGNING: {Event.ASSIGNED: Phase.STARTING, Event.FAILED: Phase.LEAVING},
+    Phase.STARTING: {Event.ALL_CAME: Phase.RUNNING, Event.FAILED: Phase.LEAVING},
+    Phase.RUNNING: {
+        Event.DONE: Phase.COMPLETING,
+        Event.INTERRUPTED: Phase.ABORTING,
+        Event.FAILED: Phase.LEAVING,
+    },
+    Phase.COMPLETING: {
+        Event.ALL_COMPLETED: Phase.RETURNED,
+        Event.INTERRUPTED: Phase.ABORTING,
+        Event.FAILED: Phase.LEAVING,
+    },
+    Phase.ABORTING: {Event.ABORTED: Phase.FINALIZING, Event.FAILED: Phase.LEAVING},
+    Phase.FINALIZING: {Event.FINALIZED: Phase.CHECKING, Event.FAILED: Phase.LEAVING},
+    Phase.CHECKING: {Event.HEALTHY: Phase.TERMINATING, Event.FAILED: Phase.LEAVING},
+    Phase.TERMINATING: {Event.ALL_CAME: Phase.ASSIGNING, Event.FAILED: Phase.LEAVING},
+    Phase.LEAVING: {Event.SAID: Phase.LEFT},
+    Phase.RETURNED: {},
+    Phase.LEFT: {},
+}
+
+
+class IllegalEventError(Exception):
+    """A phase met an event that the table does not know: a defect of this package."""
+
+    def __init__(self, phase: Phase, event: Event) -> None:
+        super().__init__(phase, event)
+        self.phase = phase
+        self.event = event
+
+    def __str__(self) -> str:
+        return f"in phase {self.phase.value!r}: unexpected event {self.event.value!r}"
+
+
+def next_phase(phase: Phase, event: Event) -> Phase:
+    """Raises: IllegalEventError: the table has no such row."""
+    try:
+        return TRANSITIONS[phase][event]
+    except KeyError:
+        raise IllegalEventError(phase, event) from None

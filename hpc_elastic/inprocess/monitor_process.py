@@ -1,0 +1,340 @@
+"""A forked process beside each rank, which lives on when the rank's interpreter is stuck, stopped or dead.
+
+It sends the rank's heartbeats, watches those of the next rank, kills a rank that shows no progress for `hard_timeout`
+(SIGCONT, SIGTERM, grace, SIGKILL), and does the dead rank's part at the barriers. Forked, not started: the store's
+factory may be a class of the user's script. The fork comes before the ring's store and its threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
+from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
+from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MonitorSettings:
+    """Seconds, of `hpc_elastic.inprocess.wrap.Wrapper`'s arguments of the same names."""
+
+    interval: float
+    hard_timeout: float
+    heartbeat_timeout: float
+    barrier_timeout: float
+    termination_grace_time: float
+    logfile: str | None = None
+    """Absolute, for this rank."""
+
+
+class HeartbeatWatch:
+    """Which of the next ranks in the ring are dead, by counters and the observer's own monotonic clock.
+
+    One rank is watched; when it has been silent for half the time, all others are, too: a node's ranks die together.
+    """
+
+    def __init__(self, *, rank: int, count: int, timeout: float) -> None:
+        """Args:
+        rank, count: This rank, and how many there are.
+        timeout: Seconds of silence after which a rank is dead.
+        """
+        self._ring = [(rank + step) % count for step in range(1, count)]
+        self._timeout = timeout
+        self._last: dict[int, tuple[int, float]] = {}
+        self._dead: set[int] = set()
+        self._is_suspicious = False
+
+    @property
+    def watched(self) -> list[int]:
+        """Whose counters to read now."""
+        left = [rank for rank in self._ring if rank not in self._dead]
+        return left if self._is_suspicious else left[:1]
+
+    def look(self, counts: Mapping[int, int], now: float) -> list[int]:
+        """The ranks that are dead since the last look.
+
+        Args:
+            counts: Of those `watched`.
+            now: Monotonic seconds.
+        """
+        silent = {}
+        for rank, count in counts.items():
+            before = self._last.get(rank)
+            if before is None or before[0] != count:
+                self._last[rank] = (count, now)
+            silent[rank] = now - self._last[rank][1]
+        found = sorted(rank for rank, seconds in silent.items() if seconds >= self._timeout)
+        self._dead.update(found)
+        self._is_suspicious = any(seconds >= self._timeout / 2 for seconds in silent.values())
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where the rank is in an iteration; what the rank tells its monitor."""
+
+    iteration: int
+    rank: int
+    count: int
+    initial_rank: int
+
+    def encode(self) -> bytes:
+        return f"{self.iteration} {self.rank} {self.count} {self.initial_rank}\n".encode()
+
+    @classmethod
+    def decode(cls, line: bytes) -> Place:
+        iteration, rank, count, initial_rank = map(int, line.split())
+        return cls(iteration=iteration, rank=rank, count=count, initial_rank=initial_rank)
+
+
+class MonitorProcess:
+    """The rank's side: start it, tell it where the rank is, end it."""
+
+    def __init__(self, *, open_store: Callable[[], Any], page: ProgressPage, settings: MonitorSettings) -> None:
+        """Args:
+        open_store: Called in the monitor process, when the first place is known.
+        page: The rank's progress.
+        settings: Timeouts.
+        """
+        self._open_store = open_store
+        self._page = page
+        self._settings = settings
+        self._pid = 0
+        self._pipe = -1
+
+    def start(self) -> None:
+        """Fork. Before the store is made: its server's socket must not live on in the child."""
+        reader, self._pipe = os.pipe()
+        main = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside threads; this child starts none
+            pid = os.fork()
+        if pid == 0:
+            _run_child(main, reader, self._open_store, self._page, self._settings)
+        os.close(reader)
+        self._pid = pid
+
+    def start_iteration(self, place: Place) -> None:
+        """Say where the rank is now. A monitor that is dead is not missed here: the ring notices."""
+        try:
+            os.write(self._pipe, place.encode())
+        except BrokenPipeError:
+            logger.warning("rank %d: its monitor process is gone", place.rank)
+
+    def shutdown(self) -> None:
+        """End it, and wait until it is gone."""
+        if not self._pid:
+            return
+        try:
+            os.write(self._pipe, b"bye\n")
+        except BrokenPipeError:
+            pass
+        os.close(self._pipe)
+        pid, self._pid = self._pid, 0
+        deadline = time.monotonic() + 5
+        while not _has_ended(pid):
+            if time.monotonic() >= deadline:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return True  # the user's program has collected it
+
+
+def _run_child(
+    main: int, reader: int, open_store: Callable[[], Any], page: ProgressPage, settings: MonitorSettings
+) -> NoReturn:
+    """Never back into the user's program, whatever happens."""
+    status = 1
+    try:
+        pidfd = os.pidfd_open(main)
+        _detach(keep=(reader, pidfd), logfile=settings.logfile)
+        if os.getppid() == main:
+            _Monitor(main, pidfd, reader, open_store, page, settings).run()
+        status = 0
+    except BaseException:
+        logger.exception("the monitor process fails")
+    finally:
+        os._exit(status)
+
+
+def _detach(*, keep: tuple[int, ...], logfile: str | None) -> None:
+    """A session of its own, default signals, and none of the rank's descriptors."""
+    os.setsid()
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    null = os.open(os.devnull, os.O_RDWR)
+    log = null if logfile is None else os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    low = 3
+    for fd in sorted(keep):
+        os.closerange(low, fd)
+        low = fd + 1
+    os.closerange(low, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 1 << 20 else 1 << 20)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    logging.root.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    logging.root.setLevel(logging.INFO if logfile else logging.CRITICAL)
+
+
+class _Monitor:
+    """The child's side."""
+
+    def __init__(
+        self,
+        main: int,
+        pidfd: int,
+        reader: int,
+        open_store: Callable[[], Any],
+        page: ProgressPage,
+        settings: MonitorSettings,
+    ) -> None:
+        self._main = main
+        self._pidfd = pidfd
+        self._reader = reader
+        self._open_store = open_store
+        self._page = page
+        self._settings = settings
+        self._base: Any = None
+        self._store: Any = None
+        self._place: Place | None = None
+        self._stall = StallWatch(settings.hard_timeout)
+        self._hearts: HeartbeatWatch | None = None
+        self._unread = b""
+        self._has_goodbye = False
+
+    def run(self) -> None:
+        try:
+            cause = self._watch()
+            if cause is not None:
+                self._mourn(cause)
+        except Exception:
+            logger.exception("the monitor process ends")
+            self._say_own_end()
+
+    def _watch(self) -> Interruption | None:
+        """Until the rank says goodbye (None) or is dead (of what)."""
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        poller.register(self._reader, select.POLLIN)
+        next_look = time.monotonic()
+        while True:
+            ready = {fd for fd, _ in poller.poll(max(0.0, next_look - time.monotonic()) * 1000)}
+            if self._reader in ready:
+                self._take_news()
+                if self._has_goodbye:
+                    return None
+            if self._pidfd in ready:
+                return Interruption.TERMINATED
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + self._settings.interval
+            if self._place is not None:
+                self._watch_others()
+                if self._stall.is_stalled(self._page.read(), time.monotonic()):
+                    self._kill()
+                    return Interruption.HARD_TIMEOUT
+
+    def _take_news(self) -> bool:
+        """Read what the rank has said; whether it can say more."""
+        raw = os.read(self._reader, 65536)
+        *lines, self._unread = (self._unread + raw).split(b"\n")
+        for line in lines:
+            if line == b"bye":
+                self._has_goodbye = True
+                return False
+            self._enter(Place.decode(line))
+        return bool(raw)
+
+    def _enter(self, place: Place) -> None:
+        if self._base is None:
+            self._base = self._open_store()
+        self._place = place
+        self._store = PrefixStore(place.iteration, self._base)
+        self._hearts = HeartbeatWatch(rank=place.rank, count=place.count, timeout=self._settings.heartbeat_timeout)
+        self._store.send_heartbeat(place.rank)
+
+    def _watch_others(self) -> None:
+        place, store, hearts = self._place, self._store, self._hearts
+        assert place is not None
+        assert hearts is not None
+        store.send_heartbeat(place.rank)
+        counts = {rank: store.get_heartbeat(rank) for rank in hearts.watched}
+        for rank in hearts.look(counts, time.monotonic()):
+            if store.outcome() == COMPLETED or store.is_released(store.TERMINATION_BARRIER):
+                continue  # it is done with this iteration, and its monitor with it
+            logger.warning("rank %d does not respond", rank)
+            initial = store.find_initial_rank(rank)
+            store.stand_in_for(rank, place.count, Interruption.UNRESPONSIVE)
+            if initial is not None:
+                StoreMixin.record_base_terminated_rank(self._base, initial)
+
+    def _kill(self) -> None:
+        """End the rank's process, and see it ended."""
+        logger.error("process %d shows no progress for %g s: it is killed", self._main, self._settings.hard_timeout)
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        for signum in (signal.SIGCONT, signal.SIGTERM):
+            self._send(signum)
+        if not poller.poll(self._settings.termination_grace_time * 1000):
+            self._send(signal.SIGKILL)
+            poller.poll(self._settings.barrier_timeout * 1000)
+
+    def _send(self, signum: signal.Signals) -> None:
+        try:
+            signal.pidfd_send_signal(self._pidfd, signum)
+        except ProcessLookupError:
+            pass
+
+    def _mourn(self, cause: Interruption) -> None:
+        """Do the dead rank's part in its iteration, and in the next one where it had got past this one's end."""
+        # What it said last may still be in the pipe.
+        while select.select([self._reader], [], [], 0)[0] and self._take_news():
+            pass
+        place, store = self._place, self._store
+        if place is None or self._has_goodbye:
+            return
+        if store.outcome() != COMPLETED:
+            store.stand_in_for(place.rank, place.count, cause)
+            deadline = time.monotonic() + self._settings.barrier_timeout
+            while not store.is_released(store.TERMINATION_BARRIER) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if place.rank not in store.get_terminated_ranks():
+                PrefixStore(place.iteration + 1, self._base).report_gone(place.initial_rank)
+        StoreMixin.record_base_terminated_rank(self._base, place.initial_rank)
+
+    def _say_own_end(self) -> None:
+        if self._place is None:
+            return
+        try:
+            self._store.record_interrupted(InterruptionRecord(self._place.rank, Interruption.MONITOR_PROCESS_EXCEPTION))
+        except Exception:
+            pass  # the store is what failed
+
+
+def opener(factory: type[StoreMixin], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """What opens the ring's store in the monitor process: never as its server."""
+
+    def open_store() -> Any:
+        TCPStore.is_client_only = True  # in this process alone
+        return factory(**kwargs)
+
+    return open_store

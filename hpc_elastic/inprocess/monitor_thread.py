@@ -1,0 +1,169 @@
+"""The thread that watches one iteration: it notices a fault anywhere, aborts, and gets the main thread out."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
+from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
+from hpc_elastic.inprocess.progress_watchdog import Reading, StallWatch
+from hpc_elastic.inprocess.state import State, Status
+from hpc_elastic.inprocess.store import INTERRUPTED
+
+__all__ = ["MonitorThread", "RankShouldRestart", "SoftTimeout", "async_raise", "reraise_if_unraisable"]
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_END = 5.0
+"""Seconds for a thread to end whose work is done."""
+
+
+class SoftTimeout:
+    """Interrupts the iteration, once, when this rank shows no progress."""
+
+    def __init__(self, *, state: State, store: Any, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Args:
+        state: This rank's.
+        store: This iteration's part.
+        limit: Seconds.
+        """
+        self._state = state
+        self._store = store
+        self._limit = limit
+        self._stall = StallWatch(limit)
+        self._clock = clock
+        self._has_reported = False
+
+    def look(self, reading: Reading) -> None:
+        """In the watchdog's thread."""
+        if self._has_reported or not self._stall.is_stalled(reading, self._clock()):
+            return
+        self._has_reported = True
+        logger.warning("rank %d shows no progress for %g s", self._state.rank, self._limit)
+        try:
+            self._store.record_interrupted(InterruptionRecord(self._state.rank, Interruption.SOFT_TIMEOUT))
+        except RuntimeError as error:
+            logger.warning("rank %d: the ring's store fails: %s", self._state.rank, error)
+
+
+class MonitorThread(threading.Thread):
+    """One iteration's watcher. It ends with the iteration, however that ends."""
+
+    def __init__(
+        self,
+        *,
+        state: State,
+        store: Any,
+        part: Interruptible,
+        atomic_lock: Any,
+        abort: Callable[[State], Any] | None,
+        last_call_wait: float,
+    ) -> None:
+        """Args:
+        state: Given to `abort`; its status changes.
+        store: This iteration's part, through a connection that nobody else waits in.
+        part: What to get the main thread out of.
+        atomic_lock: Held from before the abort until the main thread has been told.
+        abort: The hook.
+        last_call_wait: Seconds for all ranks to answer.
+        """
+        super().__init__(name=f"inprocess-monitor-{state.iteration}", daemon=True)
+        self._state = state
+        self._store = store
+        self._part = part
+        self._atomic_lock = atomic_lock
+        self._abort = abort
+        self._last_call_wait = last_call_wait
+        self._stop_wanted = threading.Event()
+        self.has_aborted = threading.Event()
+        """The main thread may go on; it is set however this ended."""
+        self.error: Exception | None = None
+        """Of the store: the ring can't go on."""
+
+    def run(self) -> None:
+        try:
+            if self._store.wait_for_outcome() == INTERRUPTED:
+                self._interrupt()
+        except Exception as error:
+            self.error = error
+            if not self._stop_wanted.is_set():
+                self._part.interrupt(f"the ring's store fails: {error}")
+                self._part.insist(self._stop_wanted)
+        finally:
+            self.has_aborted.set()
+
+    def shutdown(self) -> None:
+        """Wait for its end: once the iteration's outcome is known, that is near."""
+        self._stop_wanted.set()
+        if self.ident is not None:
+            self.join(_LONGEST_END)
+            if self.is_alive():
+                logger.warning("rank %d: the monitor thread does not end: its store does not answer", self._state.rank)
+
+    def _interrupt(self) -> None:
+        state, store = self._state, self._store
+        store.answer(state.rank, state.world_size)
+        store.wait_for_answers(self._last_call_wait)
+        why = format_interruption_records(store.get_interruption_records())
+        logger.info("rank %d: iteration %d is interrupted: %s", state.rank, state.iteration, why)
+        with self._atomic_lock:
+            state.status = Status.ABORTING
+            if self._abort is not None:
+                try:
+                    self._abort(state)
+                except Exception:
+                    logger.exception("rank %d: abort failed; the restart goes on", state.rank)
+            state.status = Status.ABORTED
+            self._part.interrupt(why)
+        self.has_aborted.set()
+        self._part.insist(self._stop_wanted)
+
+
+def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event | None = None) -> None:
+    """Raise `exc_type` in another thread, when it executes its next bytecode.
+
+    The ring itself does not use this: a signal reaches a thread in a system call, too.
+
+    Args:
+        tid: The thread's ``ident``.
+        exc_type: A class; the exception is made there.
+        event: Waited for first.
+
+    Raises:
+        RuntimeError: there is no such thread.
+    """
+    if event is not None:
+        event.wait()
+    if sys.is_finalizing():
+        return
+    found = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(tid), ctypes.py_object(exc_type))
+    if found != 1:
+        raise RuntimeError(f"async_raise: no thread {tid}")
+
+
+@contextmanager
+def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
+    """While it lasts: an `exc_type` that a destructor or a callback swallows is raised again in the main thread.
+
+    The ring's own `RankShouldRestart` needs no such thing; for other exceptions, this is it.
+    """
+    before = sys.unraisablehook
+    main = threading.main_thread().ident or 0
+
+    def hook(args: Any) -> None:
+        before(args)
+        if issubclass(args.exc_type, exc_type) and not sys.is_finalizing():
+            threading.Thread(target=async_raise, args=(main, exc_type), daemon=True).start()
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

@@ -1,0 +1,180 @@
+"""Whether a process gets on: two counters that another thread, and another process, watch change.
+
+The automatic one counts on when the main thread executes bytecode. Nothing of ours runs there: a *pending call* of the
+interpreter, which the main thread makes between two bytecodes, is libc's ``sem_post`` itself. So no Python code of ours
+can swallow an exception, and a held GIL, a stopped process and a system call that does not return all look the same:
+the counter stands still. The manual one counts the function's own pings, from the first on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_FIELDS = struct.Struct("=qqqq")
+_SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The counters at one moment.
+
+    Attributes:
+        automatic: Of the main thread's signs of life.
+        manual: Of the function's pings.
+        armed: Whether a ping of this iteration has armed the manual timeout.
+        epoch: Changes when everything starts anew.
+    """
+
+    automatic: int = 0
+    manual: int = 0
+    armed: bool = False
+    epoch: int = 0
+
+
+class ProgressPage:
+    """The counters, in memory that a forked process shares. One process writes."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+
+    def write(self, reading: Reading) -> None:
+        _FIELDS.pack_into(self._memory, 0, reading.automatic, reading.manual, reading.armed, reading.epoch)
+
+    def read(self) -> Reading:
+        automatic, manual, armed, epoch = _FIELDS.unpack_from(self._memory, 0)
+        return Reading(automatic=automatic, manual=manual, armed=bool(armed), epoch=epoch)
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class StallWatch:
+    """Says when a counter has stood still for too long, by the observer's monotonic clock alone."""
+
+    def __init__(self, limit: float) -> None:
+        """Args:
+        limit: Seconds.
+        """
+        self._limit = limit
+        self._last: Reading | None = None
+        self._automatic_since = 0.0
+        self._manual_since = 0.0
+
+    def is_stalled(self, reading: Reading, now: float) -> bool:
+        """Look once more.
+
+        Args:
+            reading: As it is now.
+            now: Monotonic seconds.
+        """
+        last = self._last
+        if last is None or reading.epoch != last.epoch:
+            self._automatic_since = self._manual_since = now
+        else:
+            if reading.automatic != last.automatic:
+                self._automatic_since = now
+            if reading.manual != last.manual or not last.armed:
+                self._manual_since = now
+        self._last = reading
+        if now - self._automatic_since >= self._limit:
+            return True
+        return reading.armed and now - self._manual_since >= self._limit
+
+
+class _BytecodeProbe:
+    """Counts the pending calls that the main thread has made. One for the process, and never freed: the interpreter may
+    hold on to a call for as long as the main thread is away."""
+
+    def __init__(self) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+        self._take = libc.sem_trywait
+        if libc.sem_init(self._semaphore, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "sem_init")
+        self._post = ctypes.cast(libc.sem_post, ctypes.c_void_p)
+        self._add = ctypes.pythonapi.Py_AddPendingCall
+        self._add.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+        self._lock = threading.Lock()
+        self._is_waiting = False
+        self._count = 0
+
+    def look(self) -> int:
+        """How often the main thread was seen so far; asks it once more."""
+        with self._lock:
+            if self._is_waiting and self._take(self._semaphore) == 0:
+                self._is_waiting = False
+                self._count += 1
+            if not self._is_waiting:
+                self._is_waiting = self._add(self._post, ctypes.addressof(self._semaphore)) == 0
+            return self._count
+
+
+_probe: _BytecodeProbe | None = None
+_probe_lock = threading.Lock()
+
+
+def _bytecode_probe() -> _BytecodeProbe:
+    global _probe
+    with _probe_lock:
+        if _probe is None:
+            _probe = _BytecodeProbe()
+        return _probe
+
+
+class ProgressWatchdog:
+    """Keeps a page's counters: a thread for the automatic one, `ping` for the manual one."""
+
+    def __init__(self, page: ProgressPage, *, interval: float) -> None:
+        """Args:
+        page: Whose only writer this is.
+        interval: Seconds between two looks at the main thread.
+        """
+        self._page = page
+        self._interval = interval
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._automatic = self._manual = self._epoch = 0
+        self._armed = False
+        self._look: Callable[[Reading], None] | None = None
+        self._thread = threading.Thread(target=self._run, name="inprocess-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def show(self, look: Callable[[Reading], None] | None) -> None:
+        """Call `look` with the counters after each interval, in the watchdog's thread; None: no more."""
+        self._look = look
+
+    def ping(self) -> None:
+        """The function gets on. The first one of an iteration arms the manual timeout."""
+        self._manual += 1
+        self._armed = True
+        self._write()
+
+    def reset(self) -> None:
+        """Start anew: both timeouts begin now, the manual one is disarmed."""
+        self._armed = False
+        self._epoch += 1
+        self._write()
+
+    def shutdown(self) -> None:
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _write(self) -> None:
+        self._page.write(Reading(automatic=self._automatic, manual=self._manual, armed=self._armed, epoch=self._epoch))
+
+    def _run(self) -> None:
+        probe = _bytecode_probe()
+        while not self._stop.wait(self._interval):
+            self._automatic = probe.look()
+            self._write()
+            look = self._look
+            if look is not None:
+                look(self._page.read())

@@ -1,0 +1,112 @@
+"""The wrapper's arguments: types, and what must be less than what. Pure."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from hpc_elastic.inprocess.abort import Abort
+from hpc_elastic.inprocess.finalize import Finalize
+from hpc_elastic.inprocess.health_check import HealthCheck
+from hpc_elastic.inprocess.initialize import Initialize
+from hpc_elastic.inprocess.rank_assignment import RankAssignment
+from hpc_elastic.inprocess.rank_filter import RankFilter
+from hpc_elastic.inprocess.store import StoreMixin
+
+TIMES = (
+    "monitor_thread_interval",
+    "monitor_process_interval",
+    "progress_watchdog_interval",
+    "soft_timeout",
+    "hard_timeout",
+    "heartbeat_timeout",
+    "barrier_timeout",
+    "completion_timeout",
+    "last_call_wait",
+    "termination_grace_time",
+)
+
+LESS_THAN = (
+    ("soft_timeout", "hard_timeout"),
+    ("hard_timeout", "barrier_timeout"),
+    ("monitor_process_interval", "barrier_timeout"),
+    ("heartbeat_timeout", "barrier_timeout"),
+    ("monitor_process_interval", "heartbeat_timeout"),
+    ("monitor_thread_interval", "soft_timeout"),
+    ("progress_watchdog_interval", "soft_timeout"),
+)
+"""The first must be less than the second."""
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "store_kwargs": (dict, type(None)),
+    "initialize": (Initialize, type(None)),
+    "abort": (Abort, type(None)),
+    "finalize": (Finalize, type(None)),
+    "health_check": (HealthCheck, type(None)),
+    "rank_assignment": RankAssignment,
+    "rank_filter": (RankFilter, type(None)),
+    **dict.fromkeys(TIMES, timedelta),
+    "monitor_process_logfile": (str, type(None)),
+    "enabled": bool,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """As `hpc_elastic.inprocess.wrap.Wrapper`'s arguments of the same names."""
+
+    store_factory: type[StoreMixin]
+    store_kwargs: dict[str, Any] | None
+    initialize: Initialize | None
+    abort: Abort | None
+    finalize: Finalize | None
+    health_check: HealthCheck | None
+    rank_assignment: RankAssignment
+    rank_filter: RankFilter | None
+    monitor_thread_interval: timedelta
+    monitor_process_interval: timedelta
+    progress_watchdog_interval: timedelta
+    soft_timeout: timedelta
+    hard_timeout: timedelta
+    heartbeat_timeout: timedelta
+    barrier_timeout: timedelta
+    completion_timeout: timedelta
+    last_call_wait: timedelta
+    termination_grace_time: timedelta
+    monitor_process_logfile: str | None
+    enabled: bool
+
+
+def check(arguments: Mapping[str, Any]) -> None:
+    """Look at the wrapper's arguments.
+
+    Raises:
+        TypeError: one has the wrong type.
+        ValueError: one is not less than another that it must be less than, or a path is not absolute.
+    """
+    factory = arguments["store_factory"]
+    if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
+        raise TypeError(f"Wrapper: store_factory={factory!r} must be a subclass of StoreMixin")
+    for name, wanted in _TYPES.items():
+        value = arguments[name]
+        if not isinstance(value, wanted):
+            kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise TypeError(f"Wrapper: {name}={value!r} must be {names}, not {type(value).__name__}")
+    for name in TIMES:
+        if arguments[name] < timedelta(0):
+            raise ValueError(f"Wrapper: {name}={_seconds(arguments[name])} must not be negative")
+    for less, more in LESS_THAN:
+        if not arguments[less] < arguments[more]:
+            shown = f"{less}={_seconds(arguments[less])} must be less than {more}={_seconds(arguments[more])}"
+            raise ValueError(f"Wrapper: {shown}")
+    logfile = arguments["monitor_process_logfile"]
+    if logfile is not None and not os.path.isabs(logfile):
+        raise ValueError(f"Wrapper: monitor_process_logfile={logfile!r} must be an absolute path")
+
+
+def _seconds(value: timedelta) -> str:
+    return f"{value.total_seconds():g} s"

@@ -1,0 +1,157 @@
+"""Which sockets a process group has, and cutting them: what appears among the descriptors while the group is made.
+
+gloo opens its connections in a constructor that says nothing about them. A socket is known by its inode: a number that
+was closed and given to another file meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Sockets = dict[int, str]
+"""Inodes (``socket:[123]``) by descriptor."""
+
+
+def open_sockets() -> Sockets:
+    """Of this process."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found[int(name)] = target
+    return found
+
+
+def new_sockets(before: Sockets, after: Sockets) -> Sockets:
+    """Those of `after` that were not there `before`: by number and inode."""
+    return {fd: inode for fd, inode in after.items() if before.get(fd) != inode}
+
+
+def ports(fd: int) -> tuple[int | None, int | None]:
+    """A TCP socket's own port and its peer's; None where there is none."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as found:
+            if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+                return None, None
+            own = found.getsockname()[1]
+            try:
+                return own, found.getpeername()[1]
+            except OSError:
+                return own, None
+    except OSError:
+        return None, None
+
+
+def cut(fd: int, inode: str) -> bool:
+    """Shut a socket down in both directions, if it is still the one that is meant. Its owner closes it."""
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return False
+    with socket.socket(fileno=copy) as found:
+        if os.readlink(f"/proc/self/fd/{copy}") != inode:
+            return False
+        try:
+            if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return False  # nobody waits in it
+            found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return False  # not connected
+    return True
+
+
+class SocketLedger:
+    """The sockets that appeared while groups were made, and while a call lasted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._original: Any = None
+        self._groups: Sockets = {}
+        self._making: list[Sockets] = []
+        self._store_ports: set[int] = set()
+        self._at_start: list[Sockets] = []
+        """Of each call, from the outermost: what was open as it began, the ring's own connections included."""
+
+    @contextlib.contextmanager
+    def kept(self, module: ModuleType) -> Iterator[None]:
+        """Note what ``_new_process_group_helper`` of `module` opens. Nests; afterwards the module is as it was."""
+        if not self._at_start:
+            self._original = module._new_process_group_helper
+            module._new_process_group_helper = self._noting(self._original)  # type: ignore[attr-defined]
+        self._at_start.append(open_sockets())
+        try:
+            yield
+        finally:
+            self._at_start.pop()
+            if not self._at_start:
+                module._new_process_group_helper = self._original  # type: ignore[attr-defined]
+                self._original = None
+                self.forget()
+
+    def cut_groups(self) -> int:
+        """Cut the sockets of all groups, one that is being made included; how many were."""
+        with self._lock:
+            meant = dict(self._groups)
+            for before in self._making:
+                meant |= new_sockets(before, open_sockets())
+            spared = set(self._store_ports)
+        if meant:
+            spared |= _environment_port()
+        return sum(cut(fd, inode) for fd, inode in meant.items() if not spared & set(ports(fd)))
+
+    def cut_stores(self) -> int:
+        """Cut the connections to the function's stores: those to their ports that appeared since the call began."""
+        with self._lock:
+            meant = new_sockets(self._at_start[-1], open_sockets()) if self._at_start else {}
+            targets = self._store_ports | _environment_port()
+        return sum(cut(fd, inode) for fd, inode in meant.items() if ports(fd)[1] in targets)
+
+    def forget(self) -> None:
+        with self._lock:
+            self._groups.clear()
+            self._store_ports.clear()
+
+    def _noting(self, original: Any) -> Any:
+        def noting_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            before = open_sockets()
+            port = _store_port(kwargs.get("store", args[4] if len(args) > 4 else None))
+            with self._lock:
+                self._making.append(before)
+                if port is not None:
+                    self._store_ports.add(port)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._making.remove(before)
+                    self._groups |= new_sockets(before, open_sockets())
+
+        return noting_process_group_helper
+
+
+def _store_port(store: Any) -> int | None:
+    for _ in range(16):
+        if store is None:
+            return None
+        port = getattr(store, "port", None)
+        if isinstance(port, int):
+            return port
+        store = getattr(store, "underlying_store", None)
+    return None
+
+
+def _environment_port() -> set[int]:
+    value = os.environ.get("MASTER_PORT", "")
+    return {int(value)} if value.isdigit() else set()

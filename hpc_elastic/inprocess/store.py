@@ -1,0 +1,413 @@
+"""How the ranks agree: barriers, lists, and one decision per iteration, over any ``torch.distributed.Store``.
+
+- A list is one key that everybody appends to. A barrier is the list of those who arrived; whoever finds it complete
+  sets the key that all wait for. An arrival twice is an arrival once, so a process that watches another can arrive
+  for it after its death, whatever it had done before.
+- How an iteration ends is decided once, by compare-and-set: all ranks completed, or it was interrupted. No rank can
+  return while another restarts. Both wake everybody who waits, at once.
+- The last that arrives at the termination barrier publishes who is terminated: all ranks read the same.
+- Whoever waits in the main thread looks again and again, so that signals and the watchdog get their turn: after a pause
+  that is a tenth of the wait so far. (torch's ``TCPStore`` also logs a warning for each wait that times out.) One
+  thread alone waits in the store itself: the one that must know of an interruption at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Collection, Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+
+from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
+from hpc_elastic.inprocess.exception import RestartError
+from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystemStore
+
+LONGEST_PAUSE = 0.25
+"""Seconds between two looks, at most."""
+_LONGEST_WAIT = timedelta(days=20)
+"""In one call of the store; torch counts the milliseconds in 32 bits."""
+
+COMPLETED = "completed"
+INTERRUPTED = "interrupted"
+
+
+class BarrierError(RestartError):
+    """A barrier did not come about."""
+
+
+class BarrierTimeout(BarrierError):
+    """Not all ranks came in time."""
+
+
+class BarrierOverflow(BarrierError):
+    """A rank came twice, or there are more than there should be: two processes believe to be the same rank."""
+
+
+class StoreMixin:
+    """What the ring needs, over the methods of a ``Store``. It goes before torch's class, which has a ``barrier``."""
+
+    INITIAL_BARRIER = "initial_barrier"
+    ITERATION_BARRIER = "iteration_barrier"
+    COMPLETION_BARRIER = "completion_barrier"
+    TERMINATION_BARRIER = "termination_barrier"
+
+    @property
+    def critical_ranks(self) -> tuple[int, ...]:
+        """The initial ranks whose processes the store needs: they leave last."""
+        return ()
+
+    # --- lists
+
+    def append_item(self: Any, key: str, item: str) -> None:
+        """Add `item`, which has no line break, to the list `key`. None is lost, whoever else writes."""
+        line = f"{item}\n"
+        if self.has_extended_api():
+            self.append(key, line)
+            return
+        old = _read(self, key)
+        while (found := self.compare_set(key, old, old + line).decode()) != old + line:
+            old = found
+
+    def items(self: Any, key: str) -> list[str]:
+        """What is in the list `key`, in order."""
+        return str(_read(self, key)).split("\n")[:-1]
+
+    # --- ranks
+
+    def set_initial_rank(self: Any, rank: int, initial_rank: int) -> None:
+        self.set(f"initial_rank/{rank}", str(initial_rank))
+
+    def get_initial_rank(self: Any, rank: int) -> int:
+        """Of a rank that has said it; waits for the store's timeout where it has not."""
+        return int(self.get(f"initial_rank/{rank}"))
+
+    def find_initial_rank(self: Any, rank: int) -> int | None:
+        """As `get_initial_rank`, None at once where `rank` has not said it."""
+        found = _read(self, f"initial_rank/{rank}")
+        return int(found) if found else None
+
+    def send_heartbeat(self: Any, rank: int) -> None:
+        """Count on: whoever watches sees a number that changes. No clock."""
+        self.add(f"heartbeat/{rank}", 1)
+
+    def get_heartbeat(self: Any, rank: int) -> int:
+        """0 where there was none yet."""
+        return int(self.add(f"heartbeat/{rank}", 0))
+
+    def record_terminated_rank(self: Any, rank: int) -> None:
+        StoreMixin.append_item(self, "terminated", str(rank))
+
+    def get_terminated_ranks(self: Any) -> set[int]:
+        """After the termination barrier: what it found, the same for all. Before: those so far."""
+        published = _read(self, f"{self.TERMINATION_BARRIER}/over")
+        if published:
+            return {int(rank) for rank in published.split(",") if rank}
+        return {int(rank) for rank in StoreMixin.items(self, "terminated")}
+
+    def record_base_terminated_rank(self: Any, rank: int) -> None:
+        """The initial rank `rank` needs this store no more."""
+        StoreMixin.append_item(self, "base_terminated", str(rank))
+
+    def get_base_terminated_count(self: Any) -> int:
+        return len(set(StoreMixin.items(self, "base_terminated")))
+
+    # --- the end of an iteration
+
+    def record_interrupted(self: Any, record: InterruptionRecord | Iterable[InterruptionRecord] | None = None) -> None:
+        """Interrupt this iteration, unless all ranks have completed it; the record is kept in any case."""
+        records = [record] if isinstance(record, InterruptionRecord) else list(record or ())
+        for each in records:
+            StoreMixin.append_item(self, "interruptions", str(each))
+        self.compare_set("over", "", INTERRUPTED)
+        self.set("stir", "1")
+
+    def get_interruption_records(self: Any) -> list[InterruptionRecord]:
+        return [InterruptionRecord.from_str(item) for item in StoreMixin.items(self, "interruptions")]
+
+    def is_any_rank_interrupted(self: Any) -> bool:
+        return bool(self.outcome() == INTERRUPTED)
+
+    def outcome(self: Any) -> str | None:
+        """How this iteration ended: `COMPLETED`, `INTERRUPTED`, or None: not yet."""
+        return _read(self, "over") or None
+
+    def wait_for_outcome(self: Any) -> str:
+        """As `outcome`, as soon as there is one. It blocks in the store: nobody else can use this connection.
+
+        Raises:
+            RuntimeError: the store fails.
+        """
+        while (found := self.outcome()) is None:
+            started = time.monotonic()
+            try:
+                self.wait(["over"], _LONGEST_WAIT)
+            except dist.DistStoreError:
+                if time.monotonic() - started < _LONGEST_WAIT.total_seconds():
+                    raise
+        return str(found)
+
+    def record_completed(self: Any) -> None:
+        """The function returned on an active rank: spares may stop waiting."""
+        self.add("completed", 1)
+        self.set("stir", "1")
+
+    def is_any_rank_completed(self: Any) -> bool:
+        return int(self.add("completed", 0)) > 0
+
+    def wait_for_completed_or_interrupted(self: Any, seconds: float) -> bool:
+        """Whether some rank completed, or the iteration is over; waits up to `seconds`."""
+        return _wait(self, "stir", seconds)
+
+    def answer(self: Any, rank: int, count: int) -> None:
+        """`rank` knows that this iteration is interrupted, and has recorded whatever it had to."""
+        StoreMixin.append_item(self, "answers", str(rank))
+        if len(set(StoreMixin.items(self, "answers"))) >= count:
+            self.set("answered", "1")
+
+    def wait_for_answers(self: Any, seconds: float) -> bool:
+        """Whether all have answered; waits up to `seconds`."""
+        return _wait(self, "answered", seconds)
+
+    # --- barriers
+
+    def barrier(
+        self: Any,
+        rank: int,
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """Wait until all ranks are here. Each comes once.
+
+        Args:
+            rank: This one.
+            group_name: The barrier's.
+            rendezvous_count: How many there are.
+            timeout: For all to come.
+            timeout_chunk: Accepted as in NVIDIA's; nobody blocks here anyway.
+
+        Raises:
+            BarrierOverflow: a rank came twice, or too many came.
+            BarrierTimeout: not all came in time.
+        """
+        StoreMixin.append_item(self, f"{group_name}/arrived", str(rank))
+        entries = StoreMixin.items(self, f"{group_name}/arrived")
+        arrived = {entry.rstrip("*") for entry in entries}
+        if len(arrived) > rendezvous_count or entries.count(str(rank)) > 1:
+            shown = ", ".join(sorted(entries))
+            raise BarrierOverflow(
+                f"{group_name}: rank {rank} of {rendezvous_count} found these ranks there already: {shown}"
+            )
+        _release(self, group_name, rendezvous_count)
+        _await_release(self, group_name, rendezvous_count, timeout)
+
+    def reentrant_barrier(
+        self: Any,
+        rank: int | Collection[int],
+        group_name: str,
+        rendezvous_count: int,
+        timeout: timedelta,
+        timeout_chunk: timedelta | None = None,
+    ) -> None:
+        """As `barrier`, but coming twice counts once, and one process may come for several ranks."""
+        for each in (rank,) if isinstance(rank, int) else rank:
+            StoreMixin.append_item(self, f"{group_name}/arrived", str(each))
+        arrived = {entry.rstrip("*") for entry in StoreMixin.items(self, f"{group_name}/arrived")}
+        if len(arrived) > rendezvous_count:
+            raise BarrierOverflow(f"{group_name}: {len(arrived)} ranks came where {rendezvous_count} should")
+        _release(self, group_name, rendezvous_count)
+        _await_release(self, group_name, rendezvous_count, timeout)
+
+    initial_barrier = functools.partialmethod(barrier, group_name=INITIAL_BARRIER)
+    iteration_barrier = functools.partialmethod(barrier, group_name=ITERATION_BARRIER)
+    termination_barrier = functools.partialmethod(reentrant_barrier, group_name=TERMINATION_BARRIER)
+
+    def completion_barrier(
+        self: Any, rank: int, rendezvous_count: int, timeout: timedelta, timeout_chunk: timedelta | None = None
+    ) -> bool:
+        """Wait until all ranks have completed, or the iteration is interrupted.
+
+        Returns:
+            Whether all have completed.
+
+        Raises:
+            BarrierTimeout: neither happened in time.
+        """
+        name = self.COMPLETION_BARRIER
+        StoreMixin.append_item(self, f"{name}/arrived", str(rank))
+        if len(set(StoreMixin.items(self, f"{name}/arrived"))) >= rendezvous_count:
+            self.compare_set("over", "", COMPLETED)
+        if not _wait(self, "over", timeout.total_seconds()):
+            raise _timeout(self, name, rendezvous_count, timeout)
+        return bool(self.outcome() == COMPLETED)
+
+    def is_rank_at_reentrant_barrier(self: Any, rank: int, group_name: str) -> bool:
+        return str(rank) in {entry.rstrip("*") for entry in StoreMixin.items(self, f"{group_name}/arrived")}
+
+    def is_released(self: Any, group_name: str) -> bool:
+        """Whether all came to that barrier."""
+        return bool(self.check([f"{group_name}/over"]))
+
+    # --- for the dead
+
+    def stand_in_for(self: Any, rank: int, count: int, interruption: Interruption) -> None:
+        """Do all that `rank`, which is dead, would have to do in this iteration, so that nobody waits for it."""
+        StoreMixin.record_terminated_rank(self, rank)
+        StoreMixin.record_interrupted(self, InterruptionRecord(rank, interruption))
+        StoreMixin.answer(self, rank, count)
+        for name in (self.ITERATION_BARRIER, self.TERMINATION_BARRIER):
+            StoreMixin.append_item(self, f"{name}/arrived", f"{rank}*")
+            _release(self, name, count)
+
+    def report_gone(self: Any, initial_rank: int) -> None:
+        """`initial_rank` died after the assignment and before it said its new rank: it has the number that is left."""
+        StoreMixin.append_item(self, "gone", str(initial_rank))
+        counts = StoreMixin.items(self, "count")
+        if counts:
+            _release(self, self.ITERATION_BARRIER, int(counts[0]))
+
+    def say_count(self: Any, count: int) -> None:
+        """How many ranks this iteration has: for whoever must tell who is missing."""
+        StoreMixin.append_item(self, "count", str(count))
+
+
+def _release(store: Any, name: str, count: int) -> None:
+    """Let all go on, if everybody is here."""
+    arrived = {int(entry.rstrip("*")) for entry in StoreMixin.items(store, f"{name}/arrived")}
+    if name == store.ITERATION_BARRIER and len(arrived) < count:
+        gone = set(StoreMixin.items(store, "gone"))
+        if not gone or len(arrived) + len(gone) < count:
+            return
+        # Nobody knows which of them had which number, and it does not matter: all are dead.
+        missing = set(range(count)) - arrived
+        for rank in missing:
+            StoreMixin.record_terminated_rank(store, rank)
+            StoreMixin.append_item(store, f"{store.TERMINATION_BARRIER}/arrived", f"{rank}*")
+            StoreMixin.answer(store, rank, count)
+        StoreMixin.record_interrupted(store, [InterruptionRecord(rank, Interruption.TERMINATED) for rank in missing])
+    elif len(arrived) < count:
+        return
+    if name == store.TERMINATION_BARRIER:
+        terminated = sorted(set(StoreMixin.items(store, "terminated")), key=int)
+        store.compare_set(f"{name}/over", "", ",".join(terminated) + ",")
+    else:
+        store.set(f"{name}/over", "1")
+
+
+def _await_release(store: Any, name: str, count: int, timeout: timedelta) -> None:
+    if not _wait(store, f"{name}/over", timeout.total_seconds()):
+        raise _timeout(store, name, count, timeout)
+
+
+def _timeout(store: Any, name: str, count: int, timeout: timedelta) -> BarrierTimeout:
+    arrived = {int(entry.rstrip("*")) for entry in StoreMixin.items(store, f"{name}/arrived")}
+    missing = sorted(set(range(count)) - arrived)
+    shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
+    return BarrierTimeout(
+        f"{name}: {len(missing)} of {count} ranks had not come after {timeout.total_seconds():g} s (ranks {shown})"
+    )
+
+
+def _read(store: Any, key: str) -> str:
+    """A value, "" where there is none. torch's ``get`` waits for what is not there."""
+    return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+
+def _wait(store: Any, key: str, seconds: float) -> bool:
+    """Whether `key` is there, waited for up to `seconds`."""
+    started = time.monotonic()
+    while not store.check([key]):
+        waited = time.monotonic() - started
+        if waited >= seconds:
+            return False
+        time.sleep(min(max(waited / 10, 0.0005), LONGEST_PAUSE, seconds - waited))
+    return True
+
+
+class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
+    """The default: a server in the process of rank 0, at MASTER_ADDR:MASTER_PORT. With that process the ring ends."""
+
+    TCP_STORE_HOST_RANK: ClassVar[int] = 0
+    is_client_only: ClassVar[bool] = False
+    """In a monitor process: never a server."""
+
+    def __init__(
+        self,
+        host_name: str | None = None,
+        port: int | None = None,
+        world_size: int | None = None,
+        timeout: timedelta = timedelta(seconds=300),
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        use_libuv: bool = True,
+    ) -> None:
+        """Args:
+        host_name, port, world_size: From MASTER_ADDR, MASTER_PORT and WORLD_SIZE where left out.
+        timeout, wait_for_workers, multi_tenant, use_libuv: As torch's.
+
+        Raises:
+            KeyError: one is left out, and its variable is not there.
+            torch.distributed.DistNetworkError: nobody answers.
+        """
+        host_name = os.environ["MASTER_ADDR"] if host_name is None else host_name
+        port = int(os.environ["MASTER_PORT"]) if port is None else port
+        world_size = int(os.environ["WORLD_SIZE"]) if world_size is None else world_size
+        arguments = {
+            "host_name": host_name,
+            "port": port,
+            "world_size": world_size,
+            "timeout": timeout,
+            "wait_for_workers": wait_for_workers,
+            "multi_tenant": multi_tenant,
+            "use_libuv": use_libuv,
+        }
+        if not self.is_client_only and int(os.environ["RANK"]) == self.TCP_STORE_HOST_RANK:
+            try:
+                super().__init__(is_master=True, **arguments)
+                return
+            except dist.DistNetworkError:
+                pass  # somebody serves at this port already: the agent's store, say
+        super().__init__(is_master=False, **arguments)
+
+    @property
+    def critical_ranks(self) -> tuple[int, ...]:
+        return (self.TCP_STORE_HOST_RANK,)
+
+
+class FileStore(StoreMixin, dist.FileStore):  # type: ignore[misc, unused-ignore]
+    """torch's: one file, with locks. On one machine; between nodes prefer `SharedFileStore`."""
+
+
+class SharedFileStore(StoreMixin, _FileSystemStore):
+    """This project's store in a folder of a shared filesystem: no process whose death ends the ring.
+
+    ``Wrapper(store_factory=SharedFileStore, store_kwargs={"path": …})``. The folder is fresh for each start of the
+    processes: its name holds the run's id and the round, for instance.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, timeout: timedelta | None = None) -> None:
+        """Args:
+            path: Of this user's alone (0700); made where it is not there. Its parent exists.
+            timeout: As torch's.
+
+        Raises:
+            UnsafePathError: the folder is a link, another user's, or open to others.
+            OSError: the filesystem refuses.
+        """
+        super().__init__(Path(path), timeout=timeout)
+
+
+class PrefixStore(StoreMixin, dist.PrefixStore):  # type: ignore[misc, unused-ignore]
+    """One iteration's part of a store."""
+
+    STORE_PREFIX: ClassVar[str] = "_inprocess_{iteration}"
+
+    def __init__(self, iteration: object, store: dist.Store) -> None:
+        self.base_store = store
+        super().__init__(self.STORE_PREFIX.format(iteration=iteration), store)

@@ -1,0 +1,1 @@
+"""Tools for whoever tries the ring out."""

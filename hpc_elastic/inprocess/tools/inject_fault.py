@@ -1,0 +1,166 @@
+"""Plants one fault on some ranks, after a while: for trying out what a program does then."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import logging
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_elastic.inprocess.monitor_thread import async_raise
+
+logger = logging.getLogger(__name__)
+
+
+class Fault(enum.Enum):
+    """What happens. All but the GPUs' happen to any process."""
+
+    GPU = enum.auto()
+    """A device-side assert, which spoils the CUDA context."""
+    GPU_SLEEP = enum.auto()
+    """A kernel that does not end."""
+    ASYNC_EXC = enum.auto()
+    """An exception in the main thread, at its next bytecode."""
+    SIGNAL_EXC = enum.auto()
+    """An exception in the main thread, by a handler of SIGUSR1."""
+    ABORT = enum.auto()
+    GIL = enum.auto()
+    """C code that holds the interpreter's lock for years."""
+    SEGFAULT = enum.auto()
+    INT = enum.auto()
+    KILL = enum.auto()
+    TERM = enum.auto()
+    STOP = enum.auto()
+
+
+class InjectedException(Exception):
+    """What `Fault.ASYNC_EXC` and `Fault.SIGNAL_EXC` raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Who is hit by what, and when: the same on all ranks that use the same seed."""
+
+    ranks: tuple[int, ...]
+    fault: Fault
+    delay: float
+    """Seconds."""
+
+
+def planned(
+    faults: Sequence[Fault],
+    num_faults: int | tuple[int, int],
+    keep_alive: int,
+    delay: float | tuple[float, float],
+    seed: int,
+    world_size: int,
+) -> Plan:
+    """What `inject_fault` with the same arguments does.
+
+    Raises:
+        ValueError: there is no fault to choose from.
+    """
+    if not faults:
+        raise ValueError("inject_fault: there is no fault to choose from")
+    rng = random.Random(seed)
+    seconds = rng.uniform(*delay) if isinstance(delay, tuple) else float(delay)
+    wanted = rng.randint(*num_faults) if isinstance(num_faults, tuple) else num_faults
+    candidates = range(min(keep_alive, world_size), world_size)
+    ranks = rng.sample(candidates, min(wanted, len(candidates)))
+    return Plan(ranks=tuple(sorted(ranks)), fault=rng.choice(list(faults)), delay=seconds)
+
+
+def inject_fault(
+    faults: Sequence[Fault],
+    num_faults: int | tuple[int, int],
+    keep_alive: int,
+    delay: float | tuple[float, float],
+    seed: int,
+    callback: Callable[[], Any] | None = None,
+) -> None:
+    """Plant a fault, and return. Call it on all ranks, with the same arguments.
+
+    Args:
+        faults: One of them is chosen.
+        num_faults: How many ranks are hit, or from how many to how many.
+        keep_alive: So many ranks, from 0 on, are spared.
+        delay: Seconds from now, or from how many to how many.
+        seed: Of all choices. Give each iteration its own.
+        callback: Called on the ranks that are hit, right before.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    plan = planned(faults, num_faults, keep_alive, delay, seed, world_size)
+    if rank not in plan.ranks:
+        return
+    logger.info("rank %d: %s in %.3f s", rank, plan.fault.name, plan.delay)
+    if plan.fault is Fault.SIGNAL_EXC:
+        signal.signal(signal.SIGUSR1, _raise_injected)
+
+    def strike() -> None:
+        time.sleep(plan.delay)
+        if callback is not None:
+            callback()
+        _STRIKES[plan.fault]()
+
+    threading.Thread(target=strike, name="inject-fault", daemon=True).start()
+
+
+def _raise_injected(*_: object) -> None:
+    raise InjectedException("injected by a signal")
+
+
+def _raise_in_main() -> None:
+    async_raise(threading.main_thread().ident or 0, InjectedException)
+
+
+def _signal_main(signum: signal.Signals) -> Callable[[], None]:
+    return lambda: signal.pthread_kill(threading.main_thread().ident or 0, signum)
+
+
+def _signal_process(signum: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), signum)
+
+
+def _hold_gil() -> None:
+    re.match(r"(a?){40}a{40}", "a" * 40)
+
+
+def _read_nothing() -> None:
+    ctypes.string_at(1)
+
+
+def _assert_on_gpu() -> None:
+    import torch
+
+    values = torch.zeros(1, device="cuda")
+    values[torch.ones(1, dtype=torch.int64, device="cuda")] = 1
+    torch.cuda.synchronize()
+
+
+def _sleep_on_gpu() -> None:
+    import torch
+
+    torch.cuda._sleep(1 << 62)
+
+
+_STRIKES: dict[Fault, Callable[[], object]] = {
+    Fault.GPU: _assert_on_gpu,
+    Fault.GPU_SLEEP: _sleep_on_gpu,
+    Fault.ASYNC_EXC: _raise_in_main,
+    Fault.SIGNAL_EXC: _signal_main(signal.SIGUSR1),
+    Fault.ABORT: os.abort,
+    Fault.GIL: _hold_gil,
+    Fault.SEGFAULT: _read_nothing,
+    Fault.INT: _signal_main(signal.SIGINT),
+    Fault.KILL: _signal_process(signal.SIGKILL),
+    Fault.TERM: _signal_process(signal.SIGTERM),
+    Fault.STOP: _signal_process(signal.SIGSTOP),
+}

@@ -1,0 +1,255 @@
+"""``Wrapper``, the decorator, and ``CallWrapper``, one call of what it decorates."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from hpc_elastic.inprocess import abort as abort_module
+from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed
+from hpc_elastic.inprocess.finalize import Finalize
+from hpc_elastic.inprocess.health_check import HealthCheck
+from hpc_elastic.inprocess.initialize import Initialize
+from hpc_elastic.inprocess.interrupt import SignalHandler
+from hpc_elastic.inprocess.iterations import Iterations, Rank
+from hpc_elastic.inprocess.monitor_process import MonitorProcess, MonitorSettings, opener
+from hpc_elastic.inprocess.parameters import with_value_for
+from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
+from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
+from hpc_elastic.inprocess.rank_filter import RankFilter
+from hpc_elastic.inprocess.settings import Settings, check
+from hpc_elastic.inprocess.state import State
+from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_calls = itertools.count()
+"""A call's keys are its own, also where a store outlives the call. All ranks make the same calls in the same order."""
+
+
+class Wrapper:
+    """Decorates a function that all ranks call: a fault on any rank starts it again on all that are healthy.
+
+    The processes stay. See ``docs/how-to/restart-in-process.md``.
+    """
+
+    def __init__(
+        self,
+        *,
+        store_factory: type[StoreMixin] = TCPStore,
+        store_kwargs: dict[str, Any] | None = None,
+        initialize: Initialize | None = None,
+        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - without a state
+        finalize: Finalize | None = None,
+        health_check: HealthCheck | None = None,
+        rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008 - without a state
+        rank_filter: RankFilter | None = None,
+        monitor_thread_interval: timedelta = timedelta(seconds=1),
+        monitor_process_interval: timedelta = timedelta(seconds=1),
+        progress_watchdog_interval: timedelta = timedelta(seconds=1),
+        soft_timeout: timedelta = timedelta(seconds=60),
+        hard_timeout: timedelta = timedelta(seconds=90),
+        heartbeat_timeout: timedelta = timedelta(seconds=30),
+        barrier_timeout: timedelta = timedelta(seconds=120),
+        completion_timeout: timedelta = timedelta(seconds=120),
+        last_call_wait: timedelta = timedelta(seconds=1),
+        termination_grace_time: timedelta = timedelta(seconds=5),
+        monitor_process_logfile: str | None = None,
+        enabled: bool = True,
+    ) -> None:
+        """Args:
+            store_factory, store_kwargs: What the ranks meet in: a class with `StoreMixin`, called on every rank and
+                once more in its monitor process.
+            initialize: Runs first in each iteration.
+            abort: Runs in the monitor thread after a fault.
+            finalize: Runs after the abort.
+            health_check: Runs before the function, and after `finalize`.
+            rank_assignment: Gives the ranks that are left their numbers.
+            rank_filter: Says which of them call the function.
+            monitor_thread_interval: Between two looks at this rank's progress. (A fault elsewhere is seen at once.)
+            monitor_process_interval: Between two heartbeats.
+            progress_watchdog_interval: Between two looks whether the main thread executes bytecode.
+            soft_timeout: Without progress, after which a rank is interrupted.
+            hard_timeout: Without progress, after which a rank is killed.
+            heartbeat_timeout: Without a heartbeat, after which a rank counts as dead.
+            barrier_timeout: For the initial, iteration and termination barriers.
+            completion_timeout: For the completion barrier: from this rank's return to that of the last.
+            last_call_wait: For other ranks to say that they failed as well; it ends when all have answered.
+            termination_grace_time: Between SIGTERM and SIGKILL at the hard timeout.
+            monitor_process_logfile: An absolute path; ``{rank}`` is the initial rank.
+            enabled: If false, the function stays as it is.
+
+        Raises:
+            TypeError: an argument has the wrong type.
+            ValueError: timeouts are out of order, the logfile's path is not absolute, or torch has no
+                ``torch.distributed``.
+        """
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        check(arguments)
+        if not dist.is_available():
+            raise ValueError("Wrapper: this torch has no torch.distributed")
+        self.settings = Settings(**arguments)
+        self.enabled = enabled
+
+    def __call__(self, fn: Function) -> Function:
+        """Wrap `fn`. Its name, docstring and signature stay."""
+        if not self.enabled:
+            return fn
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with CallWrapper(self) as call:
+                return call(fn, args, kwargs)
+
+        return cast("Function", wrapped)
+
+
+class CallWrapper:
+    """One wrapped call on one rank. A parameter of the function that is annotated with this class receives it."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        """Start the monitor process, open the store, and wait for all ranks.
+
+        Raises:
+            ValueError: a default process group exists, or this is not the main thread.
+            BarrierTimeout: not all ranks came.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            raise ValueError("a wrapped function is called in the main thread alone: there it can be interrupted")
+        if dist.is_initialized():
+            raise ValueError(
+                "a wrapped function makes its own process group: destroy the default one before the call, "
+                "and call init_process_group inside"
+            )
+        self._atomic_lock = threading.RLock()
+        self._rank: Rank | None = None
+        with contextlib.ExitStack() as stack:
+            self._rank = self._set_up(wrapper.settings, stack)
+            self._stack = stack.pop_all()
+
+    def _set_up(self, settings: Settings, stack: contextlib.ExitStack) -> Rank:
+        state = State()
+        page = ProgressPage()
+        stack.callback(page.close)
+        kwargs = dict(settings.store_kwargs or {})
+        prefix = f"call{next(_calls)}"
+        open_raw = opener(settings.store_factory, kwargs)
+        process = MonitorProcess(
+            open_store=lambda: PrefixStore(prefix, open_raw()),
+            page=page,
+            settings=_monitor_settings(settings, state),
+        )
+        process.start()
+        stack.callback(process.shutdown)
+        raw = settings.store_factory(**kwargs)
+        base = PrefixStore(prefix, raw)
+        state.store = base
+        base.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
+        base.set_initial_rank(state.rank, state.initial_rank)
+        interval = min(settings.progress_watchdog_interval, settings.monitor_thread_interval)
+        watchdog = ProgressWatchdog(page, interval=interval.total_seconds())
+        watchdog.start()
+        stack.callback(watchdog.shutdown)
+        stack.enter_context(SignalHandler())
+        rank = Rank(
+            state=state,
+            base=base,
+            watched_base=PrefixStore(prefix, _second_connection(raw)),
+            critical_ranks=raw.critical_ranks,
+            watchdog=watchdog,
+            process=process,
+            atomic_lock=self._atomic_lock,
+            settings=settings,
+        )
+        stack.enter_context(abort_module.sockets_kept())
+        stack.enter_context(_frozen_garbage())
+        stack.callback(rank.say_end)
+        return rank
+
+    def __enter__(self) -> CallWrapper:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        self._rank = None
+
+    @property
+    def iteration(self) -> int:
+        """Of restarts: 0 is the first time that the function runs."""
+        return self._open_rank().state.iteration
+
+    def ping(self) -> None:
+        """Say that the function gets on: some microseconds.
+
+        The first one in an iteration arms the manual timeout: from then on, `soft_timeout` without a ping interrupts
+        this rank, `hard_timeout` kills it.
+        """
+        self._open_rank().watchdog.ping()
+
+    @contextlib.contextmanager
+    def atomic(self) -> Iterator[None]:
+        """``with call.atomic():`` what no abort may interrupt. Reentrant.
+
+        An abort waits for its end; while one is running, nobody gets in.
+        """
+        with self._atomic_lock:
+            yield
+
+    def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run `fn` until all ranks have completed it in the same iteration.
+
+        Returns:
+            What it returned; None on a spare.
+
+        Raises:
+            RestartError: this rank can't go on (`HealthCheckError`, `RankDiscarded`, a barrier's timeout, …).
+            BaseException: what else ended this rank: the very object.
+        """
+        args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
+        return Iterations(self._open_rank(), functools.partial(fn, *args, **kwargs)).run()
+
+    def _open_rank(self) -> Rank:
+        if self._rank is None:
+            raise ValueError("this wrapped call is over")
+        return self._rank
+
+
+@contextlib.contextmanager
+def _frozen_garbage() -> Iterator[None]:
+    """What is there now is no garbage until the call is over: the collections between iterations pass over it.
+
+    torch alone makes some 100,000 objects, which are looked at for a tenth of a second each time.
+    """
+    if gc.get_freeze_count():
+        yield  # the program's own, or an outer call's
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _monitor_settings(settings: Settings, state: State) -> MonitorSettings:
+    logfile = settings.monitor_process_logfile
+    return MonitorSettings(
+        interval=settings.monitor_process_interval.total_seconds(),
+        hard_timeout=settings.hard_timeout.total_seconds(),
+        heartbeat_timeout=settings.heartbeat_timeout.total_seconds(),
+        barrier_timeout=settings.barrier_timeout.total_seconds(),
+        termination_grace_time=settings.termination_grace_time.total_seconds(),
+        logfile=None if logfile is None else logfile.format(rank=state.initial_rank),
+    )
+
+
+def _second_connection(store: Any) -> Any:
+    """For the thread that waits in it: whoever waits in a ``TCPStore`` keeps all others of that client out."""
+    return store.clone() if isinstance(store, dist.TCPStore) else store
