@@ -199,11 +199,11 @@ class LocalWorkers:
     def poll(self) -> bool:
         """Note who has ended. Returns whether somebody has since the last call."""
         changed = False
-        now = self._clock.time_ns()
+        now, uptime = self._clock.time_ns(), uptime_ns(self._clock)
         for slot in self._slots:
             if slot.exit is None and (status := slot.process.poll()) is not None:
                 # Whom one look finds ended are told with one time: which of them was first can't be known.
-                slot.exit = replace(status, noticed_ns=now)
+                slot.exit = replace(status, noticed_ns=now, noticed_uptime_ns=uptime)
                 changed = True
         return changed
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.agent.local_workers import sum_up
+from hpc_elastic.agent.local_workers import LocalWorkers, _Slot, sum_up
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.processes.spawn import ExitStatus
+from tests.rigs.fake_clock import FakeClock
 
 ROOT, SYMPTOM, MACHINE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
 
@@ -78,3 +80,37 @@ def test_one_that_must_not_be_tried_again_decides_for_all() -> None:
 def test_the_furthest_step_of_any_counts() -> None:
     assert sum_up([failed(0, 1, step=3), failed(1, 2, step=0), failed(2, 3)], node=0, seconds=1.0).step == 3
     assert sum_up([failed(0, 1, step=0)], node=0, seconds=1.0).step == 0
+
+
+class _TickingClock(FakeClock):
+    """Each look at it is a second later."""
+
+    def time_ns(self) -> int:
+        self.now += 1
+        return super().time_ns()
+
+
+class _Ended:
+    """A process whose end is noticed when it is asked."""
+
+    def __init__(self, pid: int, clock: _TickingClock) -> None:
+        self.pid = pid
+        self._clock = clock
+
+    def poll(self) -> ExitStatus:
+        now = self._clock.time_ns()
+        return ExitStatus(exitcode=self.pid, core_dumped=False, noticed_ns=now, noticed_uptime_ns=now)
+
+
+def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
+    clock = _TickingClock()
+    workers = object.__new__(LocalWorkers)
+    workers._clock = clock
+    workers._slots = [_Slot(rank, rank, _Ended(rank, clock), None) for rank in (1, 2)]  # type: ignore[arg-type]
+    assert workers.poll()
+    first, second = (slot.exit for slot in workers._slots)
+    assert first is not None
+    assert second is not None
+    assert (first.exitcode, second.exitcode) == (1, 2)
+    assert (first.noticed_ns, first.noticed_uptime_ns) == (second.noticed_ns, second.noticed_uptime_ns)
+    assert not workers.poll()
