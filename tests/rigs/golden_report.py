@@ -44,6 +44,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(\[?(?:127\.0\.0\.1|::1|localhost|::ffff:127\.0\.0\.1)\]?:)\d+", r"\1<PORT>"),
         (r"\b(port:?) \d+", r"\1 <PORT>"),
         (r"(?<![\w.])\d+(?:\.\d+)?(?:(?:-| to )\d+(?:\.\d+)?)? s\b", "<N> s"),
+        (r"^Goodput: .*", "Goodput: <N> %"),  # what is under a twentieth of a second is not told
         (r"\b\d+ min \d+ s\b", "<N> s"),
         (r"\b\d+ bytes of the output", "<N> bytes of the output"),
         (r"Connection (?:closed|reset) by peer", "Connection closed by peer"),
