@@ -130,6 +130,24 @@ def test_a_node_that_dies_after_its_work_is_done_holds_nobody_up() -> None:
     assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
 
 
+def test_a_node_that_comes_when_the_first_are_done_restarts_nobody() -> None:
+    """Those that wait at the exit barrier would do again what they have done."""
+    world = World(RendezvousSettings(**{**_as_dict(SETTINGS), "min_nodes": 2, "expected_nodes": 3}))
+    world.start(0)
+    world.start(1)
+    assert world.run(world.all_running_in_one_round)
+    world.nodes[1].participant.report_done(0)
+    world.run(lambda: False, seconds=2)
+    world.start(2)
+    assert world.run(lambda: world.newest().waiting == 1)  # type: ignore[union-attr]
+    world.run(lambda: False, seconds=10)
+    assert world.newest().round == 0  # type: ignore[union-attr]
+    world.nodes[0].participant.report_done(0)
+    assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
+    assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
+    assert world.newest().round == 0  # type: ignore[union-attr]
+
+
 def test_extra_nodes_wait_and_take_a_lost_ones_slot() -> None:
     world = World(RendezvousSettings(**{**_as_dict(SETTINGS), "expected_nodes": 4, "min_nodes": 3}))
     for index in range(4):
