@@ -287,9 +287,10 @@ class Participant:
             return 0.0
         closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
         wait = self._watch.wait(now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed)
-        until = min(self._watch.look_due, self._own_life.due(now), self._succession.next_look)
+        due = min(self._own_life.due(now), self._succession.turn_due if closed is None else float("inf"))
+        until = min(self._watch.look_due, due, self._succession.next_look)
         self._rests_until = 0.0 if self._leads() or closed is not None else until
-        return max(0.0, min(wait, self._own_life.due(now) - now))
+        return max(0.0, min(wait, due - now))
 
     def _stir_what_is_hidden(self, *, surveyed: bool) -> bool:
         """Returns whether to look again at once."""

@@ -59,6 +59,8 @@ class Succession:
         """The coordinator that is known to have said goodbye, and since when."""
         self.next_look = float("inf")
         """When this node, as a standby, is to see to the coordinator's heartbeat next."""
+        self.turn_due = float("inf")
+        """When this node's turn comes to take over from a coordinator that has said goodbye."""
 
     def move(self, record: RoundRecord, now: float, *, looked: bool, rung_about: Collection[str]) -> Move | None:
         """What this node should do about the coordinator, if anything.
@@ -102,12 +104,14 @@ class Succession:
         worth_a_look = self._left[0] != leader and (told or (looked and suspicious))
         if worth_a_look and self._store.get(goodbye_key(leader)) is not None:
             self._left = (leader, now)
-        return self._left[0] == leader and now - self._left[1] >= turn
+        self.turn_due = self._left[1] + turn if self._left[0] == leader else float("inf")
+        return now >= self.turn_due
 
     def new_record(self, before: RoundRecord, record: RoundRecord) -> None:
         """Take in who coordinates, or has answered."""
         leader = record.leader
         if before.leader != leader:
+            self.turn_due = float("inf")
             self._life.forget(leader)  # what it said before it was coordinator was not meant for all
         elif leader in before.suspects and leader not in record.suspects and not self._life.hears(leader):
             self._life.forget(leader)  # it lives, and its packets do not come through

@@ -11,6 +11,7 @@ import os
 import re
 import signal
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from .configuration import ready_mark
@@ -224,7 +225,8 @@ class Hosts:
         for pid in pids:
             if pid not in mine:
                 raise RigError(f"process {pid} is not on host {host}")
-            os.kill(pid, sig)
+            with suppress(ProcessLookupError):  # it ended with the one before: srun's helper does
+                os.kill(pid, sig)
 
 
 def _assignments() -> list[str]:

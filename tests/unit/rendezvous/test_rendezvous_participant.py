@@ -740,6 +740,22 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(store: SpyStore, c
         advance(clock, 0.25, second, tick=0.25)
 
 
+def test_who_is_rung_about_a_goodbye_wakes_when_its_turn_has_come(store: SpyStore, clock: FakeClock) -> None:
+    """Not with the next poll: nodes wait for the round that it had opened."""
+    first, second, _third = three(store, clock)
+    second.participant.heard([first.info.uid])
+    first.participant.say_goodbye()
+    first.settle_down()
+    began = clock.now
+    second.participant.rung_about([f"bye/{first.info.uid}"])
+    wait = second.participant.step()
+    while second.record.leader != second.info.uid:
+        clock.now += max(wait, 0.001)
+        second.participant.heard([first.info.uid])  # a late packet
+        wait = second.participant.step(rung=False)
+        assert clock.now - began < 0.5
+
+
 def test_a_ring_about_a_goodbye_that_nobody_said_deposes_nobody(store: SpyStore, clock: FakeClock) -> None:
     first, second, _third = three(store, clock)
     for _ in range(5):
