@@ -1,0 +1,252 @@
+"""One attempt's clocks: what its agents measured of each other, put together so that all nodes' times can be compared.
+
+Each agent compares its host's clock with the coordinator's (`clock_offset` in the event log). All nodes' times are
+taken to one of them, the reference, over a chain of such words where the coordinator changed: offsets and bounds add
+up, and a bound grows with the time between the measurement and the moment that is asked for. What was measured are the
+clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Where
+nothing was measured, nothing is known, and said so. Pure.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from hpc_elastic.clock_offset import drift_ns
+from hpc_elastic.light_dataclass import dataclass, field, replace
+from hpc_elastic.report.collect_values import integer, text_of
+
+SUPERVISOR = -1
+_STEP_NS = 1_000_000
+"""A wall clock whose distance to the time since the boot changed by more was set in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """How far a host's wall clock is ahead of the reference's."""
+
+    offset_ns: int
+    """To be subtracted from its times."""
+    bound_ns: int
+    """It is off by at most so much more or less."""
+    measured: bool = True
+    """False: concluded from the rounds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """When something happened."""
+
+    at_ns: int
+    """By the reference's wall clock as far as that is known; else by the wall clock of its own node."""
+    bound_ns: int | None = None
+    """It is off by at most so much more or less; None: its node's clock was not compared with the reference's."""
+    node: int = -1
+    own_ns: int = 0
+    """By its node's own clock: two moments of one node are as far apart as this says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Word:
+    """One measurement: `node`'s clock was ahead of `reference`'s by this."""
+
+    node: int
+    reference: int
+    offset_ns: int
+    bound_ns: int
+    uptime_ns: int
+    """By `node`'s clock since its boot."""
+    wall_ns: int
+    """The same moment by its wall clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """The way to the next node on the way to the reference, measured now and then: ascending in time."""
+
+    to: int
+    at_ns: tuple[int, ...]
+    """By the near node's clock."""
+    offsets: tuple[tuple[int, int], ...]
+    """Near ahead of far, and the bound."""
+
+    def cross(self, at_ns: int) -> tuple[int, int]:
+        """A moment of the near clock by the far one, and the bound."""
+        here = bisect_left(self.at_ns, at_ns)
+        near = range(max(0, here - 2), min(len(self.at_ns), here + 2))
+        bound, offset = min((self.offsets[i][1] + drift_ns(at_ns - self.at_ns[i]), self.offsets[i][0]) for i in near)
+        return at_ns - offset, bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocks:
+    """One attempt's. Empty: nothing was measured."""
+
+    reference: int | None = None
+    """Node index."""
+    host: str = ""
+    """The reference's name."""
+    contradicted: tuple[int, ...] = ()
+    """Nodes of which two measurements can't both be true: what they say is not used."""
+    offsets: Mapping[int, ClockOffset] = field(default_factory=dict)
+    """How far each node's wall clock is ahead of the reference's, as last measured; without the reference itself."""
+    _hops: Mapping[int, _Hop] = field(default_factory=dict)
+    _walls: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Node → (time since the boot, how far the wall clock is ahead of it), ascending."""
+    _supervisor: int | None = None
+
+    def moment(self, node: int | None, wall_ns: int, *, uptime_ns: int = 0) -> Moment:
+        """Where something that a node saw stands among the others.
+
+        Args:
+            node: Who saw it; `SUPERVISOR`: the supervisor. None: not known.
+            wall_ns: By its wall clock.
+            uptime_ns: By its clock since its boot; 0: not known, and concluded from the wall clock.
+        """
+        if node == SUPERVISOR:
+            node = self._supervisor
+        if node is None or self.reference is None or (node != self.reference and node not in self._hops):
+            return Moment(at_ns=wall_ns, node=-1 if node is None else node, own_ns=uptime_ns or wall_ns)
+        own, bound = (uptime_ns, 0) if uptime_ns else self._from_wall(node, wall_ns)
+        at, here = own, node
+        while here != self.reference:
+            hop = self._hops[here]
+            at, more = hop.cross(at)
+            bound += more
+            here = hop.to
+        return Moment(at_ns=at + self._walls[self.reference][-1][1], bound_ns=bound, node=node, own_ns=own)
+
+    def _from_wall(self, node: int, wall_ns: int) -> tuple[int, int]:
+        """By its clock since its boot, and the bound: it may have been set between two words."""
+        walls = self._walls.get(node, ())
+        if not walls:
+            return wall_ns, 1 << 62
+        aheads = [ahead for _, ahead in walls]
+        if max(aheads) - min(aheads) > _STEP_NS:
+            # How far it was ahead at one word may have been so from the word before to the word after.
+            ends = [at for at, _ in walls]
+            times = zip([-(1 << 62), *ends], [*ends[1:], 1 << 62], aheads, strict=False)
+            aheads = [ahead for begin, end, ahead in times if begin <= wall_ns - ahead <= end] or aheads
+        low, high = min(aheads), max(aheads)
+        return wall_ns - (low + high) // 2, 0 if high - low <= _STEP_NS else (high - low + 1) // 2
+
+    @property
+    def bound_ns(self) -> int | None:
+        """The largest bound of those that are known; None: nothing was measured."""
+        return max((offset.bound_ns for offset in self.offsets.values()), default=None)
+
+
+class ClocksBuilder:
+    """Fed with an attempt's events in any order of files."""
+
+    def __init__(self) -> None:
+        self._words: list[_Word] = []
+        self._hosts: dict[int, str] = {}
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Any event; those that say nothing of clocks or hosts tell nothing."""
+        name, role = event.get("event"), event.get("role")
+        if role == "supervisor" and name == "attempt_started":
+            self._hosts[SUPERVISOR] = text_of(event.get("host"))
+        node = integer(event.get("node"))
+        if role != "agent" or node is None or node < 0 or "by" in event:
+            return
+        if name == "agent_started":
+            self._hosts.setdefault(node, text_of(event.get("host")))
+        elif name == "clock_offset":
+            self._hosts.setdefault(node, text_of(event.get("host")))
+            keys = ("reference", "offset_ns", "bound_ns", "uptime_ns", "t")
+            reference, offset, bound, uptime, wall = (integer(event.get(key)) for key in keys)
+            if reference is None or offset is None or bound is None or uptime is None or wall is None:
+                return
+            if reference < 0 or bound < 0:
+                return
+            self._words.append(
+                _Word(node=node, reference=reference, offset_ns=offset, bound_ns=bound, uptime_ns=uptime, wall_ns=wall)
+            )
+
+    def build(self) -> Clocks:
+        """What is known."""
+        links, contradicted = _links(self._words)
+        walls: dict[int, list[tuple[int, int]]] = {}
+        for word in self._words:
+            walls.setdefault(word.node, []).append((word.uptime_ns, word.wall_ns - word.uptime_ns))
+        measured = {node for pair in links for node in pair}
+        candidates = [node for node in walls if node in measured]
+        if not candidates:
+            return Clocks(contradicted=contradicted)
+        degree = {node: sum(1 for near, _ in links if near == node) for node in measured}
+        reference = min(candidates, key=lambda node: (-degree[node], node))
+        hops = _tree(links, reference)
+        supervisor = self._hosts.get(SUPERVISOR)
+        nodes = [node for node in sorted(measured) if supervisor and self._hosts.get(node) == supervisor]
+        clocks = Clocks(
+            reference=reference,
+            host=self._hosts.get(reference, ""),
+            contradicted=contradicted,
+            _hops=hops,
+            _walls={node: tuple(sorted(told)) for node, told in walls.items()},
+            _supervisor=nodes[0] if nodes else None,
+        )
+        return replace(
+            clocks,
+            offsets={
+                node: _wall_offset(clocks, node, *clocks._walls[node][-1]) for node in sorted(hops) if node in walls
+            },
+        )
+
+
+def _wall_offset(clocks: Clocks, node: int, uptime_ns: int, ahead_ns: int) -> ClockOffset:
+    wall = uptime_ns + ahead_ns
+    moment = clocks.moment(node, wall, uptime_ns=uptime_ns)
+    assert moment.bound_ns is not None
+    return ClockOffset(offset_ns=wall - moment.at_ns, bound_ns=moment.bound_ns)
+
+
+def _links(words: list[_Word]) -> tuple[dict[tuple[int, int], _Hop], tuple[int, ...]]:
+    """(near, far) → the way between two nodes whose clocks were compared, both ways; and who contradicts itself."""
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for word in words:
+        if word.node == word.reference:
+            continue
+        far = word.uptime_ns - word.offset_ns
+        found.setdefault((word.node, word.reference), []).append((word.uptime_ns, word.offset_ns, word.bound_ns))
+        back = (far, -word.offset_ns, word.bound_ns + drift_ns(word.bound_ns))
+        found.setdefault((word.reference, word.node), []).append(back)
+    links: dict[tuple[int, int], _Hop] = {}
+    wrong: set[int] = set()
+    told = {(word.node, word.reference) for word in words}
+    for (near, to), measured in found.items():
+        measured.sort()
+        if any(_contradict(one, other) for one, other in pairwise(measured)):
+            # A clock was reset (its host was booted anew), or somebody told something wrong.
+            wrong |= {near} if (near, to) in told else set()
+            continue
+        links[near, to] = _Hop(
+            to, tuple(at for at, _, _ in measured), tuple((offset, bound) for _, offset, bound in measured)
+        )
+    return {pair: hop for pair, hop in links.items() if pair[::-1] in links}, tuple(sorted(wrong))
+
+
+def _contradict(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
+    return abs(one[1] - other[1]) > one[2] + other[2] + drift_ns(other[0] - one[0])
+
+
+def _tree(links: Mapping[tuple[int, int], _Hop], reference: int) -> dict[int, _Hop]:
+    """Node → its first hop on the shortest way to the reference."""
+    neighbours: dict[int, list[int]] = {}
+    for near, far in sorted(links):
+        neighbours.setdefault(far, []).append(near)
+    hops: dict[int, _Hop] = {}
+    front = [reference]
+    while front:
+        further = []
+        for far in front:
+            for near in neighbours.get(far, ()):
+                if near != reference and near not in hops:
+                    hops[near] = links[near, far]
+                    further.append(near)
+        front = further
+    return hops
