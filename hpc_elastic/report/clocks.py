@@ -10,14 +10,17 @@ nothing was measured, nothing is known, and said so. Pure.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_elastic.clock_offset import drift_ns
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.report.collect_values import integer, text_of
 
+CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})
+"""What `ClocksBuilder.take` learns from."""
 SUPERVISOR = -1
 _STEP_NS = 1_000_000
 """A wall clock whose distance to the time since the boot changed by more was set in between."""
@@ -35,8 +38,7 @@ class ClockOffset:
     """False: concluded from the rounds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(NamedTuple):
     """When something happened."""
 
     at_ns: int
@@ -44,8 +46,11 @@ class Moment:
     bound_ns: int | None = None
     """It is off by at most so much more or less; None: its node's clock was not compared with the reference's."""
     node: int = -1
+    """Who saw it; -1: not known."""
     own_ns: int = 0
     """By its node's own clock: two moments of one node are as far apart as this says."""
+    is_uptime: bool = False
+    """`own_ns` is the time since its boot, not the wall clock's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class Clocks:
         if node == SUPERVISOR:
             node = self._supervisor
         if node is None or self.reference is None or (node != self.reference and node not in self._hops):
-            return Moment(at_ns=wall_ns, node=-1 if node is None else node, own_ns=uptime_ns or wall_ns)
+            return Moment(wall_ns, None, -1 if node is None else node, uptime_ns or wall_ns, bool(uptime_ns))
         own, bound = (uptime_ns, 0) if uptime_ns else self._from_wall(node, wall_ns)
         at, here = own, node
         while here != self.reference:
@@ -116,7 +121,7 @@ class Clocks:
             at, more = hop.cross(at)
             bound += more
             here = hop.to
-        return Moment(at_ns=at + self._walls[self.reference][-1][1], bound_ns=bound, node=node, own_ns=own)
+        return Moment(at + self._walls[self.reference][-1][1], bound, node, own, True)
 
     def _from_wall(self, node: int, wall_ns: int) -> tuple[int, int]:
         """By its clock since its boot, and the bound: it may have been set between two words."""
@@ -136,6 +141,10 @@ class Clocks:
     def bound_ns(self) -> int | None:
         """The largest bound of those that are known; None: nothing was measured."""
         return max((offset.bound_ns for offset in self.offsets.values()), default=None)
+
+
+NO_CLOCKS = Clocks()
+"""Nothing was measured."""
 
 
 class ClocksBuilder:
@@ -173,15 +182,13 @@ class ClocksBuilder:
         walls: dict[int, list[tuple[int, int]]] = {}
         for word in self._words:
             walls.setdefault(word.node, []).append((word.uptime_ns, word.wall_ns - word.uptime_ns))
-        measured = {node for pair in links for node in pair}
-        candidates = [node for node in walls if node in measured]
-        if not candidates:
-            return Clocks(contradicted=contradicted)
-        degree = {node: sum(1 for near, _ in links if near == node) for node in measured}
-        reference = min(candidates, key=lambda node: (-degree[node], node))
+        if not walls:
+            return Clocks()
+        degree = Counter(near for near, _ in links)
+        reference = min(walls, key=lambda node: (-degree[node], node))
         hops = _tree(links, reference)
         supervisor = self._hosts.get(SUPERVISOR)
-        nodes = [node for node in sorted(measured) if supervisor and self._hosts.get(node) == supervisor]
+        nodes = [node for node in sorted({*degree, *walls}) if supervisor and self._hosts.get(node) == supervisor]
         clocks = Clocks(
             reference=reference,
             host=self._hosts.get(reference, ""),

@@ -8,6 +8,7 @@ from typing import Any
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.outcome import UNHEALTHY_CODE
+from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of
 from hpc_elastic.report.collect_words import WholeWords
@@ -40,6 +41,7 @@ class AttemptBuilder:
     times: TimesBuilder = field(default_factory=TimesBuilder)
     words: WholeWords = field(default_factory=WholeWords)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
+    clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
 
     def round(self, index: int) -> RoundBuilder:
         """That round's builder."""
@@ -56,6 +58,8 @@ class AttemptBuilder:
         if role == "agent":
             self.words.take(name, event.get("n"), node, index)
             self.times.take(event, name, node, index, when)
+        if name in CLOCK_EVENTS:
+            self.clocks.take(event)
         round_handler = ROUND_HANDLERS.get(name)
         if round_handler is not None:
             if index is not None and index >= 0:
@@ -75,7 +79,9 @@ class AttemptBuilder:
                 bad_ends.setdefault(end.node, []).append(end)
         cut_short = {node: self._cut_short(node) for node in bad_ends}
         # A round that was opened but never became final had no workers: it is only what came after the one before.
-        rounds = [part for part in (self.rounds[i].build() for i in sorted(self.rounds)) if part.nodes or part.broken]
+        clocks = self.clocks.build()
+        built = (replace(self.rounds[index].build(), clocks=clocks) for index in sorted(self.rounds))
+        rounds = [part for part in built if part.nodes or part.broken]
         return AttemptHistory(
             number=self.number,
             job_id=self.job_id,
@@ -93,6 +99,7 @@ class AttemptBuilder:
             output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
             times=self.times.build(),
+            clocks=clocks,
         )
 
     def _tell_once_who_left(self) -> None:
@@ -161,6 +168,7 @@ def _dead_agents(
                 seen_ns=end.seen_ns,
                 detail=_code_text(end.code),
                 agent_only=True,
+                observer=SUPERVISOR,
             )
         )
     return lost

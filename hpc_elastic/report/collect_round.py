@@ -174,20 +174,24 @@ def _node_lost(part: RoundBuilder, event: dict[str, Any], when: int, node: int, 
         host=host,
         seen_ns=when,
         age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
+        observer=integer(event.get("by")),
     )
 
 
 def _health_check_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.lost[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=text_of(event.get("reason")))
+    left = text_of(event.get("reason"))
+    part.lost[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=left, observer=node)
 
 
 def _node_left(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     why = text_of(event.get("reason")) or "no reason was given"
-    part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why)
+    observer = integer(event.get("by"))
+    part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why, observer=observer)
 
 
 def _platform_failure(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.own[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, broke=text_of(event.get("reason")))
+    broke = text_of(event.get("reason"))
+    part.own[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, broke=broke, observer=node)
 
 
 def _workers_succeeded(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:

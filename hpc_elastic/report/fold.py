@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
+from hpc_elastic.report.order import moment_of_failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +35,10 @@ def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
     return failure.fingerprint or failure.headline, failure.failure_class.value, failure.exitcode
 
 
-def fold_failures(failures: Iterable[WorkerFailure]) -> tuple[Fold, ...]:
+def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS) -> tuple[Fold, ...]:
     """Group failures of the same fingerprint, class and exit code; groups and members by time, then rank."""
     groups: dict[tuple[str, str, int], list[WorkerFailure]] = {}
-    for failure in sorted(failures, key=lambda f: (f.ended_ns, f.global_rank)):
+    for failure in sorted(failures, key=lambda f: (moment_of_failure(f, clocks).at_ns, f.global_rank)):
         groups.setdefault(kind_of(failure), []).append(failure)
     return tuple(Fold(first=members[0], members=tuple(members)) for members in groups.values())
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import dataclass, field
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.output_losses import OutputLoss
 from hpc_elastic.report.timeline_times import AttemptTimes
 
@@ -33,6 +34,8 @@ class NodeLoss:
     """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
     broke: str = ""
     """What of this package failed there, by that node's own clock: the node went on. Empty: the node did not."""
+    observer: int | None = None
+    """The node by whose clock `seen_ns` is, or `clocks.SUPERVISOR`; None: not known."""
 
     @property
     def summary(self) -> str:
@@ -122,6 +125,8 @@ class RoundHistory:
     """The rarest first."""
     threads: tuple[StackGroup, ...] = ()
     """The same of threads that are not the main one."""
+    clocks: Clocks = NO_CLOCKS
+    """The attempt's: what the times of different nodes are worth."""
 
     @property
     def broken(self) -> bool:
@@ -172,6 +177,8 @@ class AttemptHistory:
     """What could not be read."""
     times: AttemptTimes = field(default_factory=AttemptTimes)
     """When each node did what."""
+    clocks: Clocks = NO_CLOCKS
+    """What its agents measured of each other's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from base64 import b64encode
 
+from hpc_elastic.report.clock_text import NOTABLE_NS, milliseconds_text
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
 from hpc_elastic.report.render_html_markup import Markup, element
@@ -28,7 +29,6 @@ from hpc_elastic.report.subject import Subject, choose_subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
 from hpc_elastic.report.timeline_axis import make_axis
 from hpc_elastic.report.timeline_goodput import measure_goodput
-from hpc_elastic.report.verdict import ClockBounds
 
 ENTRIES = 250
 """Failures, folded, of which the page tells everything."""
@@ -134,22 +134,30 @@ def _has(entry: Entry, failure: object) -> bool:
 
 
 def _clock_notes(timeline: Timeline) -> list[str]:
-    bound = duration(ClockBounds().across_hosts_ns / 1e9)
-    if not timeline.offsets:
-        return [
-            "Times are those of each host's own clock. No offsets between them were measured: they are taken to agree "
-            f"within {bound}, and marks on different hosts that are closer than that may have come in another order."
-        ]
-    notes = [f"Times are those of each host's own clock, taken to agree within {bound} where nothing else is said."]
-    for name, offset in sorted(timeline.offsets.items())[:20]:
+    offsets = timeline.offsets
+    measured = [offset for offset in offsets.values() if offset.measured]
+    notes = []
+    if measured:
+        bound = milliseconds_text(max(offset.bound_ns for offset in measured))
+        notes.append(
+            f"The hosts' clocks were compared by packets. The axis is by {' and '.join(timeline.clock_hosts)}'s clock, "
+            f"the others' to within {bound} of it; times in words are by each host's own."
+        )
+    else:
+        notes.append(
+            "Times are those of each host's own clock. These were not compared (no packets passed between the agents), "
+            "so that marks on different hosts may have come in another order."
+        )
+    off = {name: offset for name, offset in offsets.items() if abs(offset.offset_ns) > max(NOTABLE_NS, offset.bound_ns)}
+    for name, offset in sorted(off.items())[:20]:
         way = "ahead of" if offset.offset_ns > 0 else "behind"
         how = "measured" if offset.measured else "concluded from when it learned of each round"
         notes.append(
             f"The clock of {name} is {duration(abs(offset.offset_ns) / 1e9)} {way} the others' ({how}, to within "
-            f"{duration(offset.bound_ns / 1e9)}): its row is shifted by that, and the times in words are not."
+            f"{milliseconds_text(offset.bound_ns)}): its row is shifted by that, and the times in words are not."
         )
-    if len(timeline.offsets) > 20:
-        notes.append(f"{len(timeline.offsets) - 20} more hosts' rows are shifted in the same way.")
+    if len(off) > 20:
+        notes.append(f"{len(off) - 20} more hosts' rows are shifted in the same way.")
     return notes
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.report.clock_text import whose_clock
+from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
@@ -93,7 +95,8 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
         what = failure.headline or "(no message)"
         same = verdict.same_failure
         also = f"; the same on {count(len(same), 'rank')}: {ranks(same)}" if len(same) > 1 else ""
-        facts.append(("time", f"{clock_time(failure.ended_ns, date=True, fine=True)} ({failure.host}'s clock)"))
+        whose = whose_clock(failure.host, failure.node, subject.attempt.clocks if subject.attempt else NO_CLOCKS)
+        facts.append(("time", f"{clock_time(failure.ended_ns, date=True, fine=True)} ({whose})"))
         facts.append(("host", f"{failure.host} (node {failure.node}){where}"))
         facts.append(("rank", f"{failure.global_rank} (local_rank: {failure.local_rank}){also}"))
         signal = f" ({failure.signal})" if failure.signal else ""

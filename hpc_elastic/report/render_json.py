@@ -6,8 +6,10 @@ from typing import Any
 
 from hpc_elastic.atomic_file import json_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
+from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.output_losses import losses_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
@@ -93,7 +95,10 @@ def _verdict(subject: Subject) -> dict[str, Any]:
         "attempt": subject.attempt.number if subject.attempt is not None and subject.round is not None else None,
         "round": subject.round.index if subject.round is not None else None,
         "failure": verdict.failure.to_json() if verdict.failure is not None else None,
-        "candidates": [_place(failure) for failure in verdict.candidates[:100]],
+        "candidates": [
+            _place(failure, subject.attempt.clocks if subject.attempt is not None else NO_CLOCKS)
+            for failure in verdict.candidates[:100]
+        ],
     }
 
 
@@ -103,6 +108,7 @@ def _verdict_core(verdict: Verdict) -> dict[str, Any]:
         "summary": verdict.summary,
         "confidence": verdict.confidence.value,
         "evidence": verdict.evidence,
+        "resolution_ns": verdict.resolution_ns,
         "category": verdict.category.value if verdict.category is not None else None,
         "retryable": verdict.retryable,
         "fingerprint": verdict.fingerprint or None,
@@ -130,6 +136,7 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         ],
         "agents_relaunched": list(attempt.relaunched),
         "problems": list(attempt.problems),
+        "clocks": _clocks(attempt),
         "rounds": [_round(part, nodes) for part in attempt.rounds],
     }
 
@@ -155,7 +162,7 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         },
         "lost_nodes": [_loss(loss) for loss in part.lost_nodes],
         "verdict": _verdict_core(verdict_of(part)) if part.broken else None,
-        "failures": [_fold(fold) for fold in fold_failures(part.failures)],
+        "failures": [_fold(fold, part.clocks) for fold in fold_failures(part.failures, part.clocks)],
         "heartbeats": [
             {
                 "rank": word.rank,
@@ -182,17 +189,33 @@ def _node(node: RoundNode) -> dict[str, Any]:
     return {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": rank_ranges(node.ranks)}
 
 
-def _fold(fold: Fold) -> dict[str, Any]:
+def _fold(fold: Fold, clocks: Clocks) -> dict[str, Any]:
     return {
         "ranks": rank_ranges(fold.ranks),
         "count": len(fold.members),
         "hosts": list(fold.hosts),
         "first": fold.first.to_json(),
-        "members": [_place(failure) for failure in fold.members],
+        "members": [_place(failure, clocks) for failure in fold.members],
     }
 
 
-def _place(failure: WorkerFailure) -> dict[str, Any]:
+def _clocks(attempt: AttemptHistory) -> dict[str, Any] | None:
+    clocks = attempt.clocks
+    if clocks.reference is None and not clocks.contradicted:
+        return None
+    return {
+        "reference_node": clocks.reference,
+        "reference_host": clocks.host or None,
+        "offsets": [
+            {"node": node, "offset_ns": offset.offset_ns, "bound_ns": offset.bound_ns}
+            for node, offset in clocks.offsets.items()
+        ],
+        "contradicted": list(clocks.contradicted),
+    }
+
+
+def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
+    moment = moment_of_failure(failure, clocks)
     return {
         "global_rank": failure.global_rank,
         "local_rank": failure.local_rank,
@@ -201,6 +224,8 @@ def _place(failure: WorkerFailure) -> dict[str, Any]:
         "pid": failure.pid,
         "exitcode": failure.exitcode,
         "ended_ns": failure.ended_ns,
+        "at_ns": moment.at_ns if moment.bound_ns is not None else None,
+        "at_bound_ns": moment.bound_ns,
         "error_file": failure.error_file,
     }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clock_text import whose_clock
+from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.report.history import AttemptHistory, RoundHistory
 from hpc_elastic.report.render_text_words import (
@@ -60,7 +62,7 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         return found
     fields = [
         *headline(failure.headline, width),
-        text_field("time", f"{time_text(failure.ended_ns, fine=True)} ({clean_line(failure.host)}'s clock)"),
+        text_field("time", f"{time_text(failure.ended_ns, fine=True)} ({_whose_clock(subject, failure)})"),
         text_field("host", f"{clean_line(failure.host)} (node {failure.node}){where}"),
         text_field("rank", f"{failure.global_rank} (local_rank: {failure.local_rank})" + _also(verdict)),
         text_field(
@@ -79,6 +81,11 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         fields += [fit(text_field("caused by", clean_line(cause)), width) for cause in found_text.causes[:2]]
     left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(fields)))
     return fields + _traceback(failure, width, left, lost=_lost_stderr(subject.attempt, failure))
+
+
+def _whose_clock(subject: Subject, failure: WorkerFailure) -> str:
+    clocks = subject.attempt.clocks if subject.attempt is not None else NO_CLOCKS
+    return clean_line(whose_clock(failure.host, failure.node, clocks))
 
 
 def _last_words(part: RoundHistory | None, node: int, width: int) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankWord, RoundHistory, StackGroup
+from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.render_text_words import brief, clean_line, clock_text, fit, shorten
 from hpc_elastic.report.verdict import Verdict
 
@@ -32,9 +34,9 @@ def other_lines(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | 
     lost = [loss for loss in part.lost_nodes if loss is not verdict.lost_node]
     if not rest and not lost:
         return []
-    folds = sorted(fold_failures(rest), key=lambda fold: _ORDER[fold.first.failure_class])
+    folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: _ORDER[fold.first.failure_class])
     lines = [fit(f"  {clean_line(loss.summary)}{_silence(loss)}", width) for loss in lost]
-    lines += [fit(_fold_line(fold, root), width) for fold in folds]
+    lines += [fit(_fold_line(fold, root, part.clocks), width) for fold in folds]
     if cap is not None and len(lines) > cap:
         hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
         lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds (--all shows them)"]
@@ -45,7 +47,7 @@ def _silence(loss: NodeLoss) -> str:
     return f" ({loss.age:.1f} s without a sign)" if loss.age else ""
 
 
-def _fold_line(fold: Fold, root: WorkerFailure | None) -> str:
+def _fold_line(fold: Fold, root: WorkerFailure | None, clocks: Clocks) -> str:
     first = fold.first
     count = len(fold.members)
     ranks = f"rank{'s' if count > 1 else ''} {shorten(rank_ranges(fold.ranks), 30)}"
@@ -54,7 +56,8 @@ def _fold_line(fold: Fold, root: WorkerFailure | None) -> str:
     if root is not None and first.fingerprint == root.fingerprint:
         what = "the same failure"
     label = f" [{what}]" if what else ""
-    return f"  {ranks} on {hosts}, from {clock_text(first.ended_ns)}{label}: {brief(first.headline)}"
+    at = clock_text(moment_of_failure(first, clocks).at_ns)
+    return f"  {ranks} on {hosts}, from {at}{label}: {brief(first.headline)}"
 
 
 def stack_lines(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:

@@ -45,6 +45,7 @@ def verdict_of(part: RoundHistory) -> Verdict:
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),
         words=part.words,
+        clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )
 

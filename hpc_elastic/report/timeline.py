@@ -12,11 +12,11 @@ from enum import Enum
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.report.clocks import ClockOffset
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import AttemptSpan, PlacedAttempt, RoundTimes, place_attempts
-from hpc_elastic.report.timeline_clocks import ClockOffset
 from hpc_elastic.report.timeline_spans import Span, State, Stay, node_spans
 
 
@@ -109,20 +109,19 @@ class Timeline:
     entries: tuple[Entry, ...]
     dividers: tuple[Divider, ...]
     offsets: Mapping[str, ClockOffset]
-    """Names of nodes whose clock was set right."""
+    """Names of nodes whose wall clock is known to be off by so much; its times are shifted."""
+    clock_hosts: tuple[str, ...] = ()
+    """By whose clock the axis is, for each attempt in which clocks were compared."""
 
 
-def build_timeline(
-    history: RunHistory, *, most_ranks: int = 1024, measured: Mapping[str, ClockOffset] | None = None
-) -> Timeline:
+def build_timeline(history: RunHistory, *, most_ranks: int = 1024) -> Timeline:
     """Lay a run's history out in time.
 
     Args:
         history: The run.
         most_ranks: As many rows of ranks at most.
-        measured: Host name → its clock's offset, where offsets were measured.
     """
-    parts = place_attempts(history, measured)
+    parts = place_attempts(history)
     entries = _entries(part.attempt for part in parts)
     by_round: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
@@ -149,6 +148,9 @@ def build_timeline(
             if item.index in part.extents
         ),
         offsets=offsets,
+        clock_hosts=tuple(
+            dict.fromkeys(p.attempt.clocks.host for p in parts if p.attempt.clocks.reference is not None)
+        ),
     )
 
 
@@ -199,7 +201,7 @@ def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
             for loss in item.lost_nodes:
                 kind = MarkKind.CAUSE if loss is verdict.lost_node else MarkKind.LOST
                 found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, loss=loss))
-            for fold in fold_failures(item.failures):
+            for fold in fold_failures(item.failures, item.clocks):
                 is_cause = verdict.failure is not None and any(f is verdict.failure for f in fold.members)
                 kind = MarkKind.CAUSE if is_cause else _KINDS[fold.first.failure_class]
                 found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, fold=fold))
@@ -229,7 +231,7 @@ def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, i
                 rows.mark(names[entry.loss.node], _loss_mark(entry, entry.loss, part))
             for node, members in _by_node(entry).items():
                 if node in names:
-                    at = part.at(node, min(failure.ended_ns for failure in members))
+                    at = min(part.failure_at(failure) for failure in members)
                     hit = tuple(failure.global_rank for failure in members)
                     rows.mark(names[node], Mark(entry=entry.number, kind=entry.kind, at_ns=at, ranks=hit))
 
@@ -244,7 +246,7 @@ def _draw_ranks(
     for rank in chosen:
         rows.add(f"rank {rank}", part.attempt.number, (), "")
     for item in part.attempt.rounds:
-        ends = {f.global_rank: part.at(f.node, f.ended_ns) for f in item.failures if f.ended_ns}
+        ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
         entries = by_round.get((part.attempt.number, item.index), ())
         for node in item.nodes:
             stay = part.by_round.get(item.index, {}).get(node.node)
@@ -259,7 +261,7 @@ def _draw_ranks(
                         rows.mark(f"rank {rank}", _loss_mark(entry, entry.loss, part))
             for failure in entry.fold.members if entry.fold is not None else ():
                 if failure.global_rank in wanted:
-                    at = part.at(failure.node, failure.ended_ns)
+                    at = part.failure_at(failure)
                     kind = entry.kind
                     rows.mark(
                         f"rank {failure.global_rank}",
@@ -292,8 +294,7 @@ def _ranks_of(ranks: Sequence[int]) -> str:
 
 
 def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:
-    # Its own word is by its own clock; its coordinator's is by a clock that is taken for right.
-    at = part.at(loss.node, loss.seen_ns) if loss.left else loss.gone_ns
+    at = part.loss_at(loss)
     return Mark(entry=entry.number, kind=entry.kind, at_ns=min(max(at, part.start_ns), part.end_ns))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.light_dataclass import dataclass, replace
+from hpc_elastic.report.clocks import SUPERVISOR, Moment
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
-from hpc_elastic.report.timeline_clocks import ClockOffset, node_offsets
+from hpc_elastic.report.order import moment_of_failure, moment_of_loss
+from hpc_elastic.report.timeline_clocks import node_offsets
 from hpc_elastic.report.timeline_spans import Stay, make_stays, round_extents
 from hpc_elastic.report.timeline_times import NodeTimes
 
@@ -35,17 +36,16 @@ class AttemptSpan:
 class PlacedAttempt:
     """One attempt with all its times on the common axis."""
 
-    def __init__(self, attempt: AttemptHistory, measured: Mapping[str, ClockOffset]) -> None:
+    def __init__(self, attempt: AttemptHistory) -> None:
         self.attempt = attempt
         self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
         self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
-        known = {item.node for item in attempt.times.nodes} | set(self._hosts)
-        names = {node: self.name(node) for node in known}
-        self.offsets = node_offsets(attempt.times.nodes, hosts=names, measured=measured)
+        self.offsets = node_offsets(attempt.times.nodes, clocks=attempt.clocks)
         self.losses: dict[int, dict[int, NodeLoss]] = {}
         for item in attempt.rounds:
             for loss in item.lost_nodes:
-                self.losses.setdefault(loss.node, {})[item.index] = loss
+                shift = self.loss_at(loss) - loss.gone_ns
+                self.losses.setdefault(loss.node, {})[item.index] = replace(loss, seen_ns=loss.seen_ns + shift)
         self.agent_starts = {
             agents.node: [self.at(agents.node, when) for when in agents.started_ns] for agents in attempt.times.agents
         }
@@ -83,6 +83,23 @@ class PlacedAttempt:
         offset = self.offsets.get(node)
         return when_ns if offset is None else when_ns - offset.offset_ns
 
+    def failure_at(self, failure: WorkerFailure) -> int:
+        """When it happened, on the common axis."""
+        return self._known(moment_of_failure(failure, self.attempt.clocks), self.at(failure.node, failure.ended_ns))
+
+    def loss_at(self, loss: NodeLoss) -> int:
+        """When it was lost: the last sign of it."""
+        # Its own word is by its own clock; its coordinator's is by a clock that is taken for right.
+        guess = self.at(loss.node, loss.seen_ns) if loss.left or loss.broke else loss.gone_ns
+        return self._known(moment_of_loss(loss, self.attempt.clocks), guess)
+
+    def _seen_by_supervisor(self, when_ns: int | None) -> int | None:
+        return when_ns and self._known(self.attempt.clocks.moment(SUPERVISOR, when_ns), when_ns)
+
+    @staticmethod
+    def _known(moment: Moment, otherwise_ns: int) -> int:
+        return otherwise_ns if moment.bound_ns is None else moment.at_ns
+
     def _shifted(self, told: NodeTimes) -> NodeTimes:
         if told.node not in self.offsets:
             return told
@@ -100,17 +117,17 @@ class PlacedAttempt:
 
     def _extent(self) -> tuple[int, int]:
         attempt = self.attempt
-        told: list[int | None] = [attempt.started_ns, attempt.ended_ns]
+        told: list[int | None] = [self._seen_by_supervisor(when) for when in (attempt.started_ns, attempt.ended_ns)]
         for whens in (*self.agent_starts.values(), *self.agent_ends.values()):
             told += whens
         for items in self._times.values():
             for item in items:
                 told += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
         for part in attempt.rounds:
-            told += [self.at(failure.node, failure.ended_ns) for failure in part.failures]
-            told += [loss.seen_ns for loss in part.lost_nodes]
+            told += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
+            told += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
             told += [self.at(word.node, word.told_ns) for word in part.words]
-        told += [end.seen_ns for end in attempt.agent_ends]
+        told += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
         known = [when for when in told if when]
         return (min(known), max(known)) if known else (0, 0)
 
@@ -132,19 +149,14 @@ class PlacedAttempt:
         trained = None
         if stays and len(stays) == len(item.nodes):
             ends = [stay.stopping_ns for stay in stays.values()]
-            ends += [self.at(failure.node, failure.ended_ns) for failure in item.failures if failure.ended_ns]
+            ends += [self.failure_at(failure) for failure in item.failures if failure.ended_ns]
             begin = max(stay.running_ns for stay in stays.values())
             if min(ends) > begin:
                 trained = (begin, min(ends))
         return RoundTimes(attempt=self.attempt.number, round=item.index, start_ns=start, end_ns=end, trained_ns=trained)
 
 
-def place_attempts(history: RunHistory, measured: Mapping[str, ClockOffset] | None = None) -> list[PlacedAttempt]:
-    """The attempts of which anything is known.
-
-    Args:
-        history: The run.
-        measured: Host name → its clock's offset, where offsets were measured.
-    """
-    placed = [PlacedAttempt(attempt, measured or {}) for attempt in history.attempts]
+def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
+    """The attempts of which anything is known."""
+    placed = [PlacedAttempt(attempt) for attempt in history.attempts]
     return [part for part in placed if part.end_ns]

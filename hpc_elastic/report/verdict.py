@@ -1,19 +1,33 @@
 """Which failure was the cause: a pure decision over one round's failures, with its evidence and its confidence.
 
-By class first (what is not a symptom), then by each agent's own time of the failure. Two times that are closer than
-the clocks can tell apart are a tie, and said to be one.
+By class first (what is not a symptom), then by each agent's own time of the failure, taken to one clock as far as the
+hosts' clocks were compared. Two times that are closer than the clocks can tell apart are a tie, and said to be one; so
+are times of hosts whose clocks nobody compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.light_dataclass import dataclass, replace
+from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
 from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankWord
+from hpc_elastic.report.order import (
+    SAME_NODE_NS,
+    SIGN_NS,
+    Order,
+    clock_bound_ns,
+    gap_ns,
+    moment_of_failure,
+    moment_of_loss,
+    order_of,
+    resolution_ns,
+)
 
 _OUR_SIGNALS = ("SIGTERM", "SIGKILL")
 """Whoever ended by one of these may have logged an exception, and gone on, before a stop that it did not cause."""
@@ -37,19 +51,9 @@ class Confidence(str, Enum):
 
     HIGH = "high"
     TIE = "tie"
-    """Candidates that the clocks can't order."""
+    """Candidates that the clocks can't order, or that nobody compared."""
     LOW = "low"
     NONE = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockBounds:
-    """How close two times may be before their order means nothing, nanoseconds."""
-
-    same_host_ns: int = 2_000_000
-    """One agent reads the ends of its workers one after the other."""
-    across_hosts_ns: int = 100_000_000
-    """Assumed, since no offsets between the hosts' clocks were measured: NTP keeps a cluster well within it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,8 @@ class Verdict:
     """Global ranks that failed in the same way, the root cause's included."""
     candidates: tuple[WorkerFailure, ...] = ()
     """The other failures that are no consequence, by time; without those of the same kind."""
+    resolution_ns: int | None = None
+    """How close it and the next candidate may be before their order means nothing; None: not known, or no candidate."""
 
     @property
     def summary(self) -> str:
@@ -88,7 +94,7 @@ def decide_verdict(
     lost_nodes: Sequence[NodeLoss] = (),
     words: Sequence[RankWord] = (),
     ranks: Mapping[int, str] | None = None,
-    clocks: ClockBounds | None = None,
+    clocks: Clocks = NO_CLOCKS,
 ) -> Verdict:
     """Name the root cause among the failures of one round.
 
@@ -99,37 +105,66 @@ def decide_verdict(
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
-    bounds = clocks or ClockBounds()
-    ordered = sorted(failures, key=lambda failure: (failure.ended_ns, failure.global_rank))
+    when = {id(failure): moment_of_failure(failure, clocks) for failure in failures}
+    ordered = sorted(failures, key=lambda failure: (when[id(failure)].at_ns, failure.global_rank))
     causes = [failure for failure in ordered if failure.failure_class in _CAUSES]
     symptoms = [failure for failure in ordered if failure.failure_class is FailureClass.SYMPTOM]
     # Ended by us, but it had printed an exception of its own before: it was about to end, or hung in its shutdown.
     stopped = [failure for failure in ordered if failure.failure_class is FailureClass.STOPPED_BY_US]
     talking = [failure for failure in stopped if failure.exception_type]
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
-    lost = sorted(lost_nodes, key=lambda loss: (loss.gone_ns, loss.node))
-    if lost and (not causes or lost[0].gone_ns <= causes[0].ended_ns):
-        return _node_verdict(lost, causes, symptoms, bounds, retryable=retryable)
+    losses = [(moment_of_loss(loss, clocks), loss) for loss in lost_nodes]
+    losses.sort(key=lambda item: (item[0].at_ns, item[1].node))
+    lost = [loss for _, loss in losses]
+    if lost and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
+        order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_slack(lost[0])) if causes else Order.KNOWN
+        return _node_verdict(lost, causes, symptoms, order, retryable=retryable)
     if causes and causes[0].failure_class is FailureClass.HANG:
-        return _hang_verdict(causes, symptoms, words, retryable=retryable)
-    if causes:
-        return _worker_verdict(causes, talking, len(symptoms), lost, bounds, retryable=retryable)
-    if talking and (symptoms or talking[0].signal not in _OUR_SIGNALS):
-        return _talking_verdict(talking[0], len(symptoms), retryable=retryable)
-    if symptoms:
+        verdict = _hang_verdict(causes, symptoms, words)
+    elif causes:
+        verdict = _worker_verdict(causes, talking, len(symptoms), losses, [when[id(failure)] for failure in causes])
+    elif talking and (symptoms or talking[0].signal not in _OUR_SIGNALS):
+        verdict = _talking_verdict(talking[0], len(symptoms))
+    elif symptoms:
         first = symptoms[0]
-        return Verdict(
-            cause=Cause.UNKNOWN,
-            confidence=Confidence.NONE,
-            evidence=_unknown(symptoms, ranks or {}),
-            failure=first,
-            category=first.category,
-            fingerprint=first.fingerprint,
-            retryable=retryable,
-            same_failure=_same(first, ordered),
+        verdict = _of_worker(
+            first, Confidence.NONE, _unknown(symptoms, ranks or {}), cause=Cause.UNKNOWN, same=_same(first, ordered)
         )
-    evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
-    return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+    else:
+        evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
+        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+    return verdict if retryable else replace(verdict, retryable=False)
+
+
+def _of_worker(
+    root: WorkerFailure,
+    confidence: Confidence,
+    evidence: str,
+    *,
+    cause: Cause = Cause.WORKER,
+    same: tuple[int, ...] = (),
+    candidates: Iterable[WorkerFailure] = (),
+    resolution_ns: int | None = None,
+) -> Verdict:
+    """The verdict that names a worker's failure."""
+    return Verdict(
+        cause=cause,
+        confidence=confidence,
+        evidence=evidence,
+        failure=root,
+        category=root.category,
+        fingerprint=root.fingerprint,
+        # Of one that reads like a consequence the cause is not known.
+        retryable=root.retryable or cause is Cause.UNKNOWN,
+        same_failure=same or (root.global_rank,),
+        candidates=tuple(candidates),
+        resolution_ns=resolution_ns,
+    )
+
+
+def _slack(loss: NodeLoss) -> int:
+    """Its node may have lived on for so long after `gone_ns`."""
+    return SIGN_NS if loss.age else 0
 
 
 def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
@@ -152,13 +187,11 @@ def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
     )
 
 
-def _hang_verdict(
-    causes: list[WorkerFailure], symptoms: list[WorkerFailure], words: Sequence[RankWord], *, retryable: bool
-) -> Verdict:
+def _hang_verdict(causes: list[WorkerFailure], symptoms: list[WorkerFailure], words: Sequence[RankWord]) -> Verdict:
     """Where one hangs the others wait for it: it is the furthest behind, or else the first that fell silent."""
     hung = sorted(
         (failure for failure in causes if failure.failure_class is FailureClass.HANG),
-        key=lambda f: (-1 if f.last_step is None else f.last_step, f.ended_ns, f.global_rank),
+        key=lambda failure: -1 if failure.last_step is None else failure.last_step,
     )
     root = hung[0]
     step = -1 if root.last_step is None else root.last_step
@@ -181,47 +214,27 @@ def _hang_verdict(
     if symptoms:
         are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
         evidence += f"; {_count(len(symptoms), 'failure')} elsewhere {are}"
-    return Verdict(
-        cause=Cause.WORKER,
-        confidence=confidence,
-        evidence=evidence,
-        failure=root,
-        category=root.category,
-        fingerprint=root.fingerprint,
-        retryable=retryable and root.retryable,
-        same_failure=(root.global_rank,),
-        candidates=tuple(failure for failure in causes if failure is not root),
-    )
+    return _of_worker(root, confidence, evidence, candidates=(failure for failure in causes if failure is not root))
 
 
 def _worker_verdict(
     causes: list[WorkerFailure],
     talking: list[WorkerFailure],
     symptoms: int,
-    lost: list[NodeLoss],
-    bounds: ClockBounds,
-    *,
-    retryable: bool,
+    losses: list[tuple[Moment, NodeLoss]],
+    when: list[Moment],
 ) -> Verdict:
-    root = causes[0]
-    others = [failure for failure in causes if failure.fingerprint != root.fingerprint]
+    """`when`: the moments of `causes`, which are in order."""
+    root, first = causes[0], when[0]
+    others = [
+        (failure, moment)
+        for failure, moment in zip(causes, when, strict=True)
+        if failure.fingerprint != root.fingerprint
+    ]
     same = _same(root, [*causes, *talking])
     confidence = Confidence.HIGH
-    consequences = f"; {_count(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
     if others:
-        near = [failure for failure in others if _is_tie(root, failure, bounds)]
-        if near:
-            confidence = Confidence.TIE
-            names = ", ".join(f"rank {failure.global_rank} on {failure.host}" for failure in near[:3])
-            more = f" and {len(near) - 3} more" if len(near) > 3 else ""
-            within = _resolution(root, near, bounds)
-            evidence = f"not certain: {names}{more} failed otherwise within the clocks' resolution ({within})"
-        else:
-            gap = (others[0].ended_ns - root.ended_ns) / 1e9
-            evidence = (
-                f"first of {len(others) + 1} different failures, {_seconds(gap)} before the next "
-                f"(rank {others[0].global_rank} on {others[0].host})"
-            )
+        confidence, evidence = _among(root, first, others)
     elif len(same) > 1:
         evidence = f"the same failure on {len(same)} ranks ({rank_ranges(same)}); this one was seen first"
     elif symptoms:
@@ -229,20 +242,64 @@ def _worker_verdict(
     else:
         evidence = "the only failure"
     if symptoms:
-        evidence += consequences
-    if lost:
-        evidence += f"; {_after(lost[0])}"
-    return Verdict(
-        cause=Cause.WORKER,
-        confidence=confidence,
-        evidence=evidence,
-        failure=root,
-        category=root.category,
-        fingerprint=root.fingerprint,
-        retryable=retryable and root.retryable,
-        same_failure=same,
-        candidates=tuple(others),
+        evidence += f"; {_count(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+    if losses:
+        gone, loss = losses[0]
+        order = order_of(first, gone)
+        confidence = confidence if order is Order.KNOWN else Confidence.TIE
+        evidence += f"; {_after(loss)}" if order is Order.KNOWN else f"; not certain: {_about_then(loss, order)}"
+    return _of_worker(
+        root,
+        confidence,
+        evidence,
+        same=same,
+        candidates=(failure for failure, _ in others),
+        resolution_ns=resolution_ns(first, others[0][1]) if others else None,
     )
+
+
+def _among(
+    root: WorkerFailure, first: Moment, others: Sequence[tuple[WorkerFailure, Moment]]
+) -> tuple[Confidence, str]:
+    """Whether the one that seems to be the first of several failures was, and how that is known."""
+    orders = [(failure, moment, order_of(first, moment)) for failure, moment in others]
+    unknown = [(failure, moment) for failure, moment, order in orders if order is Order.UNKNOWN]
+    near = [(failure, moment) for failure, moment, order in orders if order is Order.TIE]
+    parts = []
+    if near:
+        within = f"{milliseconds_text(SAME_NODE_NS)} on one host"
+        if any(moment.node != first.node for _, moment in near):
+            within = f"{milliseconds_text(max(resolution_ns(first, moment) or 0 for _, moment in near))} between hosts"
+        parts.append(f"{_names(near)} failed otherwise within the clocks' resolution ({within})")
+    if unknown:
+        gap = max(0, gap_ns(first, unknown[0][1]))
+        hosts = "its clock was" if len({failure.host for failure, _ in unknown}) == 1 else "those clocks were"
+        parts.append(
+            f"{_names(unknown)} failed otherwise, and {hosts} not compared with {root.host}'s "
+            f"(by the clocks as they are, {seconds_text(gap)} later)"
+        )
+    if parts:
+        return Confidence.TIE, f"not certain: {'; '.join(parts)}"
+    failure, moment = others[0]
+    gap = gap_ns(first, moment)
+    bound = clock_bound_ns(first, moment) if moment.node != first.node else None
+    known = f"; clocks known to within {milliseconds_text(bound)}" if bound is not None else ""
+    return Confidence.HIGH, (
+        f"first of {len(others) + 1} different failures, {seconds_text(gap)} before the next "
+        f"(rank {failure.global_rank} on {failure.host}{known})"
+    )
+
+
+def _names(failures: Sequence[tuple[WorkerFailure, Moment]]) -> str:
+    names = ", ".join(f"rank {failure.global_rank} on {failure.host}" for failure, _ in failures[:3])
+    return names + (f" and {len(failures) - 3} more" if len(failures) > 3 else "")
+
+
+def _about_then(loss: NodeLoss, order: Order) -> str:
+    what = loss.broke or f"{loss.host} {'left' if loss.left else 'was lost'}"
+    if order is Order.UNKNOWN:
+        return f"{what} too, and nobody compared the clocks by which one could tell which came first"
+    return f"{what} at about the same time"
 
 
 def _after(loss: NodeLoss) -> str:
@@ -255,7 +312,7 @@ def _node_verdict(
     lost: list[NodeLoss],
     causes: list[WorkerFailure],
     symptoms: list[WorkerFailure],
-    bounds: ClockBounds,
+    order: Order,
     *,
     retryable: bool,
 ) -> Verdict:
@@ -269,9 +326,10 @@ def _node_verdict(
     confidence = Confidence.HIGH
     if len(lost) > 1:
         parts.append(f"lost too: {', '.join(loss.host for loss in lost[1:4])}" + (" ..." if len(lost) > 4 else ""))
-    if causes and causes[0].ended_ns - first.gone_ns <= bounds.across_hosts_ns:
+    if causes and order is not Order.KNOWN:
         confidence = Confidence.TIE
-        parts.append(f"not certain: rank {causes[0].global_rank} on {causes[0].host} failed at about the same time")
+        how = "at about the same time" if order is Order.TIE else "too, by a clock that was not compared"
+        parts.append(f"not certain: rank {causes[0].global_rank} on {causes[0].host} failed {how}")
     if symptoms:
         parts.append(
             f"{_count(len(symptoms), 'failure')} elsewhere {'is' if len(symptoms) == 1 else 'are'} its consequence"
@@ -294,37 +352,17 @@ def _node_fingerprint(loss: NodeLoss) -> str:
     return "agent_died" if loss.agent_only else "node_left" if loss.left else "node_lost"
 
 
-def _talking_verdict(failure: WorkerFailure, symptoms: int, *, retryable: bool) -> Verdict:
+def _talking_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
     evidence = "likely: it had printed this, and had not ended when this job ended it"
     if symptoms:
         evidence += (
             f"; {_count(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
         )
-    return Verdict(
-        cause=Cause.WORKER,
-        confidence=Confidence.LOW,
-        evidence=evidence,
-        failure=failure,
-        category=failure.category,
-        fingerprint=failure.fingerprint,
-        retryable=retryable,
-        same_failure=(failure.global_rank,),
-    )
+    return _of_worker(failure, Confidence.LOW, evidence)
 
 
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
     return tuple(sorted(f.global_rank for f in failures if f.fingerprint == root.fingerprint))
-
-
-def _is_tie(root: WorkerFailure, other: WorkerFailure, bounds: ClockBounds) -> bool:
-    bound = bounds.same_host_ns if root.host == other.host else bounds.across_hosts_ns
-    return other.ended_ns - root.ended_ns <= bound
-
-
-def _resolution(root: WorkerFailure, near: Sequence[WorkerFailure], bounds: ClockBounds) -> str:
-    if all(failure.host == root.host for failure in near):
-        return f"{bounds.same_host_ns // 1_000_000} ms on one host"
-    return f"{bounds.across_hosts_ns // 1_000_000} ms between hosts"
 
 
 def _seconds(seconds: float) -> str:

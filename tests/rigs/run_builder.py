@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hpc_elastic.atomic_file import make_private_dir, write_json
@@ -118,6 +120,8 @@ class RunBuilder:
     nodes: int = 4
     per_node: int = 1
     clock: SetClock = field(default_factory=SetClock)
+    compares_clocks: bool = True
+    """Whether the agents tell of their clocks when workers start."""
 
     def __post_init__(self) -> None:
         make_private_dir(self.root)
@@ -164,18 +168,44 @@ class RunBuilder:
         )
         write_json(self.paths.attempt(number).attempt_json, {"version": 1, "number": number, "nodes": self.names})
 
-    def round(self, attempt: int, index: int, *, at: float, without: tuple[int, ...] = (), reason: str = "") -> None:
-        """A round that became final on all nodes but some."""
+    def clock_offset(
+        self, attempt: int, node: int, *, at: float, ahead: float = 0.0, reference: int = 0, bound_ns: int = 1_000_000
+    ) -> None:
+        """What an agent tells of its clock, `ahead` seconds ahead of the reference's as the wall clock is."""
+        self.event(
+            attempt,
+            "agent",
+            node,
+            at + ahead,
+            "clock_offset",
+            reference=reference,
+            offset_ns=0,
+            bound_ns=0 if node == reference else bound_ns,
+            uptime_ns=UPTIME_NS + int(at * 1e9),
+        )
+
+    def round(
+        self,
+        attempt: int,
+        index: int,
+        *,
+        at: float,
+        without: tuple[int, ...] = (),
+        reason: str = "",
+        ahead: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
+        """A round that became final on all nodes but some; `ahead`: nodes whose wall clocks are."""
         here = [node for node in range(self.nodes) if node not in without]
         if reason:
             self.event(attempt, "agent", here[0], at, "round_frozen", round=index, reason=reason, restarts_used=index)
         for group_rank, node in enumerate(here):
             first = group_rank * self.per_node
+            now = at + ahead.get(node, 0.0)
             self.event(
                 attempt,
                 "agent",
                 node,
-                at,
+                now,
                 "round_final",
                 round=index,
                 group_rank=group_rank,
@@ -187,7 +217,9 @@ class RunBuilder:
                 restarts_used=index,
                 max_restarts=3,
             )
-            self.event(attempt, "agent", node, at + 0.01, "workers_started", round=index, pids=[4000 + first])
+            if self.compares_clocks:
+                self.clock_offset(attempt, node, at=at + 0.01, ahead=now - at)
+            self.event(attempt, "agent", node, now + 0.01, "workers_started", round=index, pids=[4000 + first])
 
     def fail(self, failure: WorkerFailure, *, error_file: bool = True) -> WorkerFailure:
         """A failure with its error file and its event."""
@@ -211,6 +243,8 @@ class RunBuilder:
             fingerprint=failure.fingerprint,
             error_file=str(paths.error_file),
             message=failure.message,
+            ended_ns=failure.ended_ns,
+            ended_uptime_ns=failure.ended_uptime_ns,
         )
         return failure
 

@@ -81,9 +81,24 @@ def test_verdict_and_goodput_stand_above_the_timeline(tmp_path: Path) -> None:
         "53.8 %",
         "requeue 1 of 3 (2 left): too few nodes",
         "3 failures were survived",
-        "they are taken to agree within 100 ms",
+        "The axis is by n1's clock, the others' to within 1 ms of it",
     ):
         assert words in page.text, words
+
+
+def test_what_is_not_known_of_the_clocks_is_said(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=3, compares_clocks=False)
+    builder.attempt(0)
+    builder.round(0, 0, at=5)
+    assert "These were not compared (no packets passed between the agents)" in page_of(builder).text
+    builder = RunBuilder(tmp_path / "other", nodes=3)
+    builder.attempt(0)
+    builder.round(0, 0, at=5, ahead={1: 3600.0})
+    builder.fail(make_failure(1, at=3610.0, exception="ValueError: bad"))
+    page = page_of(builder)
+    assert "The clock of n2 is 1 h 00 min ahead of the others' (measured, to within 1 ms)" in page.text
+    assert "(n2's clock, 3600.0 s ahead of n1's)" in page.text
+    assert "n3 is" not in page.text
 
 
 def test_a_page_needs_nothing_from_elsewhere(tmp_path: Path) -> None:

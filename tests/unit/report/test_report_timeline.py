@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,10 +9,9 @@ import pytest
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline
 from hpc_elastic.report.timeline_axis import make_axis
-from hpc_elastic.report.timeline_clocks import ClockOffset
 from hpc_elastic.report.timeline_goodput import goodput_of
 from hpc_elastic.report.timeline_spans import State
-from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
+from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, RunBuilder, make_failure
 
 SECOND = 1_000_000_000
 
@@ -220,12 +220,21 @@ def test_node_that_learns_late_once_keeps_its_clock(builder: RunBuilder) -> None
 
 
 def test_measured_offsets_are_used(builder: RunBuilder) -> None:
+    """n2's wall clock is 2 s ahead; n3's was set 100 s back after it had started its workers."""
     builder.attempt(0)
-    builder.round(0, 0, at=5)
-    measured = {"n2": ClockOffset(offset_ns=2 * SECOND, bound_ns=SECOND)}
-    timeline = build_timeline(collect_run(builder.root), measured=measured)
-    assert [told(row(timeline, name))[1] for name in ("n1", "n2")] == [("starting", 5, 5.01), ("starting", 3, 3.01)]
-    assert timeline.offsets == measured
+    builder.round(0, 0, at=5, ahead={1: 2.0})
+    late = make_failure(1, at=22.0, exception="ValueError: late")
+    builder.fail(replace(late, ended_uptime_ns=late.ended_uptime_ns - 2 * SECOND))
+    first = make_failure(2, at=-90.0, exception="KeyError: 'first'")
+    builder.fail(replace(first, ended_uptime_ns=UPTIME_NS + 10 * SECOND))
+    timeline = picture(builder)
+    assert [told(row(timeline, name))[1][:3] for name in ("n1", "n2")] == [("starting", 5, 5.01)] * 2
+    assert timeline.clock_hosts == ("n1",)
+    assert timeline.offsets["n2"].offset_ns == 2 * SECOND
+    marks = {name: row(timeline, name).marks[0] for name in ("n2", "n3")}
+    assert marks["n3"].kind is MarkKind.CAUSE
+    assert [(marks[name].at_ns - START_NS) / SECOND for name in ("n2", "n3")] == [20, 10]
+    assert timeline.attempts[0].end_ns - timeline.attempts[0].start_ns < 30 * SECOND
 
 
 def test_axis_shortens_waits_and_keeps_short_attempts_visible() -> None:

@@ -5,9 +5,13 @@ from dataclasses import replace
 
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankWord
-from hpc_elastic.report.verdict import Cause, ClockBounds, Confidence, decide_verdict
-from tests.rigs.run_builder import GLOO, START_NS, make_failure
+from hpc_elastic.report.order import NOTICED_NS
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
+from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
+
+MS = 1_000_000
 
 
 def symptom(rank: int, at: float, **more: object) -> WorkerFailure:
@@ -18,8 +22,41 @@ def root(rank: int, at: float, exception: str = "ValueError: bad", **more: objec
     return make_failure(rank, at=at, exception=exception, **more)  # type: ignore[arg-type]
 
 
-def lost(node: int, at: float, age: float = 0.0) -> NodeLoss:
-    return NodeLoss(round=0, node=node, host=f"n{node + 1}", seen_ns=START_NS + int(at * 1e9), age=age)
+def lost(node: int, at: float, age: float = 0.0, observer: int | None = 0) -> NodeLoss:
+    seen = START_NS + int(at * 1e9)
+    return NodeLoss(round=0, node=node, host=f"n{node + 1}", seen_ns=seen, age=age, observer=observer)
+
+
+def compared(*ahead: float, bound_ms: float = 1.0) -> Clocks:
+    """What nodes have told: how far their clocks are ahead of n1's, in seconds; both kinds of them."""
+    builder = ClocksBuilder()
+    builder.take({"event": "attempt_started", "role": "supervisor", "node": -1, "host": "n1", "t": START_NS})
+    for node, seconds in enumerate((0.0, *ahead)):
+        builder.take(
+            {
+                "event": "clock_offset",
+                "role": "agent",
+                "node": node,
+                "host": f"n{node + 1}",
+                "reference": 0,
+                "offset_ns": int(seconds * 1e9),
+                "bound_ns": int(bound_ms * MS) if node else 0,
+                "uptime_ns": UPTIME_NS + int((seconds + 5) * 1e9),
+                "t": START_NS + int((seconds + 5) * 1e9),
+            }
+        )
+    return builder.build()
+
+
+NODES = compared(0.0, 0.0, 0.0)
+"""Four nodes whose clocks agree, as was measured."""
+
+
+def ahead(failure: WorkerFailure, seconds: float) -> WorkerFailure:
+    """As a node tells it whose clocks are so far ahead."""
+    shift = int(seconds * 1e9)
+    uptime = failure.ended_uptime_ns + shift
+    return replace(failure, ended_ns=failure.ended_ns + shift, ended_uptime_ns=uptime)
 
 
 def test_nothing() -> None:
@@ -46,10 +83,15 @@ def test_the_only_failure() -> None:
 
 
 def test_the_first_of_several_by_time() -> None:
-    verdict = decide_verdict([root(0, 5.8, "KeyError: 'x'"), root(1, 5.0), root(2, 7.0, "OSError: y"), symptom(3, 1.0)])
+    failures = [root(0, 5.8, "KeyError: 'x'"), root(1, 5.0), root(2, 7.0, "OSError: y"), symptom(3, 1.0)]
+    verdict = decide_verdict(failures, clocks=NODES)
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 1
-    assert verdict.evidence.startswith("first of 3 different failures, 0.800 s before the next (rank 0 on n1)")
+    assert verdict.confidence is Confidence.HIGH
+    assert verdict.evidence.startswith(
+        "first of 3 different failures, 0.800 s before the next (rank 0 on n1; clocks known to within 1 ms)"
+    )
+    assert verdict.resolution_ns == MS + 2 * NOTICED_NS
     assert [failure.global_rank for failure in verdict.candidates] == [0, 2]
 
 
@@ -61,20 +103,88 @@ def test_the_same_failure_on_all_ranks_is_no_tie() -> None:
     assert verdict.candidates == ()
 
 
+def test_the_true_first_is_named_whatever_the_wall_clocks_say() -> None:
+    """n2's clocks are an hour ahead, n3's two hours behind: the last failure has the earliest stamp."""
+    clocks = compared(3600.0, -7200.0)
+    first, second, third = (
+        ahead(root(1, 5.0), 3600.0),
+        root(0, 5.1, "KeyError: 'x'"),
+        ahead(root(2, 5.2, "OSError: y"), -7200.0),
+    )
+    assert third.ended_ns < second.ended_ns < first.ended_ns
+    for order in itertools.permutations([first, second, third]):
+        verdict = decide_verdict(order, clocks=clocks)
+        assert verdict.failure is first
+        assert verdict.confidence is Confidence.HIGH
+        assert verdict.candidates == (second, third)
+    told_by_events_alone = [replace(failure, ended_uptime_ns=0) for failure in (third, second, first)]
+    verdict = decide_verdict(told_by_events_alone, clocks=clocks)
+    assert verdict.failure is not None
+    assert verdict.failure.global_rank == 1
+
+
 def test_a_tie_is_said_to_be_one() -> None:
-    verdict = decide_verdict([root(0, 5.0), root(1, 5.09, "KeyError: 'x'")])
+    near = [root(0, 5.0), root(1, 5.01, "KeyError: 'x'")]
+    verdict = decide_verdict(near, clocks=NODES)
     assert verdict.confidence is Confidence.TIE
-    assert "rank 1 on n2" in verdict.evidence
-    assert "100 ms between hosts" in verdict.evidence
-    # Beyond the clocks' resolution it is none.
-    assert decide_verdict([root(0, 5.0), root(1, 5.2, "KeyError: 'x'")]).confidence is Confidence.HIGH
-    # One host's clock tells them apart …
-    near = [root(0, 5.0, host="n1"), root(1, 5.09, "KeyError: 'x'", host="n1")]
-    assert decide_verdict(near).confidence is Confidence.HIGH
-    # … but not at any price, and measured bounds count.
-    tight = [root(0, 5.0, host="n1"), root(1, 5.001, "KeyError: 'x'", host="n1")]
-    assert "2 ms on one host" in decide_verdict(tight).evidence
-    assert decide_verdict(near, clocks=ClockBounds(same_host_ns=10**9)).confidence is Confidence.TIE
+    assert verdict.evidence == (
+        "not certain: rank 1 on n2 failed otherwise within the clocks' resolution (12 ms between hosts)"
+    )
+    # Beyond the clocks' resolution it is none; it grows with the bounds, and with time.
+    later = [root(0, 5.0), root(1, 5.02, "KeyError: 'x'")]
+    assert decide_verdict(later, clocks=NODES).confidence is Confidence.HIGH
+    assert decide_verdict(later, clocks=compared(0.0, bound_ms=12)).confidence is Confidence.TIE
+    much_later = [root(0, 105.0), root(1, 105.02, "KeyError: 'x'")]
+    assert decide_verdict(much_later, clocks=NODES).confidence is Confidence.TIE
+
+
+def test_of_one_node_the_order_is_known_without_any_comparison() -> None:
+    near = [root(0, 5.0, per_node=2), root(1, 5.01, "KeyError: 'x'", per_node=2)]
+    verdict = decide_verdict(near)
+    assert verdict.confidence is Confidence.HIGH
+    assert verdict.evidence == "first of 2 different failures, 0.010 s before the next (rank 1 on n1)"
+    # One agent reads one end after the other, though.
+    tight = [root(0, 5.0, per_node=2), root(1, 5.001, "KeyError: 'x'", per_node=2)]
+    assert decide_verdict(tight).confidence is Confidence.TIE
+    assert decide_verdict(tight).evidence == (
+        "not certain: rank 1 on n1 failed otherwise within the clocks' resolution (2 ms on one host)"
+    )
+    # A wall clock that was set between the two disturbs nothing.
+    stepped = [near[0], replace(near[1], ended_ns=near[1].ended_ns - 3600 * 10**9)]
+    verdict = decide_verdict(stepped, clocks=compared())
+    assert verdict.failure is not None
+    assert verdict.failure.global_rank == 0
+    assert verdict.confidence is Confidence.HIGH
+
+
+def test_of_nodes_that_nobody_compared_the_order_is_not_known_and_said_so() -> None:
+    far = [root(0, 5.0), root(1, 65.0, "KeyError: 'x'")]
+    verdict = decide_verdict(far)
+    assert verdict.confidence is Confidence.TIE
+    assert verdict.evidence == (
+        "not certain: rank 1 on n2 failed otherwise, and its clock was not compared with n1's "
+        "(by the clocks as they are, 60.0 s later)"
+    )
+    assert verdict.resolution_ns is None
+    mixed = decide_verdict([*far, root(2, 5.005, "OSError: y"), root(5, 7.0, "EOFError: z")], clocks=compared(0.0, 0.0))
+    assert mixed.confidence is Confidence.TIE
+    assert "rank 2 on n3 failed otherwise within the clocks' resolution" in mixed.evidence
+    assert "rank 5 on n6 failed otherwise, and its clock was not compared" in mixed.evidence
+    assert "rank 1" not in mixed.evidence, "that was later, and is known to be"
+
+
+def test_every_verdict_on_a_worker_has_the_same_ending() -> None:
+    """Whatever made it the cause, what follows from it is told in one way."""
+    hung = replace(root(0, 1.0), failure_class=FailureClass.HANG, last_step=1, retryable=False)
+    talking = root(0, 1.0, exitcode=-15, stopped_by_agent=True)
+    verdicts = [
+        decide_verdict([replace(root(0, 1.0), retryable=False)]),
+        decide_verdict([hung]),
+        decide_verdict([replace(talking, retryable=False), symptom(1, 1.0)]),
+    ]
+    found = [(v.cause, v.category, v.fingerprint, v.same_failure, v.retryable) for v in verdicts]
+    assert found == [(Cause.WORKER, Category.WORKER, root(0, 1.0).fingerprint, (0,), False)] * 3
+    assert not decide_verdict([symptom(0, 1.0), make_failure(1, at=2.0, exitcode=93)]).retryable
 
 
 def test_only_symptoms_are_not_taken_for_a_cause() -> None:
@@ -102,9 +212,8 @@ def test_our_own_failure_is_told_before_its_consequences() -> None:
     assert (verdict.category, verdict.confidence) == (Category.PLATFORM, Confidence.HIGH)
     assert verdict.summary == "the workers' TCPStore is gone (on n1)"
     assert verdict.evidence.endswith("2 failures elsewhere are its consequence")
-    assert decide_verdict([root(1, 4.0)], lost_nodes=[gone]).evidence.endswith(
-        "after it, the workers' TCPStore is gone"
-    )
+    before = decide_verdict([root(1, 4.0)], lost_nodes=[gone], clocks=NODES)
+    assert before.evidence.endswith("after it, the workers' TCPStore is gone")
 
 
 def test_who_had_printed_the_same_when_it_was_ended_is_counted() -> None:
@@ -161,18 +270,39 @@ def test_the_first_of_two_lost_nodes() -> None:
 
 
 def test_a_worker_that_failed_before_a_node_was_lost_is_the_cause() -> None:
-    verdict = decide_verdict([root(0, 10.0), symptom(1, 10.1)], lost_nodes=[lost(2, 33.0, age=3.0)])
+    failures = [root(0, 10.0), symptom(1, 10.1)]
+    verdict = decide_verdict(failures, lost_nodes=[lost(2, 33.0, age=3.0)], clocks=NODES)
     assert verdict.cause is Cause.WORKER
+    assert verdict.confidence is Confidence.HIGH
     assert verdict.evidence.endswith("node n3 was lost after it")
+    verdict = decide_verdict(failures, lost_nodes=[lost(2, 33.0, age=3.0, observer=None)], clocks=NODES)
+    assert verdict.confidence is Confidence.TIE
+    assert "n3 was lost too, and nobody compared the clocks" in verdict.evidence
 
 
 def test_a_worker_that_failed_after_a_node_was_lost_is_not() -> None:
-    verdict = decide_verdict([root(0, 31.0)], lost_nodes=[lost(2, 33.0, age=3.0)])
+    def told(at: float, observer: int | None = 1) -> Verdict:
+        return decide_verdict([root(0, at)], lost_nodes=[lost(2, 33.0, age=3.0, observer=observer)], clocks=NODES)
+
+    verdict = told(31.5)
     assert verdict.cause is Cause.NODE
     assert verdict.confidence is Confidence.HIGH
-    near = decide_verdict([root(0, 30.05)], lost_nodes=[lost(2, 33.0, age=3.0)])
-    assert near.confidence is Confidence.TIE
+    near = told(30.9)
+    assert near.confidence is Confidence.TIE, "it may have lived until its next sign was due"
     assert "rank 0 on n1 failed at about the same time" in near.evidence
+    unknown = told(31.5, observer=None)
+    assert unknown.confidence is Confidence.TIE
+    assert "rank 0 on n1 failed too, by a clock that was not compared" in unknown.evidence
+    assert told(31.5, observer=SUPERVISOR).confidence is Confidence.HIGH, "which runs on n1"
+
+
+def test_a_lost_node_is_placed_by_its_observers_clock() -> None:
+    """The coordinator's clock is an hour behind: the loss seems to come long before the failure, and came after it."""
+    clocks = compared(-3600.0)
+    loss = lost(2, 33.0 - 3600.0, age=3.0, observer=1)
+    verdict = decide_verdict([root(0, 20.0)], lost_nodes=[loss], clocks=clocks)
+    assert verdict.cause is Cause.WORKER
+    assert verdict.confidence is Confidence.HIGH
 
 
 def test_an_oom_kill_is_a_cause_of_its_own() -> None:
