@@ -1,4 +1,4 @@
-"""What an agent tells its event log about its host's clock: how far it is ahead of the coordinators', each with a bound.
+"""What an agent tells its event log of its host's clock: how far it is ahead of the coordinators', each with a bound.
 
 Every node compares its clock with the coordinator's alone, by the packets that pass between the two anyway: so the
 report can order what happened on different nodes, over a chain of them where the coordinator changed. Nothing is told
