@@ -152,7 +152,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     ),
     "coordinator_changed": lambda e: f"{_round(e)}: this node coordinates now",
     "clock_offset": lambda e: (
-        f"this node's clock is {e['offset_ns'] / 1e6:.3f} ms ahead of node {e['reference']}'s, "
+        f"this node's clock since its boot is {e['offset_ns'] / 1e6:.3f} ms ahead of node {e['reference']}'s, "
         f"give or take {e['bound_ns'] / 1e6:.3f} ms"
     ),
     "restart_decision": lambda e: f"{_round(e)}: {e['action']}, {_restarts(e)}",

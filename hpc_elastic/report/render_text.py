@@ -48,13 +48,16 @@ def render_text(
     survived = _broken_rounds(history, attempt) if shown is not None and shown.outcome == "succeeded" else 0
     head = _head(history, shown, width, survived=survived)
     done = done_lines(history, subject, shown, width)
-    past = past_lines(history, goodput or goodput_of(history), width, cap=None if everything else _HISTORY)
+    measured = goodput or goodput_of(history)
+    past = past_lines(history, measured, width, cap=None if everything else _HISTORY)
     others: list[str] = []
     if subject.round is not None:
         others = other_lines(subject.round, subject.verdict, width, cap=None if everything else _OTHERS)
         others += stack_lines(subject.round, width, cap=None if everything else _OTHERS)
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     root = cause_lines(subject, shown, width, lines=None if max_lines is None else max_lines - fixed)
+    if max_lines is not None and (excess := fixed + len(root) - max_lines) > 0:
+        past = past_lines(history, measured, width, cap=max(1, _HISTORY - excess))
     rule, line = "=" * _RULE, "-" * _RULE
     parts = [rule, *head, line, "Root Cause (first observed failure):", *root]
     if subject.verdict.cause is Cause.NONE and _is_fine(shown):

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.reading.clocks import clock_offsets_ns, measured_offsets
+from hpc_elastic.reading.clocks import clock_offsets_ns
 from hpc_elastic.run_paths import AttemptPaths
 
 HOUR = 3600 * 10**9
@@ -19,13 +19,6 @@ def write(attempt: AttemptPaths, *events: dict[str, Any]) -> None:
         (attempt.events / f"agent-{node:05d}-u.jsonl").write_text("".join(lines))
 
 
-def test_by_what_the_agents_measured() -> None:
-    # Node 1 was booted 100 ns before node 0, by whose clock it is an hour ahead all the same.
-    words = {(0, 0): (1_000_000, 0), (1, 0): (1_000_000 + HOUR - 100, 100), (2, 7): (5, 5)}
-    assert measured_offsets(words) == {0: 0, 1: HOUR}
-    assert measured_offsets({(1, 0): (5, 5)}) == {}
-
-
 def test_from_the_events_measured_before_concluded(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "attempt-000")
     final = [
@@ -35,11 +28,12 @@ def test_from_the_events_measured_before_concluded(tmp_path: Path) -> None:
     ]
     write(attempt, *final)
     assert clock_offsets_ns(attempt) in ({1: 0, 2: 0, 0: -HOUR}, {0: -HOUR})
+    # Node 1 was booted 300 ns before node 0, by whose clock it is an hour ahead all the same.
+    own = {"role": "agent", "event": "clock_offset", "bound_ns": 0, "reference": 0}
     measured = [
-        {"event": "clock_offset", "node": 0, "reference": 0, "t": 10**18, "uptime_ns": 500, "offset_ns": 0},
-        {"event": "clock_offset", "node": 1, "reference": 0, "t": 10**18 + HOUR, "uptime_ns": 800, "offset_ns": 300},
-        {"event": "clock_offset", "node": 2, "reference": None, "t": 1, "uptime_ns": "x"},
+        {**own, "node": 0, "t": 10**18, "uptime_ns": 500, "offset_ns": 0},
+        {**own, "node": 1, "t": 10**18 + HOUR, "uptime_ns": 800, "offset_ns": 300},
+        {**own, "node": 2, "reference": None, "t": 1, "uptime_ns": "x"},
     ]
     write(attempt, *final, *measured)
-    found = clock_offsets_ns(attempt)
-    assert (found[0], found[1]) == (0, HOUR)
+    assert clock_offsets_ns(attempt) == {1: HOUR, 2: HOUR}, "node 2 as the rounds show it"
