@@ -1,6 +1,6 @@
 """When what was printed: the lines of a file that stands beside the output files of one node's ranks. Pure.
 
-A worker's output is kept byte for byte, with no time in it. So its agent writes down now and then, at most every 20 ms
+A worker's output is kept byte for byte, with no time in it. So its agent writes down now and then, at most every 10 ms
 of each stream, how much it had of it and when: ``RANK STREAM PIECE OFFSET MICROSECONDS``, one line each, after a first
 line with the version. What stands at OFFSET of that piece, and after it up to the next such place, was printed at that
 time of the node's wall clock, or after it. The file stays below 512 KiB: when it is full, its older three quarters lose
@@ -18,7 +18,7 @@ from hpc_elastic.light_dataclass import dataclass
 HEADER = b"log times 1\n"
 LARGEST = 512 << 10
 """Bytes from which on it is thinned out."""
-FINEST_US = 20_000
+FINEST_US = 10_000
 STDOUT, STDERR = 1, 2
 _LINE = re.compile(rb"(\d{1,9}) ([12]) (\d{1,9}) (\d{1,15}) (\d{1,18})")
 _WHOLE_SHARE = 4
