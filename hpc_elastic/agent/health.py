@@ -46,6 +46,8 @@ DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
 )
 """Bytes that must be free; seconds within which the run directory must have answered, and that clocks may be apart;
 uncorrectable ECC errors that make a GPU unfit."""
+DESCRIPTORS = "descriptors"
+"""What a finding is about that no check looked for: there is no file descriptor left."""
 CHECK_SECONDS = 10.0
 """How long a look at the node's own disk or memory may take."""
 GPU_SECONDS = 60.0
@@ -161,6 +163,8 @@ class SharedFacts:
     error: str = ""
     is_full: bool = False
     """There was no room: that stops recording, not training."""
+    lacks_descriptor: bool = False
+    """No file could be opened, wherever it lies: that says nothing about this filesystem."""
     clock: ClockOffset | None = None
     """Where its stamps are the server's; a client that stamps by itself shows no offset."""
 
@@ -265,6 +269,8 @@ def judge_memory(facts: MemoryFacts | None, *, least: float) -> Finding:
 
 def judge_shared(facts: SharedFacts) -> Finding:
     """Does the run directory take a file and give it back? A full one is warned of: training goes on without."""
+    if facts.lacks_descriptor:
+        return Finding(check=DESCRIPTORS, reason=f"the agent can open no file, wherever it lies: {facts.error}")
     if facts.is_full:
         return Finding(check=Check.SHARED.value, warning=f"{facts.path} is full: {facts.error}")
     reason = f"the run directory can't be written: {facts.error} ({facts.path})" if facts.error else ""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpc_elastic.agent.health import (
     CHECK_SECONDS,
+    DESCRIPTORS,
     GPU_SECONDS,
     Check,
     Finding,
@@ -169,7 +170,7 @@ class HealthChecks:
             action = session.twice(lambda: [judge_memory(measure_memory(), least=least)])
             jobs.append(_Job(Check.MEMORY.value, "this node's memory", CHECK_SECONDS, action))
         if site.probe is not None and (Check.SHARED in limits or Check.CLOCK in limits):
-            jobs.append(self._shared(site.probe))
+            jobs.append(self._shared(session, site.probe))
         if Check.GPU in limits and self._has_gpus():
             jobs.append(self._gpus(session))
         if self._plan.command:
@@ -181,7 +182,7 @@ class HealthChecks:
         action = session.twice(lambda: [judge_room(check, measure_room(path), least=least)])
         return _Job(check.value, path, CHECK_SECONDS, action)
 
-    def _shared(self, probe: Path) -> _Job:
+    def _shared(self, session: _Session, probe: Path) -> _Job:
         limits, clock = self._plan.limits, self._clock
 
         def look() -> list[Finding]:
@@ -191,7 +192,7 @@ class HealthChecks:
 
         if Check.SHARED in limits:
             what = f"the run directory's filesystem ({probe.parent})"
-            return _Job(Check.SHARED.value, what, limits[Check.SHARED], look)
+            return _Job(Check.SHARED.value, what, limits[Check.SHARED], session.twice(look, only=DESCRIPTORS))
         return _Job(Check.CLOCK.value, "", CHECK_SECONDS, look, must_answer=False)
 
     def _has_gpus(self) -> bool:
@@ -274,12 +275,13 @@ class _Session:
         self._children.append(child)
         return child
 
-    def twice(self, look: Callable[[], list[Finding]]) -> Callable[[], list[Finding]]:
-        """Look again after a moment where something is wrong."""
+    def twice(self, look: Callable[[], list[Finding]], *, only: str = "") -> Callable[[], list[Finding]]:
+        """Look again after a moment where something is wrong; `only`: where this is."""
 
         def act() -> list[Finding]:
             found = look()
-            if not any(finding.reason for finding in found) or self._cancelled.wait(AGAIN_SECONDS):
+            bad = [finding for finding in found if finding.reason and (not only or finding.check == only)]
+            if not bad or self._cancelled.wait(AGAIN_SECONDS):
                 return found
             return look()
 

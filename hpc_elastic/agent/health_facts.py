@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 from hpc_elastic.agent.health import ClockOffset, MemoryFacts, RoomFacts, SharedFacts, size
@@ -11,6 +12,7 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.processes.cgroup import memory_folders
+from hpc_elastic.processes.spare_fd import OUT_OF_DESCRIPTORS
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -77,12 +79,24 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     except FileNotFoundError:
         return SharedFacts(path=folder)  # somebody removed the run: the store says so itself, and better
     except OSError as error:
-        return SharedFacts(path=folder, error=error.strerror or str(error), is_full=error.errno in _FULL)
+        return SharedFacts(
+            path=folder,
+            error=_no_descriptor(error) or error.strerror or str(error),
+            is_full=error.errno in _FULL,
+            lacks_descriptor=error.errno in OUT_OF_DESCRIPTORS,
+        )
     except UnsafePathError as error:
         return SharedFacts(path=folder, error=str(error))
     if back != text:
         return SharedFacts(path=folder, error="what was written is not what is read back")
     return SharedFacts(path=folder, clock=ClockOffset(least=(stamp - after) / 1e9, most=(stamp - before) / 1e9))
+
+
+def _no_descriptor(error: OSError) -> str:
+    """Who has none left, in words; empty where the error is another one."""
+    if error.errno == errno.EMFILE:
+        return f"open files: an agent may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -Hn)"
+    return "the whole node has no open file left (fs.file-max)" if error.errno == errno.ENFILE else ""
 
 
 def _sync(fd: int) -> None:

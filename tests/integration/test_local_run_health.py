@@ -54,6 +54,26 @@ def test_the_others_go_on_without_a_node_that_is_unfit_after_a_failure(tmp_path:
         assert (loss["node"], loss["left"]) == (2, why)
 
 
+def test_an_unfit_coordinators_place_goes_to_a_spare(tmp_path: Path) -> None:
+    """With MIN of all nodes: the spare is what keeps the run going, with the ranks of the node that left."""
+    unfit = f'[ "$HPC_ELASTIC_NODE$HPC_ELASTIC_LAST_ROUND" != 00 ] || {{ {_ODD}; }}'
+    options = ["--health-check", check(tmp_path, unfit), "--spares", "1", "--rdzv-conf", "last_call_timeout=100"]
+    with LocalRun(tmp_path, _TRAINS, nproc=2, options=options) as run:
+        run.wait_moments("here", count=4, round_index=0)
+        run.until(lambda: bool(run.events("nodes_waiting")), "a spare that waits")
+        run.kill_worker(3, round_index=0)
+        run.wait_moments("here", count=4, round_index=1)
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        seats = {event["node"]: event["ranks"] for event in run.events("round_final") if event["round"] == 1}
+        assert seats == {2: [0, 1], 1: [2, 3]}
+        (replaced,) = run.events("node_replaced")
+        assert (replaced["node"], replaced["replaces_node"], replaced["group_rank"]) == (2, 0, 0)
+        assert {event["reason"] for event in run.events("node_left")} == {
+            "health check failed: fan 3 of GPU 2 stands still"
+        }
+
+
 def test_a_check_that_hangs_is_ended_with_all_that_it_started_and_the_job_comes_back(tmp_path: Path) -> None:
     """With MIN of all nodes the attempt ends, and another one is worth a try."""
     hangs = """

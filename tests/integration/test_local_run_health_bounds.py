@@ -16,6 +16,7 @@ from hpc_elastic.agent.health_checks import TOKEN_VARIABLE, HealthChecks, Health
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.spawn import Inherited
+from tests.rigs.agent_stand_in import run_stand_in
 
 PATIENCE = 20.0
 
@@ -83,6 +84,47 @@ def test_a_dead_mount_is_a_reason_and_the_others_answers_are_kept(
     while checks.is_stuck and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not checks.is_stuck
+
+
+def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> None:
+    """It looks again after a moment; and where that has passed, it is fit."""
+    facts = run_stand_in(
+        """
+        import pathlib, tempfile
+        from hpc_elastic.agent.health import Check, HealthPlan
+        from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
+        probe = pathlib.Path(tempfile.mkdtemp()) / "health" / "node-0"
+        checks = HealthChecks(
+            HealthPlan(limits={Check.SHARED: 10.0, Check.MEMORY: 1, Check.CLOCK: 60}),
+            HealthSite(environ=dict(os.environ), probe=probe, inherited=inherited), clock=clock)
+        def verdict():
+            checks.begin(-1)
+            checks.wait(20)
+            return checks.take()
+        before = verdict()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        hoard = []
+        try:
+            while True:
+                hoard.append(os.dup(0))
+        except OSError:
+            pass
+        began = time.monotonic()
+        found = verdict()
+        seconds = time.monotonic() - began
+        for fd in hoard:
+            os.close(fd)
+        after = verdict()
+        report(before=before.reason, found=found.reason, checks=found.checks, seconds=seconds, after=after.reason)
+        """
+    )
+    assert facts["found"] == (
+        "health check failed: the agent can open no file, wherever it lies: "
+        "open files: an agent may have 64 (ulimit -Hn)"
+    )
+    assert facts["checks"] == ["descriptors"]
+    assert facts["seconds"] >= health_checks.AGAIN_SECONDS
+    assert (facts["before"], facts["after"]) == ("", "")
 
 
 def test_a_clock_that_can_t_be_compared_is_no_reason(
