@@ -27,7 +27,7 @@ OWN_KEY = "hpc_elastic"
 OWN_VERSION = 1
 _WHOLE = 2 << 20
 """A file up to this size is parsed as JSON; of a larger one the parts that matter are picked out."""
-_HEAD = 256 << 10
+_HEAD = 128 << 10
 _TAIL = 64 << 10
 _SCAN = 32 << 20
 """How far into a large file the traceback is looked for."""
@@ -64,10 +64,15 @@ class ErrorFile:
         return bool(self.message or self.traceback)
 
 
-def read_error_file(path: Path | str) -> ErrorFile:
-    """Read an error file of any origin and state. Never raises; reads at most 32 MiB and holds far less."""
+def read_error_file(path: Path | str, *, seek_traceback: bool = True) -> ErrorFile:
+    """Read an error file of any origin and state. Never raises; reads at most 32 MiB and holds far less.
+
+    Args:
+        path: Where.
+        seek_traceback: Whether it is looked for in a file of more than 2 MiB, some milliseconds.
+    """
     try:
-        return _read(os.fspath(path))
+        return _read(os.fspath(path), seek_traceback=seek_traceback)
     except FileNotFoundError:
         return ErrorFile()
     except Exception as error:  # whatever it is, it must not hide the failure that is being looked at
@@ -118,14 +123,14 @@ def error_code_set(data: dict[str, Any], error_code: int) -> dict[str, Any]:
     return data
 
 
-def _read(path: str) -> ErrorFile:
+def _read(path: str, *, seek_traceback: bool) -> ErrorFile:
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         info = os.fstat(fd)
         if not stat.S_ISREG(info.st_mode):
             return ErrorFile(problem="unreadable: not a regular file")
         if info.st_size > _WHOLE:
-            return _read_large(fd, info.st_size)
+            return _read_large(fd, info.st_size, seek_traceback=seek_traceback)
         raw = _pread(fd, _WHOLE, 0)
     finally:
         os.close(fd)
@@ -191,12 +196,12 @@ def _clip(text: str) -> str:
     )
 
 
-def _read_large(fd: int, size: int) -> ErrorFile:
+def _read_large(fd: int, size: int, *, seek_traceback: bool) -> ErrorFile:
     head = _pread(fd, _HEAD, 0).decode("utf-8", "replace")
     tail = _pread(fd, _TAIL, size - _TAIL).decode("utf-8", "replace")
     stack = ""
     marker, step, offset = b'"py_callstack"', 1 << 20, 0
-    while offset < min(size, _SCAN):
+    while seek_traceback and offset < min(size, _SCAN):
         at = _pread(fd, step + len(marker), offset).find(marker)
         if at >= 0:
             stack = _pread(fd, _HEAD, offset + at).decode("utf-8", "replace")
@@ -220,7 +225,7 @@ def _pread(fd: int, count: int, offset: int) -> bytes:
 def _salvaged(head: str, stack: str, tail: str, problem: str) -> ErrorFile:
     """What can be picked out of text that is no whole JSON."""
     found_stack = _SALVAGE_STACK.search(stack)
-    found_message = _SALVAGE_MESSAGE.search(head)
+    found_message = _SALVAGE_MESSAGE.search(head, 0, _HEAD // 2)
     times = _SALVAGE_TIME.findall(tail)
     return ErrorFile(
         problem=problem,

@@ -30,6 +30,7 @@ from hpc_elastic.failures.traceback_text import (
     find_python_traceback,
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.light_dataclass import fields
 from hpc_elastic.log_pieces import EndReader
 
 __all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
@@ -112,7 +113,7 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
     """
     try:
         path = Path(error_file)
-        present = read_error_file(path)
+        present = read_error_file(path, seek_traceback=False)  # of a large file only its time is kept
         own = {**present.own, **failure.to_json(), "error_file": str(path)}
         if present.data and not present.problem:
             # Once in the file: torch's text ends with a line end, and the parsed one does not.
@@ -203,7 +204,7 @@ def _from_error_file(
 
 def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:
     """Where in stderr the recorded exception's traceback stands: Python prints what went up through ``@record``."""
-    printed = find_python_traceback(text)
+    printed = find_python_traceback(text, cleaned=True)
     if printed is None or _name(printed) != _name(recorded):
         return (0, 0)
     return printed.span
@@ -261,7 +262,7 @@ def _build(
 
 
 def _facts(facts: ExitFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in ExitFacts.__dataclass_fields__}
+    return {item.name: getattr(facts, item.name) for item in fields(ExitFacts)}
 
 
 def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
@@ -286,17 +287,22 @@ def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
 
 
 def _find_in_text(facts: ExitFacts, text: str) -> FailureText | None:
-    """Choose what in the end of stderr tells of *this* end: a caught exception that was logged hours ago does not."""
+    """Choose what in the end of stderr tells of *this* end: a caught exception that was logged hours ago does not.
+
+    Args:
+        facts: How it ended.
+        text: Cleaned.
+    """
     number = signal_of(facts.exitcode)
-    python = find_python_traceback(text)
+    python = find_python_traceback(text, cleaned=True)
     if not number:
         if python is not None and facts.exitcode != 1 and python.lines_after > _CLOSE:
             python = None
-        return python or find_cpp_terminate(text)
+        return python or find_cpp_terminate(text, cleaned=True)
     if number in (2, 9, 15):
         # It was hanging in its shutdown after the exception, and was ended: by its agent, or by whoever lost patience.
         return python if python is not None and python.lines_after <= _CLOSE and facts.stopped_by_agent else None
-    fatal, cpp = find_fatal_error(text), find_cpp_terminate(text)
+    fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
     if python is not None and python.lines_after <= _CLOSE + dumped:
         return python  # a crash while an exception unwinds: the exception is what one wants to know

@@ -21,6 +21,7 @@ _CAUSE_LIMIT = 400
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
+_LAST = "(most recent call last):"
 _HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)(?:, in (.*))?\Z')
@@ -105,9 +106,10 @@ def clean_text(text: str) -> str:
     """The text without colours, control characters and lone surrogates; line ends become ``\\n``."""
     if "\x1b" in text:
         text = _ANSI.sub("", text)
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = _CONTROL.sub("", text)
-    return text.encode("utf-8", "replace").decode("utf-8")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def cut_middle(text: str, limit: int) -> str:
@@ -123,13 +125,17 @@ def cut_end(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters cut)"
 
 
-def find_python_traceback(text: str) -> FailureText | None:
+def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | None:
     """The last uncaught exception in `text`, with what it was chained to.
 
     A traceback that Python printed for something that it went on after (a ``__del__``, an atexit callback, another
     thread) is taken only where there is no better one, an ignored one never.
+
+    Args:
+        text: What was printed.
+        cleaned: It has been through `clean_text`, which takes as long as the search.
     """
-    lines, prefixed = _split(clean_text(text))
+    lines, prefixed = _split(text if cleaned else clean_text(text))
     blocks = _blocks(lines, prefixed)
     for wanted in (_Rank.MAIN, _Rank.OTHER_THREAD):
         for index in range(len(blocks) - 1, -1, -1):
@@ -138,10 +144,10 @@ def find_python_traceback(text: str) -> FailureText | None:
     return _syntax_error(lines)
 
 
-def find_fatal_error(text: str) -> FailureText | None:
+def find_fatal_error(text: str, *, cleaned: bool = False) -> FailureText | None:
     """faulthandler's dump of the stack at a fatal signal: from ``Fatal Python error: Segmentation fault`` on."""
-    text = clean_text(text)
-    last = _last_match(_FATAL, text)
+    text = text if cleaned else clean_text(text)
+    last = _last_match(_FATAL, "Fatal Python error: ", text)
     if last is None:
         return None
     body = text[last.start() :]
@@ -167,12 +173,12 @@ def find_fatal_error(text: str) -> FailureText | None:
     )
 
 
-def find_cpp_terminate(text: str) -> FailureText | None:
+def find_cpp_terminate(text: str, *, cleaned: bool = False) -> FailureText | None:
     """``terminate called after throwing an instance of 'X'`` and its ``what()``; else a library's last FATAL line."""
-    text = clean_text(text)
-    last = _last_match(_TERMINATE, text)
+    text = text if cleaned else clean_text(text)
+    last = _last_match(_TERMINATE, "terminate called ", text)
     if last is None:
-        logged = _last_match(_FATAL_LOG, text)
+        logged = _last_match(_FATAL_LOG, "[F", text)
         if logged is None:
             return None
         body = text[logged.start() :]
@@ -199,11 +205,15 @@ def _to_the_end(text: str, start: int) -> tuple[int, int]:
     return before, before + text.count("\n", start) + 1
 
 
-def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
+def _last_match(pattern: re.Pattern[str], words: str, text: str) -> re.Match[str] | None:
+    """The last line that fits a pattern which has these words in it."""
+    at = text.rfind(words)
+    while at >= 0:
+        start = text.rfind("\n", 0, at) + 1
+        if match := pattern.match(text, start):
+            return match
+        at = text.rfind(words, 0, start)
+    return None
 
 
 class _Rank(Enum):
@@ -238,11 +248,12 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
     blocks: list[_Block] = []
     total = len(lines)
     index = 0
-    while index < total:
-        line = lines[index]
+    for start in [at for at, line in enumerate(lines) if line.endswith(_LAST)]:
+        if start < index:  # within the one before
+            continue
+        index, line = start, lines[start]
         group = line.lstrip() == _GROUP_HEADER and not line.startswith("    ")
         if not group and line != _HEADER:
-            index += 1
             continue
         at = index + 1
         if group:
@@ -365,7 +376,7 @@ def _group_message(lines: list[str]) -> tuple[str, str]:
 def _syntax_error(lines: list[str]) -> FailureText | None:
     """A script that can't be compiled: Python prints no header for it."""
     for at in range(len(lines) - 1, -1, -1):
-        if not _SYNTAX_ERROR.match(lines[at]):
+        if "Error: " not in lines[at][:20] or not _SYNTAX_ERROR.match(lines[at]):
             continue
         start = at
         while start > 0 and lines[start - 1].startswith("  ") and at - start < 5:
