@@ -2,7 +2,7 @@
 
 A subclass says how workers are started, watched and stopped; this module says when. `local_agent.LocalElasticAgent` is
 one, for use from Python; what ``hpc-elastic agent`` runs is `node_agent.NodeAgent`, which is driven by events and knows
-the rendezvous from within. docs/explanation/agents.md says what replaces what.
+the rendezvous from within. docs/how-to/use-agents-from-python.md says what replaces what.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import logging
 import os
 import resource
 import secrets
-import select
 import shutil
 import socket
 import sys
@@ -22,6 +21,9 @@ from typing import Any
 
 from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticAgent
 from hpc_elastic.agent.function_call import FunctionCall
+from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
+from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
+from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers, Place
 from hpc_elastic.agent.metrics import MetricSink
 from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerState
@@ -39,6 +41,7 @@ from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
 from hpc_elastic.processes.stop import Stopped
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
+from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.run_paths import AttemptPaths
 from hpc_elastic.run_spec import Entrypoint
@@ -53,7 +56,8 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     Output goes to files under `log_dir`, and, by `redirects`, `tee` and `local_ranks_filter` as torchrun has them, to
     this process' stdout with a prefix. When this process dies, the workers get SIGKILL; what they have started
-    themselves does not.
+    themselves does not. Workers may say where they are with `hpc_elastic.heartbeat`, and one that is silent for longer
+    than `section_timeouts` allows fails with the stacks of this node's workers as evidence.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         local_ranks_filter: tuple[int, ...] | None = None,
         log_limit: PieceLimit | None = None,
         shutdown_timeout: float = 30.0,
+        section_timeouts: str = "",
         env: Mapping[str, str] | None = None,
         exit_barrier_timeout: float = EXIT_BARRIER_SECONDS,
         metrics: MetricSink | None = None,
@@ -79,6 +84,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         local_ranks_filter: Only these local ranks reach stdout; None: all.
         log_limit: When the workers' output files are rotated; None: never.
         shutdown_timeout: Seconds from SIGTERM to SIGKILL.
+        section_timeouts: As ``--section-timeouts`` has it, ``setup:900,step:60``: seconds without a heartbeat that make
+            a hang; empty: nobody is judged. Each agent judges its own workers.
         env: The workers' environment, beside their ranks; this process' own by default.
         exit_barrier_timeout: Seconds that this node waits for the others when its workers are done.
         metrics: Where figures go.
@@ -102,6 +109,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._tag = Tag(run_uid=secrets.token_hex(16), node_key="library", agent_uid=secrets.token_hex(4))
         self._place = Place(attempt=AttemptPaths(self.log_dir), host=socket.gethostname(), node=0)
         self._files = FileThread(name="worker files")
+        self._timeouts = (
+            parse_section_timeouts(section_timeouts, option="section_timeouts")
+            if section_timeouts
+            else SectionTimeouts()
+        )
+        self._watch = silent_watch()
         self._workers: LocalWorkers | None = None
         self._job_log: JobLog | None = None
         self._pump: LogPump | None = None
@@ -113,6 +126,13 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._job_log = JobLog(1)
         host, clock = self._place.host, self._local_clock
         self._pump = LogPump(host=host, clock=clock, job_log=self._job_log, limit=self._log_limit)
+        self._watch = HangWatch(
+            folder=open_folder(self._tag.agent_uid + self._tag.run_uid, self._env),
+            timeouts=self._timeouts,
+            clock=clock,
+            files=self._files,
+            host=host,
+        )
         was_subreaper = linux.is_child_subreaper()
         linux.set_child_subreaper()
         failed = True
@@ -123,6 +143,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         finally:
             if not was_subreaper:
                 linux.set_child_subreaper(on=False)
+            self._watch.close()
             self._pump.close(_CLOSE_LOGS_SECONDS)
             self._pump.take_losses()
             self._job_log.close(_CLOSE_LOGS_SECONDS)
@@ -167,6 +188,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             excluding=lambda: _children_without(str(self._tag)),
             files=self._files,
             is_ending=lambda: False,
+            watch=self._watch,
         )
 
         def environment(local_rank: int, error_file: str) -> dict[str, str]:
@@ -194,10 +216,9 @@ class LocalElasticAgent(SimpleElasticAgent):
         news = getattr(group.spec.handler, "fileno", None)
         if news is not None and (fd := news()) >= 0:
             fds.append(fd)
-        poll = select.poll()
-        for fd in fds:
-            poll.register(fd, select.POLLIN)
-        poll.poll(seconds * 1000)
+        if self._watch.due is not None:
+            seconds = max(0.0, min(seconds, self._watch.due - self._local_clock.monotonic()))
+        wait_readable(fds, seconds)
 
     def _monitor_workers(self, group: WorkerGroup) -> MonitorResult:
         workers = self._workers
@@ -208,6 +229,13 @@ class LocalElasticAgent(SimpleElasticAgent):
             return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
         if workers.succeeded:
             return MonitorResult(state=WorkerState.SUCCEEDED, ret_vals=self._returned(group))
+        verdict = self._watch.look(workers.running)
+        if verdict is not None:
+            logger.error("%s", verdict.reason)
+            workers.take_stacks_first()
+            self._end(workers)
+            failures = {failure.global_rank: failure for failure in workers.describe_failures()}
+            return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
         return MonitorResult(state=WorkerState.HEALTHY)
 
     def _returned(self, group: WorkerGroup) -> dict[int, Any]:
@@ -227,6 +255,12 @@ class LocalElasticAgent(SimpleElasticAgent):
             return
         if self._pump is not None:
             self._pump.take_losses()  # which says so in the job log
+        self._end(workers)
+        self._watch.end()
+
+    def _end(self, workers: LocalWorkers) -> None:
+        self._watch.refresh()
+        self._watch.rest()
         workers.begin_stop(grace=self._shutdown_timeout)
         while not isinstance(result := workers.step_stop(), Stopped):
             self._local_clock.wait(self._never, result)

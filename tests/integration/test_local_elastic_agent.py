@@ -227,3 +227,46 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
     for pid in pids.iterdir():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.name), 0)
+
+
+def hangs_on_rank_1(rounds: int) -> str:
+    import hpc_elastic
+
+    rank, index = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    for step in range(1, 4):
+        hpc_elastic.heartbeat(step=step + 10 * index)
+    if rank == "1" and index < rounds:
+        time.sleep(60)
+    return f"rank {rank} in round {index}"
+
+
+def test_a_worker_that_hangs_is_found_by_its_heartbeats_and_restarted(tmp_path: Path) -> None:
+    agent = an_agent(
+        tmp_path,
+        hangs_on_rank_1,
+        1,
+        max_restarts=1,
+        monitor_interval=20.0,
+        section_timeouts="step:0.5",
+        shutdown_timeout=5.0,
+    )
+    began = time.monotonic()
+    assert agent.run().return_values == {0: "rank 0 in round 1", 1: "rank 1 in round 1"}
+    assert time.monotonic() - began < 15, "long before its monitor_interval"
+    (stacks,) = (tmp_path / "logs").glob("round-000/rank-00001/stacks.txt")
+    assert "hangs_on_rank_1" in stacks.read_text()
+    assert not list(Path("/dev/shm").glob(f"hpc-elastic-beats.{agent._tag.agent_uid}*")), "its folder on the node"
+
+
+def test_a_hang_that_no_restart_is_left_for_is_told_with_its_step(tmp_path: Path) -> None:
+    agent = an_agent(tmp_path, hangs_on_rank_1, 1, section_timeouts="step:0.5", shutdown_timeout=5.0)
+    with pytest.raises(WorkerGroupFailureError) as caught:
+        agent.run()
+    ((rank, failure),) = caught.value.get_worker_exceptions().items()
+    assert (rank, failure.failure_class.value, failure.last_step) == (1, "hang", 3)
+    assert "hangs_on_rank_1" in failure.traceback
+
+
+def test_section_timeouts_that_make_no_sense_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="section_timeouts step=1"):
+        an_agent(tmp_path, add_rank, 1, section_timeouts="step=1")
