@@ -1,0 +1,140 @@
+"""What an agent spends on the evidence of 8 failed workers: each way of failing, in a fresh process each time.
+
+::
+
+    python -m tests.bench.evidence            as in the full benchmark
+    python -m tests.bench.evidence --quick    fewer repetitions
+
+CPU time: one thread, and on a machine that does nothing else the same as by the wall clock. The first time counts what
+is imported only then; a second failure of the same agent finds that done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.bench.agent_numbers import Number
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKERS = 8
+GOAL_MS = 50.0
+_NOISE = "loss 0.123456789 and some words to fill a line of a log file that is read\n" * 3000
+_TRACE = "Traceback (most recent call last):\n" + '  File "/u/train.py", line 3, in step\n    x()\n' * 30
+_THREAD = "Thread 0x00007f1542893b90 (most recent call first):\n" + '  File "/u/t.py", line 3 in wait\n' * 12
+
+_CHILD = """
+import json, os, sys, time
+import hpc_elastic.agent.main
+from pathlib import Path
+from hpc_elastic.failures.worker_failure import ExitFacts
+folder, exitcode, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+facts = [ExitFacts(attempt=0, round=0, host="n1", node=0, local_rank=rank, global_rank=rank, pid=9, exitcode=exitcode,
+                   ended_ns=time.time_ns()) for rank in range(count)]
+times = []
+for turn in ("first", "again"):
+    began = time.process_time()
+    from hpc_elastic.failures.evidence import describe_failure, write_evidence
+    for rank in range(count):
+        place = folder / turn / str(rank)
+        failure = describe_failure(facts=facts[rank], error_file=place / "error.json", stderr_log=place / "stderr.log")
+        problem = write_evidence(failure, place / "error.json")
+        assert not problem and failure.problem[:4] in ("", "cut:"), (problem, failure.problem)
+    times.append(1000 * (time.process_time() - began))
+print(json.dumps([*times, failure.message[:100]]))
+"""
+
+
+def _raised(rank: int) -> tuple[str, str]:
+    return f"{_NOISE}{_TRACE}ValueError: bad batch {rank}\n", ""
+
+
+def _recorded(rank: int) -> tuple[str, str]:
+    inner = {
+        "message": f"ValueError: bad batch {rank}",
+        "extraInfo": {"py_callstack": f"{_TRACE}ValueError: bad batch {rank}\n", "timestamp": "1700000001"},
+    }
+    return _raised(rank)[0], json.dumps({"message": inner})
+
+
+def _aborted(rank: int) -> tuple[str, str]:
+    words = (
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        f"  what():  [PG 1 Rank {rank}] Process group watchdog thread terminated with exception: [Rank {rank}] "
+        "Watchdog caught collective operation timeout: ran for 600061 milliseconds before timing out.\n"
+    )
+    return f"{_NOISE}{words}Fatal Python error: Aborted\n\n{_THREAD * 99}Current {_THREAD[0].lower()}{_THREAD[1:]}", ""
+
+
+def _raised_10_mb(rank: int) -> tuple[str, str]:
+    return f"{_NOISE}{_TRACE}ValueError: {'x' * 10_000_000}\n", ""
+
+
+def _recorded_10_mb(rank: int) -> tuple[str, str]:
+    long = "ValueError: " + "x" * 10_000_000
+    inner = {"message": long, "extraInfo": {"py_callstack": f"{_TRACE}{long}\n", "timestamp": "1700000001"}}
+    return "", json.dumps({"message": inner})
+
+
+_WAYS: tuple[tuple[str, int, Callable[[int], tuple[str, str]], str], ...] = (
+    ("that raised", 1, _raised, "ValueError: bad batch 7"),
+    ("whose failure torch's `@record` wrote", 1, _recorded, "ValueError: bad batch 7"),
+    ("that NCCL's watchdog ended, stacks of 100 threads", -6, _aborted, "c10::DistBackendError: [PG 1 Rank 7]"),
+    ("with a message of 10 MB on stderr", 1, _raised_10_mb, "ValueError: xxx"),
+    ("with a message of 10 MB, recorded", 1, _recorded_10_mb, "ValueError: xxx"),
+)
+
+
+def measure(*, quick: bool) -> list[Number]:
+    """Milliseconds of CPU, of all workers together: some 6 s where `quick`, else 20 s."""
+    found = []
+    for title, exitcode, make, message in _WAYS:
+        pairs = [_once(exitcode, make, message) for _ in range(3 if quick else 9)]
+        for column, which in enumerate(("", ", again")):
+            if not which or make is _raised:
+                values = [pair[column] for pair in pairs]
+                found.append(Number(title=f"{WORKERS} workers {title}{which}", unit="ms", values=values, goal=GOAL_MS))
+    return found
+
+
+def _once(exitcode: int, make: Callable[[int], tuple[str, str]], message: str) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for turn in ("first", "again"):
+            for rank in range(WORKERS):
+                place = Path(folder) / turn / str(rank)
+                place.mkdir(parents=True)
+                stderr, error_file = make(rank)
+                (place / "stderr.log").write_text(stderr)
+                if error_file:
+                    (place / "error.json").write_text(error_file)
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, folder, str(exitcode), str(WORKERS)],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+        )
+    first, again, told = json.loads(done.stdout)
+    if not told.startswith(message):
+        raise AssertionError(f"the evidence says {told!r}, not {message!r}")
+    return first, again
+
+
+def lines(numbers: Sequence[Number]) -> list[str]:
+    """As lines of a Markdown table."""
+    found = ["| CPU for the evidence of | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
+    for number in numbers:
+        least, most = min(number.values), max(number.values)
+        met = "yes" if number.is_met else "**no**"
+        told = f"{number.median:.0f} ms ({least:.0f}–{most:.0f})"
+        found.append(f"| {number.title} | {told} | ≤ {number.goal:.0f} ms | {met} |")
+    return found
+
+
+if __name__ == "__main__":
+    print("\n".join(lines(measure(quick="--quick" in sys.argv[1:]))))
