@@ -98,7 +98,8 @@ def see_to_the_end(context: AgentContext, record: RoundRecord | None) -> None:
         return
     if falls_to_us(context.coordination, record.members, context.info.uid, context.clock):
         logger.warning("the batch host %s does not answer; seeing to the end here", context.attempt.batch_host)
-        context.events.write("end_taken_over", by=context.info.uid)
+        reason = f"the batch host {context.attempt.batch_host} does not answer"
+        context.events.write("end_taken_over", by=context.info.uid, reason=reason)
         finish_attempt(context.run_dir, context.attempt.number, context.environ)
 
 

@@ -27,6 +27,8 @@ class Moment:
     node: int
     """By whose clock; -1: not known."""
     time_ns: int
+    rank: int | None
+    """Who failed; None: a node did."""
     caption: str
     evidence: str
 
@@ -43,11 +45,11 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
         where = f"attempt {attempt} of run {history.run_id}" if attempt is not None else f"run {history.run_id}"
         raise UsageError(f"--around-failure: nothing has failed in {where}; hpc-elastic logs --tail 100 shows its end")
     if verdict.lost_node is not None:
-        node, when = -1, verdict.lost_node.gone_ns
+        node, rank, when = -1, None, verdict.lost_node.gone_ns
         caption = f"{verdict.lost_node.summary} (last sign of it)"
     elif verdict.failure is not None:
         failure = verdict.failure
-        node, when = failure.node, failure.ended_ns
+        node, rank, when = failure.node, failure.global_rank, failure.ended_ns
         caption = f"rank {failure.global_rank} on {failure.host} failed: {failure.headline}"
     else:
         raise UsageError(f"--around-failure: the report of run {history.run_id} names no failure")
@@ -56,25 +58,29 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
         round=subject.round.index,
         node=node,
         time_ns=when,
+        rank=rank,
         caption=f"{describe_time(when)} {caption}",
         evidence=verdict.evidence,
     )
 
 
-def nearest_lines(pieces: Iterable[Piece], *, at_us: int, count: int) -> tuple[list[Piece], list[Piece]]:
+def nearest_lines(
+    pieces: Iterable[Piece], *, at_us: int, count: int, ended: int | None = None
+) -> tuple[list[Piece], list[Piece]]:
     """The last `count` lines of each output before a moment, and the first `count` after it, each in time order.
 
     Args:
         pieces: In time order.
         at_us: The moment.
         count: Lines of each output, before and after.
+        ended: The rank that ended at that moment: what it printed was before it, also where its agent read it later.
     """
     before: dict[LogStream, deque[tuple[int, Piece]]] = {}
     lines: dict[LogStream, int] = {}
     after: list[Piece] = []
     left: dict[LogStream, int] = {}
     for order, piece in enumerate(pieces):
-        if piece.block.time_us is not None and piece.block.time_us > at_us:
+        if piece.block.time_us is not None and piece.block.time_us > at_us and piece.stream.rank != ended:
             room = left.get(piece.stream, count)
             first = first_lines(piece, room)
             left[piece.stream] = room - first.block.data.count(b"\n")

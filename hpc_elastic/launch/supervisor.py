@@ -311,7 +311,7 @@ class Supervisor:
                 continue
             self._relaunches[node] = used + 1
             logger.warning("the agent on %s ended (%s); starting it again", name, ended.detail)
-            self._events.write("agent_relaunched", node=node, name=name)
+            self._events.write("agent_relaunched", node=node, name=name, reason=f"it ended: {ended.detail}")
             self._launcher.relaunch(node)
 
     def _relaunch_at(self, due: _Relaunch) -> float:

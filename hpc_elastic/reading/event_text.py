@@ -84,6 +84,10 @@ def _name(e: Fields, key: str = "host", other: str = "node") -> str:
     return str(e.get(key) or f"node {e[other]}")
 
 
+def _silence(e: Fields) -> str:
+    return "" if e.get("reason") else f": no sign of it for {float(e['age']):.1f} s"
+
+
 def _restarts(e: Fields) -> str:
     return f"{e['restarts_used']} of {e['max_restarts']} restarts used"
 
@@ -125,21 +129,19 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     ),
     "workers_succeeded": lambda e: f"{_round(e)}: all workers here ended with 0",
     "agent_failed": lambda e: f"the agent itself failed: {e['error']} at {e['where']}",
-    "end_taken_over": lambda e: f"this agent ends the job: the batch host does not answer (taken over by {e['by']})",
+    "end_taken_over": lambda e: f"this agent ({e['by']}) sees to the job's end",
     "output_lost": _bytes_lost,
     "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
     "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",
-    "spare_lost": lambda e: (
-        f"{_name(e)}, which waited for a place, had died: no sign of it for {float(e['age']):.1f} s"
-    ),
+    "spare_lost": lambda e: f"{_name(e)}, which waited for a place, had died{_silence(e)}",
     "health_check_failed": lambda e: f"this node leaves the run ({', '.join(e['checks'])})",
     "health_warning": lambda e: f"{e['check']}",
     "round_opened": lambda e: f"{_round(e)} opened",
     "round_frozen": lambda e: f"{_round(e)}: {len(e['nodes'])} node{'s' if len(e['nodes']) != 1 else ''} are in",
     "round_confirmed": lambda e: f"{_round(e)} confirmed by all",
-    "node_lost": lambda e: f"{_name(e)} is taken out of {_round(e)}: no sign of it for {float(e['age']):.1f} s",
+    "node_lost": lambda e: f"{_name(e)} is taken out of {_round(e)}{_silence(e)}",
     "node_left": lambda e: f"{_name(e)} left",
-    "node_missing": lambda e: f"{_round(e)} begins without node {e['node']}, which has not come",
+    "node_missing": lambda e: f"{_round(e)} begins without node {e['node']}",
     "node_replaced": lambda e: (
         f"{_round(e)}: {_name(e)} took the place of {_name(e, 'replaces_host', 'replaces_node')} "
         f"(node {e['group_rank']} of the round)"

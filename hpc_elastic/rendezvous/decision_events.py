@@ -78,17 +78,23 @@ def consequences(
         if spare is not None:
             known = peers.get(spare)
             fields["host"] = known.host if known else ""
-            events.append(("spare_lost", {**fields, "age": round(life.last_sign(spare), 3)}))
+            events.append(("spare_lost", {**fields, **_silence(life.last_sign(spare))}))
         elif proposal.event is RoundEvent.CLOSE:
             pass  # its workers were done: the run is closed without it, and not because of it
         elif member is None:
-            events.append(("node_missing", {**fields}))
+            reason = "it has not come" if before.round == 0 else "it was no member, and nothing is heard of it"
+            events.append(("node_missing", {**fields, "reason": reason}))
         else:
-            events.append(("node_lost", {**fields, "age": round(life.last_sign(member.uid), 3)}))
+            events.append(("node_lost", {**fields, **_silence(life.last_sign(member.uid))}))
     for gone, come in proposal.replaced:
         fields = {"round": record.round, "group_rank": record.rank(come.uid), "node": come.node, "host": host(come)}
+        fields["reason"] = f"{host(gone) or f'node {gone.node}'} is no member any more, and {host(come) or 'it'} waited"
         events.append(("node_replaced", {**fields, "replaces_node": gone.node, "replaces_host": host(gone)}))
     return events
+
+
+def _silence(seconds: float) -> dict[str, Any]:
+    return {"age": round(seconds, 3), "reason": f"no sign of it for {seconds:.1f} s"}
 
 
 def newly_lost(before: RoundRecord, after: RoundRecord) -> list[tuple[int, Member | None]]:

@@ -47,3 +47,61 @@ def test_events_are_described() -> None:
     assert {"attempt_started", "round_frozen", "node_lost", "worker_failed"} <= written_events()
     assert not written_events() - described - IN_MEMORY
     assert not described - written_events() - READ_ONLY
+
+
+DECISIONS = {
+    "agent_ended", "agent_relaunched", "closed", "coordinator_changed", "end_taken_over", "hang",
+    "health_check_failed", "health_warning", "node_left", "node_lost", "node_missing", "node_replaced",
+    "nodes_asked", "nodes_waiting", "notice_given", "output_lost", "platform_failure", "requeue_decision",
+    "round_confirmed", "round_frozen", "round_opened", "spare_lost", "step_agreed", "verdict",
+    "workers_stopping",
+}  # fmt: skip
+"""Events by which somebody decides something, or finds something that others decide upon."""
+
+
+def written_fields() -> dict[str, set[str]]:
+    """Event → the fields that the source gives by name to a writer."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "hpc_elastic").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "write"
+                and node.args
+                and isinstance(node.args[0], ast.Constant)
+                and isinstance(node.args[0].value, str)
+                and re.fullmatch(r"[a-z]+(_[a-z]+)*", node.args[0].value)
+            ):
+                found.setdefault(node.args[0].value, set()).update(word.arg for word in node.keywords if word.arg)
+    return found
+
+
+def described_rows() -> dict[str, list[str]]:
+    """Event → its rows on the page: several components may write one of this name."""
+    page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8").split("## Supervisor", 1)[1]
+    found: dict[str, list[str]] = {}
+    for name, row in re.findall(r"^\| `([a-z_]+)` \| (.*) \|$", page, re.MULTILINE):
+        found.setdefault(name, []).append(row)
+    return found
+
+
+def test_fields_that_are_written_are_described_and_no_others() -> None:
+    rows = described_rows()
+    written = written_fields()
+    assert {"attempt_started", "workers_started", "worker_failed", "output_lost"} <= set(written)
+    for name, fields in written.items():
+        text = " ".join(rows[name])
+        described = set(re.findall(r"`([a-z_]+)`", text))
+        assert fields <= described, f"{name}: {fields - described} are written, and not described"
+        # What stands behind a colon or in brackets explains; what stands by itself is a field.
+        plain = " ".join(re.sub(r"\([^()]*\)", "", row).split(":")[0] for row in rows[name])
+        named = set(re.findall(r"`([a-z_]+)`", plain))
+        assert named <= fields, f"{name}: {named - fields} are described, and not written"
+
+
+def test_every_decision_has_its_reason() -> None:
+    rows = described_rows()
+    assert set(rows) >= DECISIONS
+    for name in DECISIONS:
+        assert any("`reason`" in row for row in rows[name]), f"{name} has no reason"

@@ -107,6 +107,14 @@ def test_around_the_first_failure(run: LogRun, capsys: pytest.CaptureFixture[str
     assert lines[middle + 2 :] == ["[rank 1] step 20 of 1", "[rank 3] step 20 of 3"]
 
 
+def test_what_the_failed_rank_printed_last_was_before_its_end(run: LogRun, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its agent may learn of the end before it has read the last line."""
+    run.say(2, "really last", at=20.05, stderr=True)
+    lines = shown(capsys, str(run.root), "--around-failure", "--seconds", "1")
+    middle = next(number for number, line in enumerate(lines) if "failed: ValueError" in line)
+    assert lines[middle - 1] == "[rank 2] really last"
+
+
 def test_around_the_first_failure_at_most_so_many_lines(run: LogRun, capsys: pytest.CaptureFixture[str]) -> None:
     run.say(0, b"".join(b"burst %d\n" % number for number in range(100)), at=19.97)
     run.say(3, "", at=19.98)

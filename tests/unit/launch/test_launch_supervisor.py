@@ -350,7 +350,9 @@ def test_an_agent_that_dies_is_started_again_after_a_moment(stage: Callable[...,
     assert record.round == 1
     assert record.restarts_used == 0
     assert sorted(m.node for m in record.members) == [0, 1, 2]
-    assert s.names("agent_relaunched") == [{"node": 1, "name": "n1"}]
+    (relaunched,) = s.names("agent_relaunched")
+    assert (relaunched["node"], relaunched["name"]) == (1, "n1")
+    assert relaunched["reason"].startswith("it ended: ")
 
 
 @pytest.mark.parametrize("code", [0, 1, -11, None, 143])
