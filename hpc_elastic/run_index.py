@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
 from hpc_elastic.errors import UnsafePathError, UsageError
@@ -81,17 +82,38 @@ def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] |
             continue
         if cluster is not None and value.get("cluster") not in (cluster, ""):
             continue
-        try:
-            entry = JobEntry(
-                cluster=str(value["cluster"]),
-                job_id=job_id,
-                submitted_ns=int(value["submitted_ns"]),
-                run_dir=Path(value["run_dir"]),
-            )
-        except (KeyError, TypeError, ValueError):
-            continue  # a newer format, or a torn one
-        found.append(entry)
+        entry = _entry(value)
+        if entry is not None:
+            found.append(entry)
     return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
+
+
+def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEntry]:
+    """The jobs that were submitted with this run directory, newest first: one, but for a copy of a home."""
+    folder = _folder(env)
+    try:
+        names = os.listdir(folder) if folder is not None else []
+    except OSError:
+        names = []
+    found = []
+    for name in names:
+        value = read_json(folder / name) if folder is not None and name.endswith(".json") else ""
+        entry = None if isinstance(value, str) else _entry(value)
+        if entry is not None and str(entry.run_dir) == run_dir:
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
+
+
+def _entry(value: Mapping[str, Any]) -> JobEntry | None:
+    try:
+        return JobEntry(
+            cluster=str(value["cluster"]),
+            job_id=str(value["job_id"]),
+            submitted_ns=int(value["submitted_ns"]),
+            run_dir=Path(value["run_dir"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None  # a newer format, or a torn one
 
 
 def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path:

@@ -24,6 +24,8 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "why": ("report", "the same as report"),
     "logs": ("logs", "what the workers printed, of all ranks in one"),
     "events": ("events", "what every part of the run did and decided, and why"),
+    "status": ("status", "where a run stands now: nodes, round, steps, restarts used, what Slurm says"),
+    "list": ("list_runs", "the runs in a folder, each with its state"),
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
 _HIDDEN: dict[str, str] = {"batch": "batch"}

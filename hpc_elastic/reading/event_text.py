@@ -103,6 +103,8 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     ),
     "agent_relaunched": lambda e: f"the agent on {e['name']} is started again",
     "notice": lambda e: f"{e['signal']}: somebody asks for the end",
+    "notice_given": lambda e: f"{_round(e)}: the job is about to end; workers have {e['seconds']:.0f} s to save",
+    "step_agreed": lambda e: _round(e),
     "verdict": lambda e: str(e["outcome"]).replace("_", " "),
     "requeue_decision": _requeue,
     "attempt_ended": lambda e: f"{str(e['outcome']).replace('_', ' ')}, exit code {e['exit_code']}",

@@ -35,3 +35,8 @@ def _last_drawn(line: bytes) -> bytes:
     """What a carriage return left of a line: a progress bar's last state."""
     line = line.rstrip(b"\r")
     return line[line.rfind(b"\r") + 1 :]
+
+
+def one_line(text: str) -> str:
+    """Text that came from a file, for one line of a terminal: what does not print becomes a space."""
+    return "".join(char if char.isprintable() else " " for char in text)

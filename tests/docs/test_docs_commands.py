@@ -79,9 +79,9 @@ def test_options_that_are_named_exist(page: Path) -> None:
     example = (ROOT / "docs" / "examples" / "train_digits.py").read_text(encoding="utf-8")
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
     known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / "check.py").read_text(encoding="utf-8")))
-    for name in ("report", "logs", "events"):
+    for name in ("report", "logs", "events", "status", "list"):
         parser = argument_parser(name, "")
-        importlib.import_module(f"hpc_elastic.cli.{name}").add_arguments(parser)
+        importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}").add_arguments(parser)
         known |= set(parser._option_string_actions)
     named = {word.split("=")[0] for word in re.findall(r"`(--[^`\s]+)", text_of(page))}
     assert not named - known

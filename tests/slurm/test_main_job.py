@@ -318,6 +318,9 @@ def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -
     """What --signal=B:USR2 sends, without the minute that a real limit takes: all ranks save after one step."""
     run = runs.submit("--nodes", "2", *SHORT, runs.script(SAVES_WHEN_TOLD))
     run.wait_log(lambda log: log.count("trains") == 2)
+    status = runs.hpc_elastic("status", run.job)
+    assert status.stdout.startswith(f"run {run.root.name}: training, attempt 0, job {run.job}"), status
+    assert re.search(r"slurm    : RUNNING, 0:09:\d\d left", status.stdout)
     cluster.run(["scancel", "--signal=USR2", "--batch", run.job])
     run.wait_log(lambda log: "attempt 1," in log, timeout=40)
     saved = set(re.findall(r"saved after step (\d+)", run.log))

@@ -1,0 +1,106 @@
+"""``hpc-elastic list``: the runs in a folder, newest first, each in one line; from their files alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from hpc_elastic.cli.status_text import status_json
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
+from hpc_elastic.reading.screen_text import one_line
+from hpc_elastic.run_index import DEFAULT_RUNS_DIR
+from hpc_elastic.run_paths import RunPaths
+
+MOST = 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The subcommand's arguments."""
+    states = "|".join(state.value for state in RunState)
+    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+    parser.add_argument("--state", metavar=states, help="only runs in one of these states, as in training,meeting")
+    parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id has this in it")
+    parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
+    parser.add_argument("--json", action="store_true", help="one JSON object for each run and line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print.
+
+    Raises:
+        UsageError: the folder can't be read, or a filter makes no sense.
+    """
+    wanted = _states(args.state)
+    most = _limit(args.limit)
+    folder = os.path.abspath(args.runs_dir or DEFAULT_RUNS_DIR)
+    try:
+        names = sorted(os.listdir(folder), reverse=True)  # ids begin with the time
+    except OSError as error:
+        raise UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir") from None
+    clock = SystemClock()
+    shown = 0
+    for name in names:
+        paths = RunPaths(Path(folder, name))
+        if not paths.run_json.is_file():
+            continue
+        try:
+            status = read_status(paths, clock=clock)
+        except OSError:
+            continue  # it is being removed
+        if wanted and status.state not in wanted:
+            continue
+        if args.name and args.name not in status.name and args.name not in status.run_id:
+            continue
+        if shown == most:
+            sys.stderr.write("hpc-elastic: there are more; --limit all shows them\n")
+            break
+        sys.stdout.write((_as_json(status) if args.json else _line(status)) + "\n")
+        shown += 1
+    if not shown:
+        sys.stderr.write(f"hpc-elastic: no such run in {folder}\n")
+    return 0
+
+
+def _line(status: RunStatus) -> str:
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
+    parts = [f"{status.state.value:<9}", created, status.run_id]
+    if status.job_id:
+        parts.append(f"job {status.job_id}")
+    if status.state is RunState.ENDED:
+        parts.append(status.outcome.replace("_", " "))
+    elif status.members:
+        parts.append(f"{len(status.members)} nodes, round {status.round}")
+    if status.steps is not None and status.state is not RunState.ENDED:
+        parts.append(f"step {status.steps.least}")
+    reason = status.reason or status.opened_because
+    if reason and status.outcome != "succeeded":
+        parts.append(reason)
+    return one_line("  ".join(parts))
+
+
+def _as_json(status: RunStatus) -> str:
+    return json.dumps(status_json(status, None, seconds_left=None))
+
+
+def _states(text: str | None) -> frozenset[RunState]:
+    known = {state.value: state for state in RunState}
+    found = set()
+    for name in (text or "").split(",") if text else ():
+        if name.strip() not in known:
+            raise UsageError(f"--state {name}: give one of {', '.join(known)}")
+        found.add(known[name.strip()])
+    return frozenset(found)
+
+
+def _limit(text: str) -> int | None:
+    if text == "all":
+        return None
+    if not (text.isascii() and text.isdigit() and int(text[:9]) > 0):
+        raise UsageError(f"--limit {text}: give a number from 1, or all")
+    return int(text)
