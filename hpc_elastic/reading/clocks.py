@@ -13,20 +13,18 @@ from hpc_elastic.run_paths import AttemptPaths
 def clock_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
     """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
 
-    Where the agents measured it, against the clock of the node that most of them measured; else what the rounds show.
+    Where the agents measured it, so far; else what the rounds show.
     """
     times: dict[tuple[int, int], NodeTimes] = {}
     clocks = ClocksBuilder()
     for event in read_events(attempt.events):
         if event.get("event") in CLOCK_EVENTS:
             clocks.take(event)
-        if event.get("event") != "round_final":
-            continue
-        node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
-        if node is not None and index is not None and when is not None:
-            times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))
-    offsets = node_offsets(times.values(), clocks=clocks.build())
-    return {node: offset.offset_ns for node, offset in offsets.items()}
+        elif event.get("event") == "round_final":
+            node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
+            if node is not None and index is not None and when is not None:
+                times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))
+    return {node: offset.offset_ns for node, offset in node_offsets(times.values(), clocks=clocks.build()).items()}
 
 
 def clock_offsets_us(attempt: AttemptPaths) -> dict[int, int]:
