@@ -27,6 +27,7 @@ from tests.rigs.many_restarts import restart
 ROOT = Path(__file__).resolve().parents[2]
 _SLEEPER = ["--no-python", "sh", "-c", "touch $LOCAL_RUN_STAGE/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; exec sleep 1000"]
 _STUBBORN = ["--no-python", "sh", "-c", f"trap '' TERM; {_SLEEPER[-1]}"]
+_FIRST_LOOK = ["--no-python", "sh", "-c", f"cat /proc/$PPID/task/*/schedstat > $LOCAL_RUN_STAGE/cost; {_SLEEPER[-1]}"]
 _GRACE = 1.0
 _COMPILED: dict[str, str] = {}
 """Environment of all that is measured."""
@@ -89,7 +90,7 @@ def _start(repetitions: int) -> Iterator[Number]:
             raise AssertionError(f"python -c {code!r} ended with {process.returncode}")
         return usage.ru_utime + usage.ru_stime
 
-    agent, bare = "import hpc_elastic.agent.main", "pass"
+    agent, bare = "import gc; gc.disable(); import hpc_elastic.agent.main", "pass"  # as `cli.agent` does
     for code in (agent, bare):
         seconds(code)
     pairs = [(seconds(agent), seconds(bare)) for _ in range(repetitions)]
@@ -100,6 +101,20 @@ def _start(repetitions: int) -> Iterator[Number]:
         goal=5.0,
         note=f"{statistics.median(ours for ours, _ in pairs) * 1000:.0f} ms of CPU here",
     )
+    yield Number(
+        title="start → its worker runs: CPU of all its threads",
+        unit="ms",
+        values=[_cost_until_a_worker_runs() for _ in range(repetitions)],
+        goal=100.0,
+    )
+
+
+def _cost_until_a_worker_runs() -> float:
+    """Milliseconds: imports, rendezvous, health checks, the folders, the fork. The worker itself looks, first thing."""
+    with _run(1, 1, _FIRST_LOOK) as run:
+        _workers(run, 0, 1)
+        told = (run.stage / "cost").read_text().splitlines()
+    return sum(int(line.split()[0]) for line in told) / 1e6
 
 
 @contextmanager
