@@ -150,10 +150,6 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     ),
     "nodes_waiting": lambda e: f"{_round(e)}: nodes wait",
     "nodes_asked": lambda e: f"{_round(e)}: nodes are asked whether they live",
-    "notice_given": lambda e: f"{_round(e)}: the job is about to end, checkpoints are waited for {e['seconds']} s",
-    "step_agreed": lambda e: (
-        f"{_round(e)}: all save " + (f"after step {e['step']}" if e["step"] is not None else "as they come to it")
-    ),
     "coordinator_changed": lambda e: f"{_round(e)}: this node coordinates now",
     "clock_offset": lambda e: (
         f"this node's clock since its boot is {e['offset_ns'] / 1e6:.3f} ms ahead of node {e['reference']}'s, "
