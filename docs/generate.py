@@ -1,4 +1,4 @@
-"""Writes the pages that follow from the code: docs/reference/cli.md and docs/reference/states.md.
+"""Writes the pages that follow from the code: cli.md, states.md and known-failures.md in docs/reference.
 
 ::
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
 from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
+from hpc_elastic.failures import known_words  # noqa: E402
 from hpc_elastic.rendezvous import transitions  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 
@@ -41,6 +42,21 @@ STATES_INTRODUCTION = """\
 
 <!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/transitions.py and
 hpc_elastic/agent/supervision.py; do not edit. -->
+"""
+
+KNOWN_INTRODUCTION = """\
+# Failures that are known by their words
+
+<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/known_words.py; do not edit. -->
+
+What is looked for in an exception's text and in what it was raised from, else in the last lines of stderr; upper and
+lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits holds. A *symptom* is
+what a healthy rank says when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the
+script's. The node is suspect where the words tell of a part of it that is likely broken. A failure that is worth
+another try still ends the run where it comes again with no progress between. What an exception of a client for services
+outside the job says of its connection (`requests`, `urllib3`, `aiohttp`, `botocore` …) is no symptom.
+
+Real excerpts, with their sources, are in tests/data/failures.
 """
 
 
@@ -110,7 +126,28 @@ def states_page() -> str:
     )
 
 
-PAGES = {"docs/reference/cli.md": cli_page, "docs/reference/states.md": states_page}
+def known_failures_page() -> str:
+    """The words that are known, as tables."""
+    lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
+    for row in known_words.WORDS:
+        texts = ", ".join(f"`{text}`" for text in row.any_of)
+        kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
+        tried = "yes" if row.retryable else "no"
+        lines.append(f"| {row.says} | {kind} | {tried} | {'yes' if row.node_suspect else ''} | {texts} |")
+    for name, says in known_words.SYMPTOM_TYPES.items():
+        lines.append(f"| {says} | symptom | yes | | an exception of type `{name}` |")
+    xids = ["| Xid | what happened | class | node suspect |", "| --- | --- | --- | --- |"]
+    for number, (failure_class, suspect, says) in known_words.XIDS.items():
+        xids.append(f"| {number} | {says} | {failure_class.value} | {'yes' if suspect else ''} |")
+    heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
+    return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, ""])
+
+
+PAGES = {
+    "docs/reference/cli.md": cli_page,
+    "docs/reference/states.md": states_page,
+    "docs/reference/known-failures.md": known_failures_page,
+}
 
 
 def main() -> None:
