@@ -26,6 +26,8 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "events": ("events", "what every part of the run did and decided, and why"),
     "status": ("status", "where a run stands now: nodes, round, steps, restarts used, what Slurm says"),
     "list": ("list_runs", "the runs in a folder, each with its state"),
+    "cancel": ("cancel", "end a run's job: its workers get SIGTERM, and the report is written"),
+    "requeue": ("requeue", "have a run's workers save and its job requeued; or start one that has ended again"),
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
 _HIDDEN: dict[str, str] = {"batch": "batch"}

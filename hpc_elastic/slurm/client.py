@@ -165,6 +165,14 @@ class SlurmClient(Protocol):
         """
         ...
 
+    def notify(self, job: JobId) -> None:
+        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. No error for an unknown job.
+
+        Raises:
+            SlurmPermissionError: another user's.
+        """
+        ...
+
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
         """Node counts of these partitions (comma-separated), or of all that are shown."""
         ...
@@ -245,6 +253,12 @@ class CommandSlurmClient:
             self._run(f"cancelling job {job}", commands.scancel(job))
         except UnknownJobError:
             pass  # some versions are silent about it, and it is what was wanted
+
+    def notify(self, job: JobId) -> None:
+        try:
+            self._run(f"giving job {job} notice", commands.scancel(job, signal="USR2", batch=True))
+        except UnknownJobError:
+            pass  # as in `cancel`
 
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
         return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)

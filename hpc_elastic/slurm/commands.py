@@ -177,13 +177,14 @@ def update(job: JobId, **fields: str) -> list[str]:
     return ["scontrol", *_cluster(job), "update", f"JobId={job}", *(f"{key}={value}" for key, value in fields.items())]
 
 
-def scancel(job: JobId, *, signal: str | None = None, full: bool = False) -> list[str]:
-    """Cancel; or with `signal`, send it to the tasks, with `full` to the batch script too.
+def scancel(job: JobId, *, signal: str | None = None, full: bool = False, batch: bool = False) -> list[str]:
+    """Cancel; or with `signal`, send it to the tasks, with `full` to the batch script too, with `batch` to that alone.
 
     Silent, with rc 0, for an unknown job.
     """
     flags = [f"--signal={signal}"] if signal else []
-    return ["scancel", *_cluster(job), *flags, *(["--full"] if full else []), str(job)]
+    flags += (["--full"] if full else []) + (["--batch"] if batch else [])
+    return ["scancel", *_cluster(job), *flags, str(job)]
 
 
 def sinfo_nodes(partition: str | None) -> list[str]:

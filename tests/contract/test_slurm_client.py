@@ -164,6 +164,16 @@ def test_cancels_pending_and_running(world: World) -> None:
         world.client.cancel(job)  # once more is no error
 
 
+def test_a_notice_ends_no_job_and_is_no_error_where_there_is_none(world: World) -> None:
+    pending = world.submit("--hold")
+    world.client.notify(pending)
+    state = world.client.job_state(pending)
+    assert state is not None
+    assert state.phase is JobPhase.PENDING
+    world.client.cancel(pending)
+    world.client.notify(pending)
+
+
 def test_an_ended_job_can_not_be_changed(world: World) -> None:
     job = world.running()
     world.client.cancel(job)

@@ -321,13 +321,13 @@ def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -
     status = runs.hpc_elastic("status", run.job)
     assert status.stdout.startswith(f"run {run.root.name}: training, attempt 0, job {run.job}"), status
     assert re.search(r"slurm    : RUNNING, 0:09:\d\d left", status.stdout)
-    cluster.run(["scancel", "--signal=USR2", "--batch", run.job])
+    assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
     run.wait_log(lambda log: "attempt 1," in log, timeout=40)
     saved = set(re.findall(r"saved after step (\d+)", run.log))
     assert len(saved) == 1
     assert re.search(rf"saved in \d+ of 85 s \(step {saved.pop()}\)", run.log)
     assert run.result(0)["outcome"] == "preempted"
-    cluster.run(["scancel", run.job])
+    assert "SIGTERM" in runs.hpc_elastic("cancel", run.job).stdout
     run.wait_end()
 
 

@@ -87,6 +87,7 @@ def test_a_submission_from_inside_a_job_carries_nothing_of_that_job() -> None:
 def test_jobs_of_another_cluster() -> None:
     job = JobId("12_3", "far")
     assert commands.requeue(job) == ["scontrol", "-M", "far", "requeue", "12_3"]
+    assert commands.scancel(job, signal="USR2", batch=True)[-3:] == ["--signal=USR2", "--batch", "12_3"]
     assert commands.scancel(job, signal="USR2", full=True) == [
         *("scancel", "-M", "far", "--signal=USR2", "--full", "12_3")
     ]

@@ -1,0 +1,100 @@
+"""``cancel`` and ``requeue``: what is done for a run in each state, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli.cancel import cancel
+from hpc_elastic.cli.main import main
+from hpc_elastic.cli.requeue import requeue
+from hpc_elastic.cli.run_job import RunJob, find_run_job
+from hpc_elastic.errors import UsageError
+from hpc_elastic.reading.run_status import RunState
+from hpc_elastic.run_index import record
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.slurm.commands import JobId
+from tests.unit.cli.test_cli_status import status
+from tests.unit.reading.test_reading_run_status import RUN_ID, Run
+
+
+class Client:
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def __getattr__(self, name: str) -> object:
+        return lambda job: self.done.append(f"{name} {job}")
+
+
+def asked(state: RunState, **changes: object) -> RunJob:
+    found = status(state=state, outcome="failed", max_requeues=3, **changes)
+    return RunJob(paths=RunPaths(Path("/r")), status=found, job=JobId("42"))
+
+
+@pytest.mark.parametrize("state", [state for state in RunState if state is not RunState.ENDED])
+def test_any_run_that_has_not_ended_is_cancelled(state: RunState) -> None:
+    client = Client()
+    said = cancel(asked(state), client)  # type: ignore[arg-type]
+    assert client.done == ["cancel 42"]
+    assert ("SIGTERM" in said) is (state not in (RunState.SUBMITTED, RunState.REQUEUED))
+
+
+def test_one_that_has_ended_is_not() -> None:
+    client = Client()
+    with pytest.raises(UsageError, match="has ended already: failed"):
+        cancel(asked(RunState.ENDED), client)  # type: ignore[arg-type]
+    assert client.done == []
+
+
+@pytest.mark.parametrize(
+    ("state", "done"),
+    [
+        (RunState.MEETING, ["notify 42"]),
+        (RunState.TRAINING, ["notify 42"]),
+        (RunState.SAVING, []),
+        (RunState.ENDING, []),
+        (RunState.ENDED, ["requeue 42"]),
+    ],
+)
+def test_workers_save_before_a_requeue(state: RunState, done: list[str]) -> None:
+    client = Client()
+    assert "42" in requeue(asked(state), client)  # type: ignore[arg-type]
+    assert client.done == done
+
+
+@pytest.mark.parametrize(
+    ("found", "word"),
+    [
+        (asked(RunState.SUBMITTED), "waits in the queue already"),
+        (asked(RunState.REQUEUED), "waits in the queue already"),
+        (asked(RunState.TRAINING, requeues_used=3), "has used its 3 requeues"),
+    ],
+)
+def test_what_would_not_requeue_it_is_refused(found: RunJob, word: str) -> None:
+    client = Client()
+    with pytest.raises(UsageError, match=word):
+        requeue(found, client)  # type: ignore[arg-type]
+    assert client.done == []
+
+
+def test_the_job_is_the_attempts_or_the_one_that_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = Run(tmp_path)
+    args = argparse.Namespace(run=RUN_ID, runs_dir=str(tmp_path))
+    with pytest.raises(UsageError, match="has no job that this account knows of"):
+        find_run_job(args)
+    record(cluster="c", job_id="7", submitted_ns=1, run_dir=run.paths.root)
+    assert str(find_run_job(args).job) == "7"
+    run.attempt(0)
+    assert str(find_run_job(args).job) == "42"
+
+
+def test_a_local_run_is_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    text = run.paths.run_json.read_text().replace('"slurm"', '"local"')
+    run.paths.run_json.write_text(text)
+    for name in ("cancel", "requeue"):
+        assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == 2
+        assert "press Ctrl-C there" in capsys.readouterr().err
