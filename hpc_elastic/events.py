@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import stat
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,7 +194,7 @@ def read_event_file(path: Path) -> Iterator[dict[str, Any]]:
     """One writer's events in their order, as far as the file can be read. Torn and foreign lines are left out."""
     rest = b""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=_open_file) as file:
             while chunk := file.read(_READ_AT_ONCE):
                 block = rest + chunk
                 end = block.rfind(b"\n") + 1
@@ -204,6 +205,15 @@ def read_event_file(path: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         pass
     yield from _read_lines(rest)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """A FIFO, or a link that somebody planted, is none of ours: nobody waits for what comes out of it."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "not a regular file", path)
 
 
 def _read_lines(raw: bytes) -> Iterator[dict[str, Any]]:

@@ -75,9 +75,29 @@ def collect_attempt(paths: AttemptPaths) -> AttemptHistory:
                 builder.words.miss()
                 builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
     builder.words.begin_file()
+    builder.problems += _missing_words(builder)
     read_failures(paths, builder)
     _read_heartbeats(paths, builder)
     return builder.build()
+
+
+def _missing_words(builder: AttemptBuilder) -> list[str]:
+    """What a copy, or a disk that was full, has lost of the events. A run that has just begun has none yet."""
+    words, found = builder.words, []
+    has_begun = bool(words.heard or builder.ended_ns)
+    if has_begun and not builder.is_supervised:
+        found.append("the supervisor's events are missing")
+    silent = [name for node, name in enumerate(builder.nodes) if node not in words.heard]
+    if silent and has_begun:
+        found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {_some(silent)}")
+    if words.missing:
+        whose = _some([builder.name_of(node) for node in sorted(words.missing)])
+        found.append(f"{sum(words.missing.values())} lines of the events of {whose} are missing or torn")
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:

@@ -42,6 +42,8 @@ class AttemptBuilder:
     words: WholeWords = field(default_factory=WholeWords)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
+    is_supervised: bool = False
+    """The supervisor told anything."""
 
     def round(self, index: int) -> RoundBuilder:
         """That round's builder."""
@@ -58,6 +60,8 @@ class AttemptBuilder:
         if role == "agent":
             self.words.take(name, event.get("n"), node, index)
             self.times.take(event, name, node, index, when)
+        elif role == "supervisor":
+            self.is_supervised = True
         if name in CLOCK_EVENTS:
             self.clocks.take(event)
         round_handler = ROUND_HANDLERS.get(name)
@@ -69,6 +73,10 @@ class AttemptBuilder:
             self.closed_outcome, self.closed_reason = text_of(event.get("outcome")), text_of(event.get("reason"))
         elif isinstance(role, str) and (handler := _HANDLERS.get((role, name))) is not None:
             handler(self, event, when)
+
+    def name_of(self, node: int) -> str:
+        """Slurm's name of it, or its number."""
+        return self.nodes[node] if 0 <= node < len(self.nodes) else f"node {node}"
 
     def build(self) -> AttemptHistory:
         """What is known of the attempt."""
@@ -138,7 +146,7 @@ class AttemptBuilder:
         return [index for index in mine[:-1] if node not in self.rounds[index].ended]
 
     def _named(self, loss: NodeLoss, bad_ends: Mapping[int, Sequence[AgentEnd]]) -> NodeLoss:
-        host = loss.host or (self.nodes[loss.node] if 0 <= loss.node < len(self.nodes) else f"node {loss.node}")
+        host = loss.host or self.name_of(loss.node)
         code = next((end.code for end in bad_ends.get(loss.node, ())), None)
         if code is None or loss.left:
             return replace(loss, host=host)

@@ -13,6 +13,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import replace
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import RoundBuilder
+from hpc_elastic.report.collect_words import WholeWords
 from hpc_elastic.report.fold import kind_of
 from hpc_elastic.run_paths import AttemptPaths, rank_index, round_index
 
@@ -27,46 +28,87 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     folders = set(_indices(paths.root, round_index))
     for index in sorted(folders | set(builder.rounds)):
         part = builder.round(index)
+        reader = _RoundReader(paths, part, texts)
         if index in folders:
-            _read_told(paths, part, texts)
-            _read_untold(paths, builder, part, texts)
+            reader.read_told()
+            reader.read_untold(builder.words)
         for rank, told in part.told.items():
             if rank not in part.failures:
                 part.failures[rank] = replace(told, problem=_MISSING)
 
 
-def _read_told(paths: AttemptPaths, part: RoundBuilder, texts: dict[str, str]) -> None:
-    kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
-    for failure in part.told.values():
-        kinds.setdefault(kind_of(failure), []).append(failure)
-    for members in kinds.values():
-        if len(members) <= OF_EACH_KIND:
-            for told in members:
-                _read(paths, part, told.global_rank, texts)
-            continue
-        orders = [sorted(members, key=_by_time)]
-        if members[0].failure_class is FailureClass.HANG:  # the one that is furthest behind may be the cause
-            orders.append(sorted(members, key=_by_step))
-        example = [found for order in orders if (found := _read_first(paths, part, order, texts)) is not None]
-        if example:
-            for told in members:
-                if told.global_rank not in part.failures:
-                    part.failures[told.global_rank] = _alike(told, example[0])
+class _RoundReader:
+    """Reads one round's error files into its builder."""
 
+    def __init__(self, paths: AttemptPaths, part: RoundBuilder, texts: dict[str, str]) -> None:
+        self._paths = paths
+        self._part = part
+        self._texts = texts
+        self._missing: set[int] = set()
 
-def _read_first(
-    paths: AttemptPaths, part: RoundBuilder, order: Sequence[WorkerFailure], texts: dict[str, str]
-) -> WorkerFailure | None:
-    """Read until enough were found. Returns the first of them."""
-    found: list[WorkerFailure] = []
-    for told in order:
-        rank = told.global_rank
-        failure = part.failures.get(rank) or _read(paths, part, rank, texts)
-        if failure is not None:
-            found.append(failure)
-        if len(found) == OF_EACH_KIND:
-            break
-    return found[0] if len(found) == OF_EACH_KIND else None
+    def read_told(self) -> None:
+        """Those of which events tell."""
+        part = self._part
+        kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
+        for failure in part.told.values():
+            kinds.setdefault(kind_of(failure), []).append(failure)
+        for members in kinds.values():
+            if len(members) <= OF_EACH_KIND:
+                for told in members:
+                    self._read(told.global_rank)
+                continue
+            example = self._read_some(sorted(members, key=_by_time))
+            if members[0].failure_class is FailureClass.HANG:  # the one that is furthest behind may be the cause
+                self._read_some(sorted(members, key=_by_step))
+            for told in members:
+                is_new = told.global_rank not in part.failures and told.global_rank not in self._missing
+                if is_new and example is not None:
+                    part.failures[told.global_rank] = _alike(told, example)
+
+    def read_untold(self, words: WholeWords) -> None:
+        """An event that was never written hides no failure."""
+        part = self._part
+        sure = {rank for node in part.nodes.values() if words.is_sure_of(part.index, node.node) for rank in node.ranks}
+        if part.world_size is not None and len(sure) >= part.world_size:
+            return
+        for rank in sorted(_indices(self._paths.round_dir(part.index), rank_index)):
+            if rank not in sure and rank not in part.failures and rank not in self._missing:
+                self._read(rank)
+
+    def _read_some(self, order: Sequence[WorkerFailure]) -> WorkerFailure | None:
+        """Read until there are enough. Returns the first; None where there are not as many: all have been tried."""
+        found: list[WorkerFailure] = []
+        for told in order:
+            failure = self._part.failures.get(told.global_rank) or self._read(told.global_rank)
+            if failure is not None:
+                found.append(failure)
+            if len(found) == OF_EACH_KIND:
+                return found[0]
+        return None
+
+    def _read(self, rank: int) -> WorkerFailure | None:
+        part, texts = self._part, self._texts
+        error_file = self._paths.rank(part.index, rank).error_file
+        facts = part.facts(self._paths.number, rank)
+        failure = read_failure(error_file, facts=facts)
+        if failure is None and rank in part.told and ask_about(error_file.parent):
+            failure = read_failure(error_file, facts=facts)  # an earlier report here missed it, and NFS remembers
+        if failure is None:
+            self._missing.add(rank)
+            return None
+        # Where the file lies is the truth about its place; the same text on 500 ranks is kept once.
+        failure = part.failures[rank] = replace(
+            failure,
+            attempt=self._paths.number,
+            round=part.index,
+            global_rank=rank,
+            traceback=texts.setdefault(failure.traceback, failure.traceback),
+            stderr_tail=texts.setdefault(failure.stderr_tail, failure.stderr_tail),
+            message=texts.setdefault(failure.message, failure.message),
+            fingerprint=sys.intern(failure.fingerprint),
+            host=sys.intern(failure.host),
+        )
+        return failure
 
 
 def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
@@ -79,41 +121,6 @@ def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
         retryable=example.retryable,
         node_suspect=example.node_suspect,
     )
-
-
-def _read_untold(paths: AttemptPaths, builder: AttemptBuilder, part: RoundBuilder, texts: dict[str, str]) -> None:
-    """An event that was never written hides no failure."""
-    sure = {
-        rank for node in part.nodes.values() if builder.words.is_sure_of(part.index, node.node) for rank in node.ranks
-    }
-    if part.world_size is not None and len(sure) >= part.world_size:
-        return
-    for rank in sorted(_indices(paths.round_dir(part.index), rank_index)):
-        if rank not in sure and rank not in part.failures:
-            _read(paths, part, rank, texts)
-
-
-def _read(paths: AttemptPaths, part: RoundBuilder, rank: int, texts: dict[str, str]) -> WorkerFailure | None:
-    error_file = paths.rank(part.index, rank).error_file
-    facts = part.facts(paths.number, rank)
-    failure = read_failure(error_file, facts=facts)
-    if failure is None and rank in part.told and ask_about(error_file.parent):
-        failure = read_failure(error_file, facts=facts)  # an earlier report here missed it, and NFS remembers
-    if failure is None:
-        return None
-    # Where the file lies is the truth about its place; the same text on 500 ranks is kept once.
-    failure = part.failures[rank] = replace(
-        failure,
-        attempt=paths.number,
-        round=part.index,
-        global_rank=rank,
-        traceback=texts.setdefault(failure.traceback, failure.traceback),
-        stderr_tail=texts.setdefault(failure.stderr_tail, failure.stderr_tail),
-        message=texts.setdefault(failure.message, failure.message),
-        fingerprint=sys.intern(failure.fingerprint),
-        host=sys.intern(failure.host),
-    )
-    return failure
 
 
 def _by_time(failure: WorkerFailure) -> tuple[int, int]:

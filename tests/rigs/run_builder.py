@@ -221,8 +221,8 @@ class RunBuilder:
                 self.clock_offset(attempt, node, at=at + 0.01, ahead=now - at)
             self.event(attempt, "agent", node, now + 0.01, "workers_started", round=index, pids=[4000 + first])
 
-    def fail(self, failure: WorkerFailure, *, error_file: bool = True) -> WorkerFailure:
-        """A failure with its error file and its event."""
+    def fail(self, failure: WorkerFailure, *, error_file: bool = True, told_at: float | None = None) -> WorkerFailure:
+        """A failure with its error file and its event, which may come later."""
         paths = self.paths.attempt(failure.attempt).rank(failure.round, failure.global_rank)
         if error_file:
             for folder in (paths.root.parent.parent, paths.root.parent, paths.root):
@@ -232,7 +232,7 @@ class RunBuilder:
             failure.attempt,
             "agent",
             failure.node,
-            (failure.ended_ns - START_NS) / 1e9,
+            (failure.ended_ns - START_NS) / 1e9 if told_at is None else told_at,
             "worker_failed",
             round=failure.round,
             rank=failure.global_rank,
@@ -243,6 +243,7 @@ class RunBuilder:
             fingerprint=failure.fingerprint,
             error_file=str(paths.error_file),
             message=failure.message,
+            last_step=failure.last_step,
             ended_ns=failure.ended_ns,
             ended_uptime_ns=failure.ended_uptime_ns,
         )

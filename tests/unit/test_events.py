@@ -221,3 +221,32 @@ def test_no_file_stays_open_between_two_lines(tmp_path: Path) -> None:
         if int(name) > 2 and os.path.lexists(f"/proc/self/fd/{name}")
     }
     assert not [path for path in opened if path.startswith(f"{tmp_path}")]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("one")
+    log.close()
+    planted = tmp_path / "events" / "agent-00009-x.jsonl"
+    if kind == "fifo":
+        os.mkfifo(planted)
+    elif kind == "link":
+        planted.symlink_to("/dev/zero")
+    else:
+        planted.mkdir()
+    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one"]
+
+
+def test_lines_across_pieces_of_a_file_and_between_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_READ_AT_ONCE", 7)
+    lines = [b'{"event": "a", "t": 1}', b"\xff\xfe", b'{"event": "\xc3\xbc"}', b"[1]", b'{"event": "b"} x', b"{}", b""]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join([*lines, b'{"event": "torn", "t"']))
+    assert list(read_events(tmp_path)) == [{"event": "a", "t": 1}, {"event": "\u00fc"}]
+
+
+def test_a_line_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_READ_AT_ONCE", 1000)
+    monkeypatch.setattr(events, "_LONGEST_LINE", 5000)
+    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"}\n' + b"x" * 10_000 + b'\n{"event": "b"}\n')
+    assert [event["event"] for event in read_events(tmp_path)] == ["a"]

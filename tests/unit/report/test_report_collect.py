@@ -60,7 +60,7 @@ def make_failure_read_back(builder: RunBuilder) -> object:
     return replace(make_failure(2, at=30, exception="ValueError: bad"), error_file=str(path), traceback=TRACE)
 
 
-TRACE = make_failure(2, at=30, exception="ValueError: bad").traceback
+TRACE = make_failure(2, at=30, exception="ValueError: bad").traceback.rstrip("\n")
 
 
 def test_a_decision_that_says_so_itself(builder: RunBuilder) -> None:
@@ -183,7 +183,7 @@ def test_half_of_the_files_missing_or_torn(builder: RunBuilder) -> None:
     history = collect_run(builder.root)
     assert history.name == "run-1"
     assert history.problems[0].startswith("run.json: unreadable")
-    assert history.attempts[0].problems == ("attempt.json: missing",)
+    assert history.attempts[0].problems == ("attempt.json: missing", "the supervisor's events are missing")
     assert history.attempts[0].outcome == ""
     failure = history.attempts[0].rounds[0].failures[1]
     assert failure.message == "ValueErr"

@@ -1,0 +1,188 @@
+"""Which error files are read: all that may tell something new, and of a thousand that are alike only some."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.report import collect_evidence
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.history import RoundHistory
+from hpc_elastic.report.subject import verdict_of
+from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
+
+ALIKE = collect_evidence.OF_EACH_KIND
+
+
+@pytest.fixture
+def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ranks whose error files were looked for."""
+    found: list[int] = []
+    real = collect_evidence.read_failure
+
+    def counted(path: Path, **options: object) -> WorkerFailure | None:
+        found.append(int(Path(path).parent.name.removeprefix("rank-")))
+        return real(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(collect_evidence, "read_failure", counted)
+    return found
+
+
+def begun(root: Path, *, nodes: int = 4, per_node: int = 1) -> RunBuilder:
+    builder = RunBuilder(root / "run-1", nodes=nodes, per_node=per_node)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    return builder
+
+
+def ended(builder: RunBuilder, *, at: float = 90) -> RoundHistory:
+    """The first round, after which the agents ended."""
+    builder.stopped(0, 0, at=at - 1)
+    for node in range(builder.nodes):
+        builder.event(0, "agent", node, at, "agent_ended", reason="end", code=1)
+    return collect_run(builder.root).attempts[0].rounds[0]
+
+
+def folder_of(builder: RunBuilder, rank: int) -> Path:
+    folder = builder.paths.attempt(0).rank(0, rank).root
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+def test_of_failures_that_are_alike_only_the_first_are_read(tmp_path: Path, looked_at: list[int]) -> None:
+    builder = begun(tmp_path, nodes=64, per_node=8)
+    order = [(rank * 37) % 512 for rank in range(512)]  # the first ones are anywhere
+    for place, rank in enumerate(order):
+        text = "ValueError: bad batch 17" if place == 0 else f"RuntimeError: {GLOO.format(rank=rank % 250)}"
+        builder.fail(make_failure(rank, at=60 + place / 100, exception=text, per_node=8, last_step=rank))
+    for node in range(64):  # as agents do: who failed is told after all have ended
+        builder.event(0, "agent", node, 80, "agent_ended", reason="end", code=1)
+    part = collect_run(builder.root).attempts[0].rounds[0]
+    assert len(part.failures) == 512
+    read = [failure for failure in part.failures if failure.source is not EvidenceSource.EVENT]
+    assert sorted(failure.global_rank for failure in read) == sorted(order[: ALIKE + 1])
+    told = [failure for failure in part.failures if failure.source is EvidenceSource.EVENT]
+    assert {failure.failure_class for failure in told} == {FailureClass.SYMPTOM}
+    assert {(failure.exception_type, failure.problem) for failure in told} == {("RuntimeError", "")}
+    example = next(failure for failure in read if failure.failure_class is FailureClass.SYMPTOM)
+    assert example.reason
+    assert {failure.reason for failure in told} == {example.reason}
+    assert all(failure.last_step == failure.global_rank for failure in told)
+    verdict = verdict_of(part)
+    assert verdict.failure is not None
+    assert (verdict.failure.global_rank, bool(verdict.failure.traceback)) == (order[0], True)
+
+
+def test_the_first_by_time_is_read_whenever_its_event_was_written(tmp_path: Path) -> None:
+    """The event follows when the evidence has been gathered, which takes one agent longer than the other."""
+    builder = begun(tmp_path, nodes=40)
+    for rank in range(40):
+        failure = make_failure(rank, at=60 - rank / 100, exception="ValueError: bad")
+        builder.fail(failure, told_at=70 + rank)
+    verdict = verdict_of(ended(builder, at=200))
+    assert verdict.failure is not None
+    assert (verdict.failure.global_rank, bool(verdict.failure.traceback)) == (39, True)
+
+
+def test_the_hung_rank_that_is_furthest_behind_is_read(tmp_path: Path) -> None:
+    builder = begun(tmp_path, nodes=40)
+    for rank in range(40):
+        failure = make_failure(rank, at=60 + rank / 100, exitcode=-6, last_step=70 - (rank == 39))
+        hung = replace(failure, failure_class=FailureClass.HANG, fingerprint="hang:x", traceback="Stack (most recent")
+        builder.fail(hung)
+    verdict = verdict_of(ended(builder))
+    assert verdict.failure is not None
+    assert (verdict.failure.global_rank, bool(verdict.failure.traceback)) == (39, True)
+
+
+def test_missing_files_are_made_up_for_by_others_that_are_alike(tmp_path: Path) -> None:
+    builder = begun(tmp_path, nodes=64)
+    for rank in range(64):
+        builder.fail(make_failure(rank, at=60 + rank / 100, exception="ValueError: bad"), error_file=rank >= 8)
+    part = ended(builder)
+    assert [rank for rank in range(64) if part.failures[rank].traceback] == list(range(8, 8 + ALIKE))
+    assert ["missing" in part.failures[rank].problem for rank in (0, 7, 8, 60)] == [True, True, False, False]
+
+
+def test_where_none_is_left_each_says_so(tmp_path: Path) -> None:
+    builder = begun(tmp_path, nodes=40)
+    for rank in range(40):
+        builder.fail(make_failure(rank, at=60 + rank / 100, exception="ValueError: bad"), error_file=rank < 3)
+    part = ended(builder)
+    assert ["missing" in failure.problem for failure in part.failures] == [False] * 3 + [True] * 37
+
+
+def test_no_folder_is_looked_into_where_all_is_told(tmp_path: Path, looked_at: list[int]) -> None:
+    builder = begun(tmp_path)
+    for rank in (1, 3):
+        folder_of(builder, rank)
+    builder.fail(make_failure(0, at=60, exitcode=3))
+    ended(builder)
+    assert looked_at == [0]
+
+
+def cut_after_end(builder: RunBuilder) -> None:
+    """The agent of node 2 died after it had told the workers' end, before it told who failed."""
+    builder.stopped(0, 0, at=89)
+    for node in (0, 1, 3):
+        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
+
+
+def lose_a_line(builder: RunBuilder) -> None:
+    """A full disk took a line of node 2's."""
+    builder.stopped(0, 0, at=89)
+    for node in range(4):
+        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
+    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
+    lines = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in lines if "workers_stopped" not in line))
+
+
+def lose_the_file(builder: RunBuilder) -> None:
+    ended(builder)
+    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
+    path.unlink()
+
+
+def still_running(builder: RunBuilder) -> None:
+    """Nobody has told of any end yet."""
+
+
+@pytest.mark.parametrize("loss", [cut_after_end, lose_a_line, lose_the_file, still_running])
+def test_a_failure_that_no_event_tells_of_is_found(tmp_path: Path, loss: object) -> None:
+    builder = begun(tmp_path)
+    inner = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1795000030"}}
+    (folder_of(builder, 2) / "error.json").write_text(json.dumps({"message": inner}))
+    loss(builder)  # type: ignore[operator]
+    (part,) = collect_run(builder.root).attempts[0].rounds
+    assert [(failure.global_rank, failure.message) for failure in part.failures] == [(2, "ValueError: x")]
+
+
+def test_what_is_missing_of_the_events_is_said(tmp_path: Path) -> None:
+    builder = begun(tmp_path, nodes=6)
+    ended(builder)
+    events = builder.paths.attempt(0).events
+    for pattern in ("supervisor-*", "agent-00001-*", "agent-00004-*"):
+        (path,) = events.glob(pattern)
+        path.unlink()
+    (path,) = events.glob("agent-00002-*")
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[3][:30], lines[4]]) + "\n")
+    assert collect_run(builder.root).attempts[0].problems == (
+        "the supervisor's events are missing",
+        "no events of 2 of 6 nodes: n2, n5",
+        "3 lines of the events of n3 are missing or torn",
+    )
+
+
+def test_nothing_is_said_to_be_missing_of_a_whole_run(tmp_path: Path) -> None:
+    builder = begun(tmp_path)
+    assert collect_run(builder.root).attempts[0].problems == ()
+    ended(builder)
+    assert collect_run(builder.root).attempts[0].problems == ()
