@@ -25,7 +25,6 @@ from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, Work
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
 from hpc_elastic.rendezvous.slots import RankLayout
-from hpc_elastic.rendezvous.state import HangMark, NodeFailure
 from hpc_elastic.run_paths import AttemptPaths, RankPaths
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ _TRACEBACK = b"Traceback (most recent call last)"
 _GLANCE = 16 << 10
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
 _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
-_FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
 
 
 T = TypeVar("T")
@@ -57,7 +55,9 @@ T = TypeVar("T")
 class Pump(Protocol):
     """What is needed of `processes.logs.LogPump`."""
 
-    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> None: ...
+    def add(
+        self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std
+    ) -> Callable[[], bytes]: ...
 
     def drained(self, pid: int, timeout: float) -> bool: ...
 
@@ -72,6 +72,8 @@ class _Slot:
     paths: RankPaths
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
+    unwritten: Callable[[], bytes] = bytes
+    """The end of its stderr that a full disk refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,8 +173,9 @@ class LocalWorkers:
                 pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
                 exec_wait=deadline - self._clock.monotonic(),
             )
-            self._slots.append(_Slot(local_rank, global_rank, process, paths))
-            self._pump.add(
+            slot = _Slot(local_rank, global_rank, process, paths)
+            self._slots.append(slot)
+            slot.unwritten = self._pump.add(
                 rank=global_rank,
                 worker=process,
                 stdout=paths.stdout,
@@ -353,7 +356,12 @@ class LocalWorkers:
         from hpc_elastic.failures.evidence import describe_failure, write_evidence
 
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
-        failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
+        failure = describe_failure(
+            facts=facts,
+            error_file=slot.paths.error_file,
+            stderr_log=slot.paths.stderr,
+            unwritten=slot.unwritten(),
+        )
         write_evidence(failure, slot.paths.error_file)
         return failure
 
@@ -448,71 +456,3 @@ class LocalWorkers:
         # It was failing already when our signal came: its own words are worth keeping.
         ours = _OURS | _ABORTED if self._asked is not None else _OURS
         return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in ours
-
-
-def sum_up(
-    failures: Sequence[WorkerFailure], *, node: int, seconds: float, step: int = -1, hang: HangMark | None = None
-) -> NodeFailure:
-    """One node's failures in a round, as the coordinator needs them.
-
-    Args:
-        failures: At least one.
-        node: Index of this node.
-        seconds: How long the workers ran.
-        step: The furthest that a worker here has reported.
-        hang: Of the hung worker that is furthest behind.
-    """
-    from hpc_elastic.failures.classify import FailureClass
-
-    order = {"root": 0, "hang": 1, "infrastructure": 2, "symptom": 3}
-    first = min(failures, key=lambda f: (order.get(f.failure_class.value, 4), f.ended_ns))
-    is_hang = first.failure_class is FailureClass.HANG
-    counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
-    return NodeFailure(
-        node=node,
-        # Who kills from outside is no bug in the script: it never counts as "the same failure again".
-        fingerprint=first.fingerprint if counts else "",
-        failure_class=first.failure_class.value,
-        retryable=all(f.retryable for f in failures),
-        message=f"rank {first.global_rank}: {first.headline}",
-        step=max([step, *(f.last_step for f in failures if f.last_step is not None)]),
-        seconds=seconds,
-        hang=hang if is_hang else None,
-    )
-
-
-def first_word(reason: str, *, node: int, seconds: float, watch: HangWatch) -> NodeFailure:
-    """What is told at once of a round's failure, before the evidence is there.
-
-    Args:
-        reason: In a few words.
-        node: Index of this node.
-        seconds: How long its workers ran.
-        watch: Knows whether one hangs, and how far they came.
-    """
-    hang = watch.mark
-    return NodeFailure(
-        node=node,
-        fingerprint="",
-        failure_class="unknown" if hang is None else "hang",
-        retryable=True,
-        message=reason,
-        step=watch.furthest_step,
-        seconds=seconds,
-        hang=hang,
-    )
-
-
-def own_failure(message: str, *, node: int, seconds: float) -> NodeFailure | None:
-    """What of our own failed in a round, where none of the workers did; None: nothing.
-
-    Args:
-        message: What it was; empty: nothing.
-        node: Index of this node.
-        seconds: How long the workers ran.
-    """
-    if not message:
-        return None
-    return NodeFailure(
-        node=node, fingerprint="", failure_class="infrastructure", retryable=True, message=message, seconds=seconds
-    )

@@ -19,9 +19,10 @@ from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.last_duties import exit_code, leave_run, see_to_the_end
 from hpc_elastic.agent.later import import_what_failures_need
-from hpc_elastic.agent.local_workers import LocalWorkers, first_word, own_failure, sum_up
+from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.metrics import NoMetrics
+from hpc_elastic.agent.node_failure import first_word, own_failure, sum_up
 from hpc_elastic.agent.notice_watch import NoticeWatch, notice_of
 from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.round_figures import RoundFigures

@@ -46,16 +46,19 @@ _CLOSE = 40
 _HEADER = b"Traceback (most recent call last)"
 
 
-def describe_failure(*, facts: ExitFacts, error_file: Path | str, stderr_log: Path | str) -> WorkerFailure:
+def describe_failure(
+    *, facts: ExitFacts, error_file: Path | str, stderr_log: Path | str, unwritten: bytes = b""
+) -> WorkerFailure:
     """Gather what is known about a worker's end. Never raises; some milliseconds.
 
     Args:
         facts: What the agent saw.
         error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may not be there, torn, foreign …
         stderr_log: What it printed; it may not be there.
+        unwritten: The end of what it printed, where a full disk kept that from the file.
     """
     try:
-        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log))
+        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log), unwritten)
     except Exception as error:
         return _build(
             facts,
@@ -142,9 +145,9 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
     return ""
 
 
-def _describe(facts: ExitFacts, error_file: str, stderr_log: str) -> WorkerFailure:
+def _describe(facts: ExitFacts, error_file: str, stderr_log: str, unwritten: bytes) -> WorkerFailure:
     raw, has_more, problem = _read_tail(stderr_log)
-    text = clean_text(raw.decode("utf-8", "replace"))
+    text = clean_text((raw + unwritten).decode("utf-8", "replace"))
     file = read_error_file(error_file)
     if file.found:
         recorded = _recorded(file)

@@ -33,12 +33,16 @@ _FILE_BYTES = 512 << 10
 HANGS = "the disk hangs"
 
 
+_KEPT_BYTES = 16 << 10
+"""Of a file on a full disk: enough for the traceback that a worker ends with."""
+
+
 class LogFile:
     """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
 
     __slots__ = (
         "_at", "_fd", "_limit", "_on_end", "_pieces", "_retry_at", "_rotate_at", "_times", "_unsaid",
-        "failure", "on_loss", "path", "pending", "skipped", "written",
+        "failure", "kept", "on_loss", "path", "pending", "skipped", "written",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +69,8 @@ class LogFile:
         self.written = 0
         self.failure: str | None = None
         """Why it cannot be written at the moment."""
+        self.kept = b""
+        """The end of what was refused since the last bytes that were written; at most `_KEPT_BYTES`."""
         self.on_loss = on_loss
         self._limit = limit
         self._times = times
@@ -86,7 +92,7 @@ class LogFile:
             at_us: When it was printed, by the wall clock, microseconds; 0: unknown.
         """
         if self.failure is not None and now < self._retry_at:
-            self._lose(len(data))
+            self._lose(data)
             return
         done = 0
         try:
@@ -104,19 +110,22 @@ class LogFile:
                 self._at += count
                 done += count
             self.failure = None
+            if data:
+                self.kept = b""
         except (OSError, UnsafePathError) as error:
             self.failure = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             self._retry_at = now + _RETRY_S
-            self._lose(len(data) - done)
+            self._lose(data[done:])
 
     def skip(self, count: int) -> None:
         """In the place of `count` bytes that were given up, and counted, before they came here."""
         self._unsaid += count
 
-    def _lose(self, count: int) -> None:
-        self._unsaid += count
-        if count:
-            self.on_loss(count, self.failure or HANGS)
+    def _lose(self, data: bytes) -> None:
+        self._unsaid += len(data)
+        if data:
+            self.kept = (self.kept + data)[-_KEPT_BYTES:]
+            self.on_loss(len(data), self.failure or HANGS)
 
     def _open(self) -> None:
         if self._fd < 0:

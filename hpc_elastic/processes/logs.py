@@ -142,7 +142,7 @@ class LogPump:
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
         self._thread.start()
 
-    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> None:
+    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> Callable[[], bytes]:
         """Take over a worker's output pipes.
 
         Args:
@@ -151,6 +151,9 @@ class LogPump:
             stdout: The file of its stdout. It and its folder are made as needed, for our user alone.
             stderr: The file of its stderr.
             shown: The streams that go to the job log too.
+
+        Returns:
+            What tells the end of its stderr that a full disk refused, once all is drained; nothing where none was.
         """
         pid = worker.pid
 
@@ -178,6 +181,7 @@ class LogPump:
             )
             self._streams[fd] = _Stream(fd, file, account)
             self._epoll.register(fd, select.EPOLLIN)
+        return lambda: file.kept  # of the last of the two: stderr
 
     def _times(self, path: Path, rank: int, number: int) -> StreamTimes | None:
         if self._node is None:

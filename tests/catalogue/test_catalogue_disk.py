@@ -41,7 +41,7 @@ def _fill(disk: Path) -> Path:
 
 
 def test_a_full_disk_while_the_error_file_is_written(catalogue: Catalogue, tiny_disk: Path) -> None:
-    """Nothing of the failure can be written when it happens. The report says so, and where to look."""
+    """Nothing of the failure can be written when it happens: its agent remembers what it printed."""
     script = """
     from hpc_elastic.failures import record
 
@@ -68,7 +68,7 @@ def test_a_full_disk_while_the_error_file_is_written(catalogue: Catalogue, tiny_
         run.finish()
         expected = Told(
             exit_code=1,
-            cause="Process failed with exitcode 1",
+            cause="ValueError: loss is NaN at step 17",
             rank=1,
             host="node1",
             failure_class="root",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.agent.local_workers import LocalWorkers, _Slot, sum_up
+from hpc_elastic.agent.local_workers import LocalWorkers, _Slot
+from hpc_elastic.agent.node_failure import sum_up
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.processes.spawn import ExitStatus

@@ -194,3 +194,19 @@ def test_a_failure_of_another_version_is_read_as_far_as_it_goes() -> None:
     failure = WorkerFailure.from_json(value, global_rank=4)
     assert failure == WorkerFailure(category=Category.INFRASTRUCTURE, host="n1", oom_kills=2, global_rank=4)
     assert WorkerFailure.from_json({}) == WorkerFailure()
+
+
+def test_what_a_full_disk_kept_from_the_log_is_read_all_the_same(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    head, _, rest = TRACE.rpartition("ValueError")
+    for stored, unwritten in (("", TRACE), (head, "ValueError" + rest)):
+        log.write_text(stored)
+        failure = describe_failure(
+            facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, unwritten=unwritten.encode()
+        )
+        assert failure.exception_type == "ValueError"
+    log.unlink()
+    found = describe_failure(
+        facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, unwritten=TRACE.encode()
+    )
+    assert found.exception_type == "ValueError"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -172,3 +173,24 @@ def test_nobody_is_held_up_for_longer_than_stated(steps: list[tuple[float, int, 
         written += count
         may = budget.may_hold(now=now, written=written, holding=False)
         assert held <= PATIENCE_S + written / log_files.SLOWEST_DISK + 0.51
+
+
+def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = _Watched(_folder(tmp_path) / "stderr.log")
+    watched.write(b"before\n")
+    assert watched.file.kept == b""
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(log_files.os, "write", full)
+    watched.write(b"Traceback\n", b"ValueError: bad\n")
+    assert watched.file.kept == b"Traceback\nValueError: bad\n"
+    watched.write(b"x" * 20_000)
+    assert watched.file.kept == b"x" * (16 << 10), "and no more than that"
+    monkeypatch.setattr(log_files.os, "write", write)
+    watched.file.finish()
+    assert watched.file.kept == b"x" * (16 << 10), "the note that stands in its place is no reason to forget it"
+    watched.write(b"after\n", now=100.0)
+    assert watched.file.kept == b""
