@@ -119,8 +119,9 @@ def _also(verdict: Verdict) -> str:
 
 
 def describe_class(failure: WorkerFailure) -> str:
-    """Why a failure is of its class, and whether another try may help."""
-    retry = "" if failure.retryable else "; not worth another try"
+    """Why a failure is of its class, whether its node is suspect, and whether another try may help."""
+    retry = f"; {failure.host} is suspect" if failure.node_suspect else ""
+    retry += "" if failure.retryable else "; not worth another try"
     # Who was killed or stopped from outside may have done nothing wrong, nor who felt that somebody else was gone.
     blameless = failure.failure_class in _OTHERS_DOING or "from outside" in failure.reason
     whose = failure.category.value if blameless else _WHOSE[failure.category]
