@@ -6,10 +6,10 @@ the folders of paths. ``ValueError:3f2a90c1d4e5``, ``signal:SIGSEGV``, ``exit:3`
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 
+from hpc_elastic.digests import sha1
 from hpc_elastic.failures.traceback_text import Frame
 
 _FRAMES = 3
@@ -68,7 +68,5 @@ def fingerprint(
     inner = tuple(frame for frame in mine if frame.function != "<module>")
     chosen = (inner or mine or tuple(frames))[-_FRAMES:]
     where = "|".join(f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}" for frame in chosen)
-    digest = hashlib.sha1(
-        f"{name}\n{normalise_message(message)}\n{where}".encode("utf-8", "replace"), usedforsecurity=False
-    )
-    return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest.hexdigest()[:12]}"
+    digest = sha1(f"{name}\n{normalise_message(message)}\n{where}".encode("utf-8", "replace"))
+    return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest.hex()[:12]}"

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic import digests
-from hpc_elastic.digests import Mac, sha256
+from hpc_elastic.digests import Mac, sha1, sha256
 
 
 @given(st.binary(max_size=200))
-def test_sha256_is_that_of_hashlib(data: bytes) -> None:
+def test_digests_are_those_of_hashlib(data: bytes) -> None:
     assert sha256(data) == hashlib.sha256(data).digest()
+    assert sha1(data) == hashlib.sha1(data, usedforsecurity=False).digest()
 
 
 @given(st.binary(max_size=150), st.binary(max_size=700))
@@ -67,6 +68,6 @@ def test_threads_do_not_disturb_each_other() -> None:
 def test_a_python_without_its_own_sha256_takes_that_of_hashlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_sha2", "_sha256"):
         monkeypatch.setitem(sys.modules, name, None)
-    found = digests._find_sha256()
+    found = digests._find("sha256", "_sha2", "_sha256")
     assert found(b"x").digest() == sha256(b"x")
     assert found is hashlib.sha256

@@ -72,6 +72,7 @@ def test_an_agent_starts_without_what_it_may_never_need() -> None:
 def test_what_an_agent_imports_in_functions_is_loaded_while_its_workers_run() -> None:
     """A mount that hangs must not keep it from saying what failed, nor a newer version lie there by then."""
     loaded = after(f"{AGENT}\nfrom hpc_elastic.agent.later import import_what_failures_need as load\nload()")
+    assert not loaded & {"_hashlib", "dataclasses", "inspect"}, "megabytes"
     missing = {}
     for name in sorted(after(AGENT)):
         if not name.startswith("hpc_elastic.") or name.startswith(NOT_AT_WORK):
