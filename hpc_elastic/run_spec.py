@@ -72,6 +72,8 @@ class RunSpec:
     max_nodes: int = 1
     spares: int = 0
     """Nodes beyond `max_nodes` that wait, ready, to take a lost one's place."""
+    segment: int = 1
+    """So many neighbours in Slurm's order are in the run together, or not at all."""
     grow: str = "checkpoint"
     """When a healthy round that is smaller than `max_nodes` is ended to take a node in: ``checkpoint``, ``now`` or
     ``never``."""

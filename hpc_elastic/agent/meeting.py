@@ -35,7 +35,11 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
     """The same on every node, and for the supervisor."""
     launched = len(attempt.nodes)
     base = RendezvousSettings(
-        min_nodes=spec.min_nodes, max_nodes=spec.max_nodes, expected_nodes=launched, grow=GrowPolicy(spec.grow)
+        min_nodes=spec.min_nodes,
+        max_nodes=spec.max_nodes,
+        expected_nodes=launched,
+        segment=spec.segment,
+        grow=GrowPolicy(spec.grow),
     )
     return settings_from_conf(spec.rdzv_conf, base)
 

@@ -46,6 +46,10 @@ OPTIONS = (
         names=("--spares",), dest="spares", metavar="K", group=GROUP,
         help="nodes beyond --nodes that wait, ready, to take a lost one's place with its ranks (default 0)",
     ),
+    Option(
+        names=("--segment",), dest="segment", metavar="K", group=GROUP,
+        help="K neighbouring nodes are in together or not at all; MIN, MAX and spares are multiples (default 1)",
+    ),
     *(
         Option(names=names, dest=names[-1][2:].replace("-", "_"), metavar=metavar, group=GROUP, help=text)
         for names, metavar, text in _PLAIN
@@ -129,6 +133,30 @@ def spare_nodes(parsed: Parsed) -> int:
     if not (text.isascii() and text.isdigit() and int(text[:9]) <= MAX_NODES):
         raise UsageError(f"--spares {text}: give a number of nodes, 0 or more")
     return int(text)
+
+
+def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
+    """``--segment``, 1 where it was not given.
+
+    Args:
+        parsed: The command line.
+        nodes: MIN and MAX.
+
+    Raises:
+        UsageError: it is no number of nodes, or there would be parts of segments.
+    """
+    text = parsed.get("segment")
+    if text is None:
+        return 1
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_NODES):
+        raise UsageError(f"--segment {text}: give a number of nodes, 1 or more")
+    segment, spares = int(text), spare_nodes(parsed)
+    for what, count in (("--nodes", nodes[0]), ("--nodes", nodes[1]), ("--spares", spares)):
+        if count % segment:
+            raise UsageError(
+                f"--segment {segment}: {what} {count} is no multiple of it, so a part of a segment would idle"
+            )
+    return segment
 
 
 def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:

@@ -105,6 +105,7 @@ def build_spec(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         spares=job_options.spare_nodes(parsed),
+        segment=job_options.segment_nodes(parsed, nodes),
         requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_says_no_requeue(parsed, env)),
         signal_grace=grace,
         sbatch_args=parsed.all("sbatch_args"),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.settlement import SettleFailures, failure_order
-from hpc_elastic.rendezvous.slots import assign_ranks, replacements
+from hpc_elastic.rendezvous.slots import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -117,8 +117,9 @@ def rests_on_absence(view: View, proposal: Proposal) -> bool:
 
 def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
     record = view.record
-    present = _newest_per_node(view)
-    here = frozenset(member.node for member in present)
+    came = _newest_per_node(view)
+    present = whole_segments(came, settings.segment)
+    here = frozenset(member.node for member in came)
     dead_nodes = {m.node for m in record.members if m.uid in view.dead}
     dead_nodes |= {info.node for uid, info in view.joined.items() if uid in view.dead}
     left = frozenset(_left(view))
@@ -143,7 +144,8 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
             return _close(
                 record,
                 Outcome.TOO_FEW_NODES,
-                f"{len(present)} of at least {settings.min_nodes} nodes are left{_named(away, view)}",
+                f"{len(present)} of at least {settings.min_nodes} nodes are left{_in_segments(settings)}"
+                f"{_named(away, view)}",
             )
     if timed_out:
         return _close(
@@ -171,11 +173,17 @@ def _freeze(
         return _close(
             record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
         )
-    members = assign_ranks(record.members, present, max_nodes=settings.max_nodes)
+    members = assign_ranks(record.members, present, max_nodes=settings.max_nodes, segment=settings.segment)
     replaced = replacements(record.members, members)
     taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
     places = min(len(record.members) + record.vacant, settings.max_nodes)
-    without = ", ".join(_name_and_why(node, view) for node in sorted(awaited | away))
+    parts = {member.node for member in _newest_per_node(view)} - {member.node for member in present}
+    without = ", ".join(
+        [
+            *(_name_and_why(node, view) for node in sorted(awaited | away)),
+            *(f"{_name(node, view)} (the rest of a segment)" for node in sorted(parts)),
+        ]
+    )
     missing = f"; without {without}" if without else ""
     return Proposal(
         event=RoundEvent.FREEZE,
@@ -238,7 +246,7 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
         for uid, info in view.joined.items()
         if uid not in view.dead and uid not in view.leaving and info.node not in view.gone
     }
-    growth = _growth(view, settings, waiting.values())
+    growth = _growth(view, settings, waiting)
     said = f"{', '.join(_name(node, view) for node in sorted({info.node for info in waiting.values()}))} {growth.why}"
     if growth.takes_in and not view.done:
         return _reopen(record, said, lost={})
@@ -302,10 +310,15 @@ def noticed_after(record: RoundRecord, notice: Notice) -> Proposal:
     )
 
 
-def _growth(view: View, settings: RendezvousSettings, waiting: Collection[NodeInfo]) -> Growth:
-    spares = sum(info.spare for info in waiting)
+def _growth(view: View, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> Growth:
+    here = {info.node: Member(uid, info.node, info.local_world_size) for uid, info in waiting.items()}
+    complete = {member.node for member in whole_segments(tuple(here.values()), settings.segment)}
+    whole = [info for info in waiting.values() if info.node in complete]
+    if here and not whole:
+        return Growth(takes_in=False, why=f"{'wait' if len(here) > 1 else 'waits'} for the rest of a segment")
+    spares = sum(info.spare for info in whole)
     facts = GrowthFacts(
-        newcomers=len(waiting) - spares,
+        newcomers=len(whole) - spares,
         spares=spares,
         free=settings.max_nodes - len(view.record.members),
         vacant=view.record.vacant,
@@ -315,6 +328,10 @@ def _growth(view: View, settings: RendezvousSettings, waiting: Collection[NodeIn
         is_saving=view.is_saving,
     )
     return decide_growth(facts, settings.grow, patience=settings.grow_patience, answer=settings.suspect_answer)
+
+
+def _in_segments(settings: RendezvousSettings) -> str:
+    return f" in whole segments of {settings.segment}" if settings.segment > 1 else ""
 
 
 def _newest_per_node(view: View) -> list[Member]:

@@ -17,6 +17,9 @@ class RendezvousSettings:
     max_nodes: int = 1
     expected_nodes: int = 1
     """How many agents were launched: nobody waits for a node that does not exist."""
+    segment: int = 1
+    """Nodes of which only all are any use (``--segment``): neighbours in Slurm's order; `min_nodes` and `max_nodes` are
+    multiples of it."""
     timeout: float = 600.0
     """From the start of waiting to a final round."""
     last_call_timeout: float = 30.0

@@ -12,7 +12,9 @@ from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.rendezvous.state import Member
 
 
-def assign_ranks(previous: Sequence[Member], live: Sequence[Member], *, max_nodes: int) -> tuple[Member, ...]:
+def assign_ranks(
+    previous: Sequence[Member], live: Sequence[Member], *, max_nodes: int, segment: int = 1
+) -> tuple[Member, ...]:
     """Choose and order the members of a round.
 
     A node that was a member keeps its slot (also when a new agent came from there); a slot whose node is gone is
@@ -20,27 +22,56 @@ def assign_ranks(previous: Sequence[Member], live: Sequence[Member], *, max_node
     where there is one, and of several with the lowest node index. What stays empty is closed up in slot order, and who
     is left comes behind while there is room. The first round is in node order.
 
+    With segments all of this holds for whole ones: a segment of which a node is missing is no member at all, and its
+    slots go to another whole one.
+
     Args:
         previous: The last round's members in slot order; empty before the first round.
         live: The nodes that want to be in, at most one for each node index, in any order. The index is the place in
             Slurm's order, which is topology; spares are at its end.
         max_nodes: No more than so many become members.
+        segment: So many neighbours in Slurm's order belong together: nodes 0 to `segment` - 1, and so on.
 
     Returns:
         The members in slot order: the position is the group rank, and `rank_layout` gives the global ones.
     """
-    by_node = {member.node: member for member in live}
-    slots: list[Member | None] = [by_node.pop(member.node, None) for member in previous[:max_nodes]]
-    newcomers = [by_node[node] for node in sorted(by_node)]
+    most = max_nodes // segment
+    places = list(_by_segment(previous, segment).items())[:most]
+    here = {index: found for index, found in _by_segment(live, segment).items() if len(found) == segment}
+    slots = [here.pop(index, None) for index, _ in places]
+    newcomers = [here[index] for index in sorted(here)]
     if not any(slots):
-        return tuple(newcomers[:max_nodes])
-    for index, slot in enumerate(slots):
-        if slot is None and newcomers:
-            size = previous[index].local_world_size
-            alike = (place for place, member in enumerate(newcomers) if member.local_world_size == size)
-            slots[index] = newcomers.pop(next(alike, 0))
+        return _flat(newcomers[:most])
+    for place, (_, were) in enumerate(places):
+        if slots[place] is None and newcomers:
+            sizes = _sizes(were)
+            alike = (number for number, found in enumerate(newcomers) if _sizes(found) == sizes)
+            slots[place] = newcomers.pop(next(alike, 0))
     taken = [slot for slot in slots if slot is not None]
-    return tuple(taken + newcomers[: max_nodes - len(taken)])
+    return _flat(taken + newcomers[: most - len(taken)])
+
+
+def whole_segments(live: Sequence[Member], segment: int) -> list[Member]:
+    """Those whose segment is all there."""
+    if segment == 1:
+        return list(live)
+    return [m for found in _by_segment(live, segment).values() if len(found) == segment for m in found]
+
+
+def _by_segment(members: Sequence[Member], segment: int) -> dict[int, list[Member]]:
+    """The segments in the order of their first members, each in node order."""
+    found: dict[int, list[Member]] = {}
+    for member in members:
+        found.setdefault(member.node // segment, []).append(member)
+    return {index: sorted(group, key=lambda member: member.node) for index, group in found.items()}
+
+
+def _sizes(members: Sequence[Member]) -> list[int]:
+    return [member.local_world_size for member in members]
+
+
+def _flat(segments: Sequence[Sequence[Member]]) -> tuple[Member, ...]:
+    return tuple(member for found in segments for member in found)
 
 
 def replacements(previous: Sequence[Member], members: Sequence[Member]) -> list[tuple[Member, Member]]:

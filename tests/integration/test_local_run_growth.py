@@ -100,6 +100,29 @@ def test_spares_wait_for_nobody_and_nobody_waits_for_them(tmp_path: Path) -> Non
         assert run.budgets() == {(0, 0)}
 
 
+def test_a_segment_that_lost_a_node_leaves_as_a_whole(tmp_path: Path) -> None:
+    """First a spare segment takes its ranks; then, with none left, the run shrinks by one."""
+    options = ["--segment", "2", "--spares", "2", "--rdzv-conf", f"{_QUICK},last_call_timeout=100"]
+    with GatedRun(tmp_path, _SCRIPT, nodes=4, min_nodes=2, options=options) as run:
+        assert run.seats(0, count=4) == [0, 1, 2, 3]
+        run.until(lambda: run.waiting() == ["node4, node5 wait as spares"], "word that spares wait")
+        run.refuse(1)
+        os.kill(run.agent(1).pid, signal.SIGKILL)
+        assert run.seats(1, count=4) == [4, 5, 2, 3]
+        run.until(lambda: "node0 waits for the rest of a segment" in run.waiting(), "word that a part is left")
+        run.refuse(3)
+        os.kill(run.agent(3).pid, signal.SIGKILL)
+        assert run.seats(2, count=2) == [4, 5]
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert run.budgets() == {(0, 0), (1, 0), (2, 0)}
+        places = [(event["node"], event["replaces_node"]) for event in run.events("node_replaced")]
+        assert places == [(4, 0), (5, 1)]
+        (frozen,) = [event["reason"] for event in run.events("round_frozen") if event["round"] == 2]
+        assert "node0 (the rest of a segment)" in frozen
+        assert "node2 (the rest of a segment)" in frozen
+
+
 def late(tmp_path: Path, grow: str) -> GatedRun:
     options = ["--grow", grow, "--rdzv-conf", f"{_QUICK},last_call_timeout=0.5"]
     run = GatedRun(tmp_path, _SCRIPT, nodes=3, min_nodes=2, options=options)

@@ -77,3 +77,27 @@ def test_a_policy_that_is_not_known() -> None:
 def test_an_allocation_of_spares_alone() -> None:
     with pytest.raises(UsageError, match="--spares 2: this allocation has 2 nodes"):
         _nodes_of(read("--spares=2"), 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "nodes", "segment"),
+    [((), (3, 5), 1), (("--segment", "4"), (4, 16), 4), (("--segment=2", "--spares=4"), (2, 2), 2)],
+)
+def test_segments(argv: tuple[str, ...], nodes: tuple[int, int], segment: int) -> None:
+    assert job_options.segment_nodes(read(*argv), nodes) == segment
+
+
+@pytest.mark.parametrize(
+    ("argv", "nodes", "words"),
+    [
+        (("--segment=0",), (4, 4), "--segment 0: give a number of nodes, 1 or more"),
+        (("--segment=x",), (4, 4), "--segment x: give a number"),
+        (("--segment=4",), (4, 6), "--segment 4: --nodes 6 is no multiple of it"),
+        (("--segment=4",), (2, 8), "--segment 4: --nodes 2 is no multiple of it"),
+        (("--segment=4", "--spares=1"), (4, 4), "--segment 4: --spares 1 is no multiple of it"),
+    ],
+)
+def test_parts_of_segments_are_refused(argv: tuple[str, ...], nodes: tuple[int, int], words: str) -> None:
+    with pytest.raises(UsageError) as found:
+        job_options.segment_nodes(read(*argv), nodes)
+    assert str(found.value).startswith(words)

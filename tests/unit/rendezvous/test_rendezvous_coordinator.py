@@ -481,6 +481,64 @@ def test_fewer_were_launched_than_are_needed() -> None:
     assert proposal.record.outcome is Outcome.TOO_FEW_NODES
 
 
+# -- segments
+
+PAIRS = replace(SETTINGS, min_nodes=2, max_nodes=4, expected_nodes=6, segment=2)
+SIX = [uid(node) for node in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "nodes", "reason"),
+    [
+        ("all are here", view(START, joined=SIX), [0, 1, 2, 3], "why it opened"),
+        (
+            "a spare segment takes the place of one that lost a node",
+            view(AGAIN, joined=[uid(0), *SIX[2:]], gone=frozenset([1])),
+            [4, 5, 2, 3],
+            "why it opened; node 4 took the place of node 0; node 5 took the place of node 1; "
+            "without node 1, node 0 (the rest of a segment)",
+        ),
+        (
+            "without one the run shrinks by a segment",
+            view(AGAIN, joined=ALL[1:], gone=frozenset([0, 4, 5])),
+            [2, 3],
+            "why it opened; without node 0, node 4, node 5, node 1 (the rest of a segment)",
+        ),
+        ("half of each is none", view(AGAIN, joined=SIX[::2], since_status=31), None, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_segments_come_and_go_as_a_whole(what: str, seen: View, nodes: list[int] | None, reason: str) -> None:
+    proposal = decide(seen, PAIRS)
+    if nodes is None:
+        assert proposal is None
+        return
+    assert proposal is not None
+    assert proposal.event is RoundEvent.FREEZE
+    assert nodes_of(proposal) == nodes
+    assert proposal.reason.replace("nid003", "node 3") == reason
+
+
+def test_parts_of_segments_are_too_few() -> None:
+    seen = view(AGAIN, joined=SIX[::2], gone=frozenset([1, 3, 5]))
+    proposal = committed(seen, PAIRS)
+    assert proposal.record.outcome is Outcome.TOO_FEW_NODES
+    assert proposal.reason.startswith("0 of at least 2 nodes are left in whole segments of 2 (missing: ")
+
+
+def test_who_waits_for_the_rest_of_its_segment_makes_no_round_grow() -> None:
+    two = record(Status.FINAL, *ALL[2:], master="n0:1", vacant=2)
+    proposal = committed(view(two, joined=[uid(0)]), PAIRS)
+    assert (proposal.event, proposal.reason) == (RoundEvent.ANNOUNCE, "node 0 waits for the rest of a segment")
+    waits = replace(two, waiting=1)
+    assert decide(view(waits, joined=[uid(0)]), PAIRS) is None
+    # Two agents of one node are no segment.
+    again = committed(view(waits, joined=[uid(0), uid(0, 2)]), PAIRS)
+    assert again.event is RoundEvent.ANNOUNCE
+    whole = committed(view(waits, joined=[uid(0), uid(1, 2)]), PAIRS)
+    assert (whole.event, whole.record.round) == (RoundEvent.REOPEN, 6)
+
+
 # -- frozen
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.rendezvous.slots import assign_ranks, rank_layout, replacements
+from hpc_elastic.rendezvous.slots import assign_ranks, rank_layout, replacements, whole_segments
 from hpc_elastic.rendezvous.state import Member
 
 
@@ -163,3 +163,64 @@ def test_a_late_low_node_index_evicts_nobody(others: list[int]) -> None:
     assert assign_ranks(before, [member(low), *before], max_nodes=len(others)) == before
     grown = assign_ranks(before, [member(low), *before], max_nodes=len(others) + 1)
     assert grown == (*before, member(low)), "nor moves anybody: it comes behind"
+
+
+# -- segments
+
+
+def by_segments(previous: list[int], present: list[int], max_nodes: int, segment: int) -> list[int]:
+    before, live = ([member(n) for n in nodes] for nodes in (previous, present))
+    return [m.node for m in assign_ranks(before, live, max_nodes=max_nodes, segment=segment)]
+
+
+@pytest.mark.parametrize(
+    ("previous", "present", "max_nodes", "expected"),
+    [
+        ([], [5, 0, 1, 3, 2, 4], 4, [0, 1, 2, 3]),
+        ([], [0, 2, 3, 4, 5], 4, [2, 3, 4, 5]),
+        ([0, 1, 2, 3], [0, 2, 3, 4, 5], 4, [4, 5, 2, 3]),
+        ([0, 1, 2, 3], [0, 2, 3, 4], 4, [2, 3]),
+        ([0, 1, 2, 3], [0, 1, 2], 4, [0, 1]),
+        ([4, 5, 2, 3], [0, 1, 2, 3, 4, 5], 4, [4, 5, 2, 3]),
+        ([2, 3], [0, 1, 2, 3], 4, [2, 3, 0, 1]),
+        ([0, 1], [0, 2], 4, []),
+    ],
+)
+def test_segments_of_two(previous: list[int], present: list[int], max_nodes: int, expected: list[int]) -> None:
+    assert by_segments(previous, present, max_nodes, 2) == expected
+
+
+@given(previous=NODES, present=NODES, segment=st.integers(1, 4), most=st.integers(1, 4), data=st.data())
+def test_segments_are_in_whole_or_out(
+    previous: list[int], present: list[int], segment: int, most: int, data: st.DataObject
+) -> None:
+    before = by_segments([], sorted(previous), most * segment, segment)
+    assert len(before) % segment == 0
+    found = by_segments(before, data.draw(st.permutations(present)), most * segment, segment)
+    blocks = [found[start : start + segment] for start in range(0, len(found), segment)]
+    for block in blocks:
+        first = block[0]
+        assert first % segment == 0
+        assert block == list(range(first, first + segment)), "a segment is one block of ranks, in Slurm's order"
+    whole = {n // segment for n in present if all(n // segment * segment + i in present for i in range(segment))}
+    assert len(blocks) == min(len(whole), most), "as many whole ones as there are, up to max"
+    # One level up, segments go by the rules for nodes.
+    before_segments, present_segments = [n // segment for n in before[::segment]], sorted(whole)
+    assert [block[0] // segment for block in blocks] == slots(before_segments, present_segments, most)
+    assert {m.node // segment for m in whole_segments([member(n) for n in present], segment)} == whole
+
+
+@given(previous=NODES, present=NODES, max_nodes=st.integers(1, 12))
+def test_without_segments_every_node_is_whole(previous: list[int], present: list[int], max_nodes: int) -> None:
+    assert whole_segments([member(n) for n in present], 1) == [member(n) for n in present]
+
+
+def test_a_segment_is_filled_by_one_with_as_many_workers_in_the_same_order() -> None:
+    def sized(node: int, size: int) -> Member:
+        return Member(f"{node:05d}-a", node, size)
+
+    before = [sized(0, 4), sized(1, 2), sized(2, 4), sized(3, 4)]
+    spares = [sized(4, 4), sized(5, 4), sized(6, 4), sized(7, 2)]
+    after = assign_ranks(before, [sized(1, 2), *before[2:], *spares], max_nodes=4, segment=2)
+    assert [m.node for m in after] == [6, 7, 2, 3]
+    assert [(gone.node, come.node) for gone, come in replacements(before, after)] == [(0, 6), (1, 7)]
