@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.atomic_file import ask_about
 from hpc_elastic.log_pieces import find_pieces, piece_path
 
 CHUNK = 64 << 10
@@ -17,7 +18,9 @@ LONGEST_LINE = 64 << 10
 """Bytes without a line end that are shown as a line."""
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TRIES = 10
-_FIRST_SMALL = 4096
+_SMALLEST_CHUNK = 4096
+_ASK_EACH = 4
+"""One look of so many that find nothing new asks the file server for the folder, too."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,7 +57,7 @@ class OutputReader:
         chunk: Bytes to read at once.
         """
         self.path = path
-        self._chunk = max(_FIRST_SMALL, chunk)
+        self._chunk = max(_SMALLEST_CHUNK, chunk)
         self._number: int | None = at.piece if at is not None else None
         self._offset = at.offset if at is not None else 0
         self._inode: int | None = None
@@ -63,6 +66,7 @@ class OutputReader:
         """A line without its end so far."""
         self._begun_at = Place(0, 0)
         self._gap = False
+        self._empty_looks = 0
 
     def read(self) -> Chunk | None:
         """The next whole lines; None: there are no more now, or the file can't be read."""
@@ -73,6 +77,9 @@ class OutputReader:
                 return None
             if not data:
                 if is_last:
+                    self._empty_looks += 1
+                    if self._empty_looks % _ASK_EACH == 0:
+                        ask_about(self.path.parent)  # else an NFS client would hide for a minute that it was rotated
                     return None
                 self._number, self._offset, self._inode = (self._number or 0) + 1, 0, None
                 continue
@@ -141,6 +148,7 @@ class OutputReader:
         if self._number is None:
             numbers = _pieces(self.path)
             self._number = numbers[0] if numbers else 0
+        has_asked = False
         for _ in range(_TRIES):
             fd = _open_or_none(self.path)
             if fd is not None and self._inode is not None and os.fstat(fd).st_ino == self._inode:
@@ -152,7 +160,10 @@ class OutputReader:
                 self._inode = None
                 return full, False
             if fd is None:
-                raise FileNotFoundError(str(self.path))
+                if has_asked or not ask_about(self.path.parent):
+                    raise FileNotFoundError(str(self.path))
+                has_asked = True  # an NFS client remembers for a minute what it did not find
+                continue
             numbers = _pieces(self.path)
             if self._inode is None and self._number == (numbers[-1] + 1 if numbers else 0):
                 self._inode = os.fstat(fd).st_ino
