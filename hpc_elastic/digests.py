@@ -1,4 +1,4 @@
-"""SHA-1, SHA-256 and HMAC-SHA256 (RFC 2104) without OpenSSL, which `hashlib` and `hmac` load: 4 MB, and 3 ms, each agent.
+"""SHA-1, SHA-256 and HMAC-SHA256 (RFC 2104) without OpenSSL, which `hashlib` and `hmac` load: 4 MB and 3 ms each time.
 
 CPython has the functions built in; some distributions leave them out (those that want all of it to come from OpenSSL).
 There `hashlib` does the same.
