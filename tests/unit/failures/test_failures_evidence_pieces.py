@@ -59,3 +59,29 @@ def test_a_traceback_before_a_gap_is_an_old_one(tmp_path: Path) -> None:
     failure = _describe(tmp_path, ["warning\n"])
     assert failure.source is EvidenceSource.EXIT
     assert "long ago" not in failure.stderr_tail
+
+
+_DUMP = 'Current thread 0x00007f1542893b80 (most recent call first):\n  File "/u/t.py", line 3 in wait\n' * 30
+_ENDINGS = {
+    "traceback": (1, _TRACEBACK.format("boom")),
+    "terminate": (-6, "terminate called after throwing an instance of 'E'\n  what():  boom\n"),
+    "fatal": (-6, f"Fatal Python error: Aborted\n\n{_DUMP}"),
+    "terminate, fatal": (
+        -6,
+        f"terminate called after throwing an instance of 'E'\nFatal Python error: Aborted\n\n{_DUMP}",
+    ),
+    "syntax": (1, '  File "/u/t.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'),
+}
+
+
+@pytest.mark.parametrize("name", list(_ENDINGS))
+def test_the_end_of_stderr_is_what_stands_beside_the_words_of_the_failure(tmp_path: Path, name: str) -> None:
+    exitcode, words = _ENDINGS[name]
+    path = tmp_path / "stderr.log"
+    path.write_text("loss 0.2\n" * 100 + "the last words\n" + words)
+    facts = ExitFacts(
+        attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=exitcode, ended_ns=1
+    )
+    failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=path)
+    assert failure.traceback
+    assert failure.stderr_tail.split("\n") == ["loss 0.2"] * 19 + ["the last words"]

@@ -85,6 +85,7 @@ def test_it_is_classed_and_completed(version: str, case: str, tmp_path: Path) ->
     after = json.loads(path.read_text())
     before["message"]["errorCode"] = 1
     assert after["message"] == before["message"]  # what torch wrote stays as it was
+    assert not {"message", "traceback"} & set(after["hpc_elastic"])  # … and stands there once
     assert read_failure(path, facts=_facts()) == failure
     assert os.listdir(tmp_path) == ["error.json"]
 
