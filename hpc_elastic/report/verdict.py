@@ -270,12 +270,12 @@ def _among(
         within = f"{milliseconds_text(SAME_NODE_NS)} on one host"
         if any(moment.node != first.node for _, moment in near):
             within = f"{milliseconds_text(max(resolution_ns(first, moment) or 0 for _, moment in near))} between hosts"
-        parts.append(f"{_names(near)} failed otherwise within the clocks' resolution ({within})")
+        parts.append(f"{_names(near)} failed too, in another way, within the clocks' resolution ({within})")
     if unknown:
         gap = max(0, gap_ns(first, unknown[0][1]))
         hosts = "its clock was" if len({failure.host for failure, _ in unknown}) == 1 else "those clocks were"
         parts.append(
-            f"{_names(unknown)} failed otherwise, and {hosts} not compared with {root.host}'s "
+            f"{_names(unknown)} failed too, in another way, and {hosts} not compared with {root.host}'s "
             f"(by the clocks as they are, {seconds_text(gap)} later)"
         )
     if parts:

@@ -180,7 +180,8 @@ def test_two_failures_within_one_tick_of_the_clock(catalogue: Catalogue) -> None
             rank=0,
             host="node0",
             confidence="tie",
-            evidence="not certain: rank 1 on node0 failed otherwise within the clocks' resolution (2 ms on one host)",
+            evidence="not certain: rank 1 on node0 failed too, in another way, within the clocks' resolution "
+            "(2 ms on one host)",
             kind="ended itself with exit code 5",
         )
         catalogue.check(run, "two-failures-at-once", expected)

@@ -128,7 +128,7 @@ def test_a_tie_is_said_to_be_one() -> None:
     verdict = decide_verdict(near, clocks=NODES)
     assert verdict.confidence is Confidence.TIE
     assert verdict.evidence == (
-        "not certain: rank 1 on n2 failed otherwise within the clocks' resolution (12 ms between hosts)"
+        "not certain: rank 1 on n2 failed too, in another way, within the clocks' resolution (12 ms between hosts)"
     )
     # Beyond the clocks' resolution it is none; it grows with the bounds, and with time.
     later = [root(0, 5.0), root(1, 5.02, "KeyError: 'x'")]
@@ -147,7 +147,7 @@ def test_of_one_node_the_order_is_known_without_any_comparison() -> None:
     tight = [root(0, 5.0, per_node=2), root(1, 5.001, "KeyError: 'x'", per_node=2)]
     assert decide_verdict(tight).confidence is Confidence.TIE
     assert decide_verdict(tight).evidence == (
-        "not certain: rank 1 on n1 failed otherwise within the clocks' resolution (2 ms on one host)"
+        "not certain: rank 1 on n1 failed too, in another way, within the clocks' resolution (2 ms on one host)"
     )
     # A wall clock that was set between the two disturbs nothing.
     stepped = [near[0], replace(near[1], ended_ns=near[1].ended_ns - 3600 * 10**9)]
@@ -162,14 +162,14 @@ def test_of_nodes_that_nobody_compared_the_order_is_not_known_and_said_so() -> N
     verdict = decide_verdict(far)
     assert verdict.confidence is Confidence.TIE
     assert verdict.evidence == (
-        "not certain: rank 1 on n2 failed otherwise, and its clock was not compared with n1's "
+        "not certain: rank 1 on n2 failed too, in another way, and its clock was not compared with n1's "
         "(by the clocks as they are, 60.0 s later)"
     )
     assert verdict.resolution_ns is None
     mixed = decide_verdict([*far, root(2, 5.005, "OSError: y"), root(5, 7.0, "EOFError: z")], clocks=compared(0.0, 0.0))
     assert mixed.confidence is Confidence.TIE
-    assert "rank 2 on n3 failed otherwise within the clocks' resolution" in mixed.evidence
-    assert "rank 5 on n6 failed otherwise, and its clock was not compared" in mixed.evidence
+    assert "rank 2 on n3 failed too, in another way, within the clocks' resolution" in mixed.evidence
+    assert "rank 5 on n6 failed too, in another way, and its clock was not compared" in mixed.evidence
     assert "rank 1" not in mixed.evidence, "that was later, and is known to be"
 
 
