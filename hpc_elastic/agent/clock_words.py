@@ -17,6 +17,7 @@ from hpc_elastic.rendezvous.uid import node_of
 
 MOST_REFERENCES = 4
 """Of so many coordinators, the latest ones, something is told."""
+_READS = 5
 STEP_NS = 1_000_000
 """By so much the wall clock has to be set to be told of."""
 
@@ -82,7 +83,8 @@ class ClockWords:
             offset = Offset(offset_ns=0, bound_ns=0) if own else self._ruler.offset_to(reference)
             if offset is None:
                 continue
-            word = ClockWord(offset=offset, uptime_ns=uptime_ns(self._clock), wall_ns=self._clock.time_ns())
+            uptime, wall = self._both_clocks()
+            word = ClockWord(offset=offset, uptime_ns=uptime, wall_ns=wall)
             if is_news(word, told):
                 self._told[reference] = word
                 self._events.write(
@@ -90,5 +92,12 @@ class ClockWords:
                     reference=node_of(reference),
                     offset_ns=offset.offset_ns,
                     bound_ns=offset.bound_ns,
-                    uptime_ns=word.uptime_ns,
+                    uptime_ns=uptime,
+                    wall_ns=wall,
                 )
+
+    def _both_clocks(self) -> tuple[int, int]:
+        """The time since the boot and the wall clock's, at one moment: who is put to sleep in between reads again."""
+        reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
+        before, wall, after = min(reads, key=lambda read: read[2] - read[0])
+        return (before + after) // 2, wall

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,6 +22,8 @@ from hpc_elastic.report.collect_values import integer, text_of
 CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})
 """What `ClocksBuilder.take` learns from."""
 SUPERVISOR = -1
+_VIEWS = 8
+_SOME = 16
 _STEP_NS = 1_000_000
 """A wall clock whose distance to the time since the boot changed by more was set in between."""
 
@@ -101,6 +103,23 @@ class Clocks:
     _walls: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Node → (time since the boot, how far the wall clock is ahead of it), ascending."""
     _supervisor: int | None = None
+    _views: tuple[Clocks, ...] = ()
+    """The same from each coordinator, where there were several."""
+
+    def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:
+        """The same with that coordinator's clock as the reference against which some moments are known best.
+
+        Each round's own: what was measured against an earlier one has grown old.
+
+        Args:
+            moments: Node, and its time since its boot.
+        """
+        some = moments[:_SOME]
+        return min(self._views, key=lambda view: sum(view._doubt(*moment) for moment in some), default=self)
+
+    def _doubt(self, node: int, uptime_ns: int) -> int:
+        bound = self.moment(node, 0, uptime_ns=uptime_ns).bound_ns
+        return 1 << 62 if bound is None else bound
 
     def moment(self, node: int | None, wall_ns: int, *, uptime_ns: int = 0) -> Moment:
         """Where something that a node saw stands among the others.
@@ -166,7 +185,7 @@ class ClocksBuilder:
             self._hosts.setdefault(node, text_of(event.get("host")))
         elif name == "clock_offset":
             self._hosts.setdefault(node, text_of(event.get("host")))
-            keys = ("reference", "offset_ns", "bound_ns", "uptime_ns", "t")
+            keys = ("reference", "offset_ns", "bound_ns", "uptime_ns", "wall_ns")
             reference, offset, bound, uptime, wall = (integer(event.get(key)) for key in keys)
             if reference is None or offset is None or bound is None or uptime is None or wall is None:
                 return
@@ -185,24 +204,23 @@ class ClocksBuilder:
         if not walls:
             return Clocks()
         degree = Counter(near for near, _ in links)
-        reference = min(walls, key=lambda node: (-degree[node], node))
-        hops = _tree(links, reference)
+        references = {word.reference for word in self._words}.intersection(walls) or walls.keys()
         supervisor = self._hosts.get(SUPERVISOR)
         nodes = [node for node in sorted({*degree, *walls}) if supervisor and self._hosts.get(node) == supervisor]
-        clocks = Clocks(
-            reference=reference,
-            host=self._hosts.get(reference, ""),
-            contradicted=contradicted,
-            _hops=hops,
-            _walls={node: tuple(sorted(told)) for node, told in walls.items()},
-            _supervisor=nodes[0] if nodes else None,
-        )
-        return replace(
-            clocks,
-            offsets={
-                node: _wall_offset(clocks, node, *clocks._walls[node][-1]) for node in sorted(hops) if node in walls
-            },
-        )
+        views = []
+        for reference in sorted(references, key=lambda node: (-degree[node], node))[:_VIEWS]:
+            clocks = Clocks(
+                reference=reference,
+                host=self._hosts.get(reference, ""),
+                contradicted=contradicted,
+                _hops=_tree(links, reference),
+                _walls={node: tuple(sorted(told)) for node, told in walls.items()},
+                _supervisor=nodes[0] if nodes else None,
+            )
+            known = [node for node in sorted(clocks._hops) if node in walls]
+            offsets = {node: _wall_offset(clocks, node, *clocks._walls[node][-1]) for node in known}
+            views.append(replace(clocks, offsets=offsets))
+        return views[0] if len(views) == 1 else replace(views[0], _views=tuple(views))
 
 
 def _wall_offset(clocks: Clocks, node: int, uptime_ns: int, ahead_ns: int) -> ClockOffset:

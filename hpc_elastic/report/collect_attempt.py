@@ -8,7 +8,7 @@ from typing import Any
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.outcome import UNHEALTHY_CODE
-from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, ClocksBuilder
+from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of
 from hpc_elastic.report.collect_words import WholeWords
@@ -88,7 +88,7 @@ class AttemptBuilder:
         cut_short = {node: self._cut_short(node) for node in bad_ends}
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         clocks = self.clocks.build()
-        built = (replace(self.rounds[index].build(), clocks=clocks) for index in sorted(self.rounds))
+        built = (_with_clocks(self.rounds[index].build(), clocks) for index in sorted(self.rounds))
         rounds = [part for part in built if part.nodes or part.broken]
         return AttemptHistory(
             number=self.number,
@@ -151,6 +151,11 @@ class AttemptBuilder:
         if code is None or loss.left:
             return replace(loss, host=host)
         return replace(loss, host=host, detail=_code_text(code))
+
+
+def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:
+    seen = [(failure.node, failure.ended_uptime_ns) for failure in part.failures if failure.ended_uptime_ns]
+    return replace(part, clocks=clocks.around(seen))
 
 
 def _dead_agents(

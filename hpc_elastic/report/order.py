@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # whose module needs this one
 
 SAME_NODE_NS = 2_000_000
 """One agent reads the ends of its workers one after the other."""
-NOTICED_NS = 5_000_000
+NOTICED_NS = 10_000_000
 """An agent that is woken by a worker's end, on a busy node, may read the clock by so much later."""
 SIGN_NS = 1_000_000_000
 """A lost node lived for so long after the last sign of it, at most: then the next one was due."""

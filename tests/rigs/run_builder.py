@@ -182,6 +182,7 @@ class RunBuilder:
             offset_ns=0,
             bound_ns=0 if node == reference else bound_ns,
             uptime_ns=UPTIME_NS + int(at * 1e9),
+            wall_ns=START_NS + int((at + ahead) * 1e9),
         )
 
     def round(

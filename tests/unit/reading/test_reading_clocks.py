@@ -21,7 +21,7 @@ def write(attempt: AttemptPaths, *events: dict[str, Any]) -> None:
 
 def offset(node: int, ahead: int, uptime: int, measured: int) -> dict[str, Any]:
     fields = {"reference": 0, "uptime_ns": uptime, "offset_ns": measured, "bound_ns": 10}
-    return {"event": "clock_offset", "node": node, "t": 10**18 + ahead, **fields}
+    return {"event": "clock_offset", "node": node, "wall_ns": 10**18 + ahead, **fields}
 
 
 def test_by_what_the_agents_measured_else_by_what_the_rounds_show(tmp_path: Path) -> None:

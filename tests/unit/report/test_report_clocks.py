@@ -42,6 +42,7 @@ class Hosts:
             offset_ns=self.uptime(node, at) - self.uptime(reference, at) + wrong,
             bound_ns=bound,
             uptime_ns=self.uptime(node, at),
+            wall_ns=self.wall_of(node, at),
         )
 
     def event(self, node: int, name: str, *, at: int = 0, role: str = "agent", **fields: Any) -> None:
@@ -101,6 +102,26 @@ def test_after_the_coordinators_death_offsets_chain() -> None:
     assert 2 * MS + 4 * MS + 18 * MS <= moments[2].bound_ns < 25 * MS, "over n0, 9 s after both measured"
 
 
+def test_a_round_is_seen_from_its_own_coordinator() -> None:
+    """n0 coordinated first, and then n1: what was measured against n0 is an hour old by then."""
+    hosts = Hosts(0, 100, 20_000, 3_000_000)
+    hour = 3600 * SECOND
+    for reference, at in ((0, SECOND), (1, hour)):
+        for node in range(4):
+            hosts.tell(node, reference, at=at, bound=0 if node == reference else MS)
+    clocks = hosts.build()
+    assert clocks.reference == 0
+    late = [(node, hosts.uptime(node, hour)) for node in (2, 3)]
+    early = [(node, hosts.uptime(node, 2 * SECOND)) for node in (2, 3)]
+    for moments, reference in ((late, 1), (early, 0), ([], 0)):
+        seen = clocks.around(moments)
+        assert seen.reference == reference
+        for node, uptime in moments:
+            bound = seen.moment(node, 0, uptime_ns=uptime).bound_ns
+            assert bound is not None
+            assert bound <= 2 * MS
+
+
 def test_what_contradicts_itself_is_not_used() -> None:
     hosts = Hosts(0, 5, 7)
     for node in (1, 2):
@@ -149,7 +170,7 @@ def test_the_supervisor_reads_the_clock_of_its_host() -> None:
 def test_foreign_words_say_nothing() -> None:
     builder = ClocksBuilder()
     for fields in ({}, {"reference": "0"}, {"reference": 0, "offset_ns": 1.5}, {"reference": -1, "bound_ns": -5}):
-        whole = {"offset_ns": 1, "bound_ns": 1, "uptime_ns": 1, "t": 1, **fields}
+        whole = {"offset_ns": 1, "bound_ns": 1, "uptime_ns": 1, "wall_ns": 1, **fields}
         builder.take({"event": "clock_offset", "role": "agent", "node": 1, "host": "n1", **whole})
     builder.take({"event": "clock_offset", "role": "agent", "node": None})
     assert builder.build() == Clocks()

@@ -42,7 +42,7 @@ def compared(*ahead: float, bound_ms: float = 1.0) -> Clocks:
                 "offset_ns": int(seconds * 1e9),
                 "bound_ns": int(bound_ms * MS) if node else 0,
                 "uptime_ns": UPTIME_NS + int((seconds + 5) * 1e9),
-                "t": START_NS + int((seconds + 5) * 1e9),
+                "wall_ns": START_NS + int((seconds + 5) * 1e9),
             }
         )
     return builder.build()
@@ -128,13 +128,13 @@ def test_a_tie_is_said_to_be_one() -> None:
     verdict = decide_verdict(near, clocks=NODES)
     assert verdict.confidence is Confidence.TIE
     assert verdict.evidence == (
-        "not certain: rank 1 on n2 failed too, in another way, within the clocks' resolution (12 ms between hosts)"
+        "not certain: rank 1 on n2 failed too, in another way, within the clocks' resolution (22 ms between hosts)"
     )
     # Beyond the clocks' resolution it is none; it grows with the bounds, and with time.
-    later = [root(0, 5.0), root(1, 5.02, "KeyError: 'x'")]
+    later = [root(0, 5.0), root(1, 5.03, "KeyError: 'x'")]
     assert decide_verdict(later, clocks=NODES).confidence is Confidence.HIGH
     assert decide_verdict(later, clocks=compared(0.0, bound_ms=12)).confidence is Confidence.TIE
-    much_later = [root(0, 105.0), root(1, 105.02, "KeyError: 'x'")]
+    much_later = [root(0, 105.0), root(1, 105.03, "KeyError: 'x'")]
     assert decide_verdict(much_later, clocks=NODES).confidence is Confidence.TIE
 
 

@@ -1,0 +1,131 @@
+"""Failures on nodes whose clocks are an hour apart: the verdict names the one that was first in truth.
+
+The coordinator's agent stands still (SIGSTOP) while two nodes fail, the one after the other has told of it: else the
+first failure would end the second node's workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.rigs.local_run import LocalRun
+from tests.rigs.wrong_clocks import node_clocks
+
+HOUR = 3600.0
+APART = 0.3
+"""Seconds from the one failure to the next."""
+SCRIPT = """
+    tell("here")
+    others_in_round()
+    wait_for(f"fail-{ROUND}-{RANK}")
+    raise [RuntimeError("zero"), KeyError("one"), ValueError("two"), OSError("three")][RANK]
+"""
+
+
+def run_on_three_machines(folder: Path, *conf: str, more: int = 0, options: Sequence[str] = ()) -> LocalRun:
+    """Node 1's wall clock is an hour ahead, node 2's an hour behind; and none was booted when another was."""
+    clocks = {1: (HOUR, 5000.0), 2: (-HOUR, -10.0), 3: (0.5, 70_000.0)}
+    return LocalRun(
+        folder,
+        SCRIPT,
+        nodes=3 + more,
+        min_nodes=3,
+        options=["--rdzv-conf", ",".join(conf), *options],
+        environ=node_clocks(clocks),
+        heartbeat_ttl=20.0,
+    )
+
+
+def fail_one_after_the_other(run: LocalRun, coordinator: int, nodes: Sequence[int], *, round_index: int = 0) -> None:
+    """With nobody to act upon it before the workers of all `nodes` have failed."""
+    agent = run.agent(coordinator)
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        for node in nodes:
+            since = time.monotonic()
+            run.until(lambda since=since: time.monotonic() - since > APART, "later moment")
+            run.say(f"fail-{round_index}-{rank_on(run, node, round_index)}")
+            run.until(partial(told, run, "workers_stopping", node, round_index), f"word of the failure on node {node}")
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+
+
+def told(run: LocalRun, name: str, node: int, round_index: int) -> list[dict[str, Any]]:
+    """A node's words about a round."""
+    found = [event for event in run.events(name) if event.get("round") == round_index]
+    return [event for event in found if event["node"] == node]
+
+
+def rank_on(run: LocalRun, node: int, round_index: int) -> int:
+    (event,) = told(run, "round_final", node, round_index)
+    return int(event["ranks"][0])
+
+
+def test_the_true_first_is_named_though_its_stamp_is_two_hours_later(tmp_path: Path) -> None:
+    with run_on_three_machines(tmp_path, "beat_silence=20", options=["--max-restarts", "0"]) as run:
+        run.wait_moments("here", count=3)
+        fail_one_after_the_other(run, 0, [1, 2])
+        assert run.finish() == 1
+        at = {event["rank"]: event["ended_ns"] for event in run.events("worker_failed")}
+        assert at[2] < at[1] - HOUR * 10**9, "the later failure has the earlier stamp"
+        report = run.report()
+        verdict = report["verdict"]
+        assert verdict["failure"]["global_rank"] == 1
+        assert verdict["confidence"] == "high", verdict["evidence"]
+        assert "before the next (rank 2 on node2; clocks known to within" in verdict["evidence"]
+        clocks = report["attempts"][0]["clocks"]
+        assert clocks["reference_node"] == 0
+        offsets = {item["node"]: item for item in clocks["offsets"]}
+        for node, ahead in ((1, HOUR), (2, -HOUR)):
+            assert abs(offsets[node]["offset_ns"] - ahead * 1e9) <= offsets[node]["bound_ns"] < 10**9
+        (later,) = verdict["candidates"]
+        assert later["global_rank"] == 2
+        first = verdict["failure"]["ended_ns"] - HOUR * 1e9
+        assert later["at_ns"] > first - 10**9, "by the reference's clock"
+        assert "node1's clock, 3600.0 s ahead of node0's" in run.log()
+
+
+def test_without_packets_the_order_is_not_known_and_said_so(tmp_path: Path) -> None:
+    with run_on_three_machines(tmp_path, "doorbell=off", options=["--max-restarts", "0"]) as run:
+        run.wait_moments("here", count=3)
+        fail_one_after_the_other(run, 0, [1, 2])
+        assert run.finish() == 1
+        report = run.report()
+        verdict = report["verdict"]
+        assert verdict["confidence"] == "tie"
+        assert verdict["resolution_ns"] is None
+        assert "its clock was not compared with" in verdict["evidence"]
+        assert report["attempts"][0]["clocks"] is None
+        assert {verdict["failure"]["global_rank"], verdict["candidates"][0]["global_rank"]} == {1, 2}
+
+
+def test_after_the_references_death_the_order_is_known_all_the_same(tmp_path: Path) -> None:
+    """Node 0 coordinates, and dies; of the three that go on, one coordinates, and the two others fail."""
+    with run_on_three_machines(
+        tmp_path, "beat_silence=2", "suspect_answer=2", more=1, options=["--max-restarts", "1"]
+    ) as run:
+        run.wait_moments("here", count=4)
+        os.kill(run.agent(0).pid, signal.SIGSTOP)
+        run.wait_moments("here", count=3, round_index=1)
+        (frozen,) = [event for event in run.events("round_frozen") if event["round"] == 1]
+        leader = frozen["node"]
+        assert leader != 0
+        first, second = [node for node in (1, 2, 3) if node != leader]
+        fail_one_after_the_other(run, leader, [first, second], round_index=1)
+        run.until(lambda: len([e for e in run.events("worker_failed") if e["round"] == 1]) > 1, "evidence of both")
+        run.signal(signal.SIGINT)
+        run.finish()
+        report = run.report()["attempts"][0]
+        (part,) = (item for item in report["rounds"] if item["index"] == 1)
+        rank = rank_on(run, first, 1)
+        assert part["verdict"]["summary"].startswith(f"rank {rank} on node{first}: ")
+        assert part["verdict"]["confidence"] == "high", part["verdict"]["evidence"]
+        assert "clocks known to within" in part["verdict"]["evidence"]
+        others = {1, 2, 3} - {report["clocks"]["reference_node"]}
+        assert others <= {item["node"] for item in report["clocks"]["offsets"]}
