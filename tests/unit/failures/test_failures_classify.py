@@ -59,6 +59,20 @@ def test_real_words_after_an_hour_of_training(case: dict[str, Any], tmp_path: Pa
     assert failure.failure_class == case["failure_class"]
 
 
+def test_the_line_by_which_a_library_ended_the_process_is_the_message(tmp_path: Path) -> None:
+    failure = describe("nccl-watchdog-stuck.txt", -6, tmp_path)
+    assert failure.message.startswith("Signal 6 (SIGABRT) received by PID 9; [PG 0 Rank 1]")
+    assert "watchdog got stuck for 600 seconds" in failure.message
+    assert "Heartbeat monitor timed out!" in failure.stderr_tail
+
+
+def test_the_whole_text_of_a_cpp_exception_is_the_message(tmp_path: Path) -> None:
+    failure = describe("nccl-ib-no-answer.txt", -6, tmp_path)
+    assert failure.message.endswith("with error 12, opcode 0, len 0, vendor err 129")
+    assert failure.headline.startswith("std::runtime_error: NCCL error: remote process exited")
+    assert "frame #0" not in describe("nccl-timeout-watchdog.txt", -6, tmp_path).message
+
+
 def test_every_captured_text_is_tried_and_has_a_source() -> None:
     assert sorted(path.name for path in DATA.glob("*.txt")) == [case["file"] for case in CASES]
     for case in CASES:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def test_a_file_of_100_mb_is_cut_not_loaded(tmp_path: Path) -> None:
     assert found.traceback == "Traceback (most recent call last):\nValueError: big"
     assert found.timestamp_ns == 1_700_000_003_000_000_000
     assert found.data == {}
+    assert read_error_file(path, seek_traceback=False) == replace(found, traceback="")
 
 
 def test_long_texts_are_bounded(tmp_path: Path) -> None:
