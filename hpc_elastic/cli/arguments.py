@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from hpc_elastic.errors import UsageError
@@ -11,6 +12,17 @@ from hpc_elastic.errors import UsageError
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def with_dashes(argv: Sequence[str]) -> list[str]:
+    """Long options with ``-`` where they were given with ``_``; what stands behind ``=`` or ``--`` is left alone."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    found = list(argv)
+    for index, word in enumerate(argv[:end]):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[index] = name.replace("_", "-") + equals + value
+    return found
 
 
 def argument_parser(program: str, description: str) -> argparse.ArgumentParser:

@@ -18,6 +18,8 @@ from hpc_elastic.reading.stream_marks import read_round_marks
 from hpc_elastic.run_paths import AttemptPaths
 
 _LOOK_FOR_FILES_S = 1.0
+_LOOK_INTO_ROUND_S = 15.0
+"""Between two looks for ranks that are new in a round that has lasted for a while: all are there at its beginning."""
 _LAST_LOOKS = 2
 _LAST_WAIT_S = 0.5
 _DROP_AFTER_S = 30.0
@@ -45,6 +47,8 @@ class LogFollower:
         self._files: FollowedFiles[LogStream] = FollowedFiles()
         self._seen: dict[tuple[int, int], float] = {}
         """Attempt and round → when it was first seen."""
+        self._round_at: dict[tuple[int, int], float] = {}
+        """When a round's ranks are listed again."""
         self._known: set[LogStream] = set()
         self._shown: tuple[int, int] | None = None
         self._files_at = clock.monotonic()
@@ -54,6 +58,8 @@ class LogFollower:
         stop = threading.Event()  # never set: Ctrl-C ends it
         watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock)
         self._find_files()
+        if not self._seen:
+            tell(f"run {self._asked.paths.run_id} has started no worker yet: waiting")
         self._show_what_is_there()
         told = False
         while True:
@@ -72,6 +78,7 @@ class LogFollower:
         for number in range(_LAST_LOOKS):
             if number:
                 self._clock.wait(stop, _LAST_WAIT_S)
+            self._round_at.clear()
             self._find_files()
             self._look(everything=True)
         for stream, chunk in self._files.rests():
@@ -84,9 +91,13 @@ class LogFollower:
         self._files_at = now + max(_LOOK_FOR_FILES_S, len(self._files) / 200)
         # Those between the one that was the newest at first and today's: some are short.
         for attempt, index in self._rounds():
-            seen_at = self._seen.setdefault((attempt.number, index), now)
-            if now - seen_at > _DROP_AFTER_S and (attempt.number, index) != max(self._seen):
+            place = (attempt.number, index)
+            if now < self._round_at.get(place, now):
                 continue
+            age = now - self._seen.setdefault(place, now)
+            if age > _DROP_AFTER_S and place != max(self._seen):
+                continue
+            self._round_at[place] = now + (_LOOK_INTO_ROUND_S if age > _DROP_AFTER_S else 0.0)
             for stream in self._choice.streams_in(attempt, index):
                 if stream not in self._known:
                     self._known.add(stream)

@@ -88,12 +88,12 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
     module: Any = import_module(f"hpc_elastic.cli.{module_name}")
     if hasattr(module, "main"):
         return int(module.main(argv))
-    from hpc_elastic.cli.arguments import argument_parser
+    from hpc_elastic.cli.arguments import argument_parser, with_dashes
 
     parser = argument_parser(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1])
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(argv)))
+        return int(module.run(parser.parse_args(with_dashes(argv))))
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
 

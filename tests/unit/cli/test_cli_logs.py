@@ -129,6 +129,14 @@ def test_who_printed_nothing_around_the_failure_is_named(run: LogRun, capsys: py
     assert lines[-1] == "--- nothing of rank 3 in that time ---"
 
 
+def test_options_with_underlines(run: LogRun, capsys: pytest.CaptureFixture[str]) -> None:
+    root = str(run.root)
+    assert shown(capsys, root, "--no_prefix", "--tail=1") == ["again 0"]
+    assert shown(capsys, root, "--around_failure", "--seconds", "3") == shown(
+        capsys, root, "--around-failure", "--seconds", "3"
+    )
+
+
 def test_nothing_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     builder = LogRun(tmp_path / "r", nodes=1)
     builder.attempt(0)

@@ -32,6 +32,8 @@ def test_by_time_and_each_file_in_its_own_order(tmp_path: Path) -> None:
     (attempt.events / ".agent-hidden.jsonl").write_text(json.dumps(event("hidden", 1)) + "\n")
     found = list(merged_events(attempt, {}))
     assert [one.value["event"] for one in found] == ["a", "b", "c", "c2", "d", "e"]
+    times = [one.time_ns for one in found]
+    assert times == sorted(times), "a writer whose clock was set back keeps its order"
     assert {one.attempt for one in found} == {3}
     assert [one.writer for one in found] == [1, 0, 1, 1, 0, -1]
     assert json.loads(found[0].raw) == found[0].value
