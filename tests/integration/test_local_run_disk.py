@@ -82,7 +82,8 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, tiny_disk: Tiny
         tiny_disk.fill()
         run.say("train")
         run.wait_moments("trained", count=2)
-        run.until(lambda: "No space left on device" in run.log(), "word about the full disk")
+        words = [f"rank-0000{rank}/stdout.log: No space left on device" for rank in range(2)]
+        run.until(lambda: all(word in run.log() for word in words), "both nodes' word about the full disk")
         tiny_disk.make_room()
         run.say("end")
         assert run.finish() == ExitCode.OK
