@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.bench.report_run DIR     1,024 nodes of 8 ranks, 100 rounds, 10,000 failures
+    python -m tests.bench.report_run DIR [NODES ROUNDS FAILURES]     1,024 nodes, 100 rounds, 100 failures in each
 """
 
 from __future__ import annotations
@@ -188,4 +188,5 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    print(write_run(Path(sys.argv[1])))
+    sizes = [int(number) for number in sys.argv[2:]] or [1024, 100, 100]
+    print(write_run(Path(sys.argv[1]), RunSize(nodes=sizes[0], rounds=sizes[1], failures=sizes[2])))

@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import agent_numbers, evidence, heartbeat, leftovers, output, rendezvous_scale, stop_everywhere
+from tests.bench import agent_numbers, evidence, heartbeat, leftovers, output, rendezvous_scale, report, stop_everywhere
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.scale_plot import plot
@@ -30,10 +30,14 @@ from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-AGENT_BEGIN, AGENT_END = "<!-- bench of an agent: begin -->", "<!-- bench of an agent: end -->"
-EVIDENCE_BEGIN, EVIDENCE_END = "<!-- bench of evidence: begin -->", "<!-- bench of evidence: end -->"
+TABLES: dict[str, tuple[Any, tuple[str, str]]] = {
+    "agent": (agent_numbers, ("<!-- bench of an agent: begin -->", "<!-- bench of an agent: end -->")),
+    "evidence": (evidence, ("<!-- bench of evidence: begin -->", "<!-- bench of evidence: end -->")),
+    "report": (report, ("<!-- bench of a report: begin -->", "<!-- bench of a report: end -->")),
+}
+"""Part → module, and the marks between which its table stands."""
 SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
-PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", "agent", "evidence", "stop", "scale")
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", *TABLES, "stop", "scale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,10 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     beats = heartbeat.measure() if "heartbeat" in options.parts and OURS in systems else None
     costs = output.measure() if "output" in options.parts and OURS in systems else []
     numbers: list[agent_numbers.Number] = []
-    if "agent" in options.parts and OURS in systems and not _late(deadline, samples, "what an agent costs"):
-        numbers = _numbers(facts, samples, quick=options.quick, update=options.update_docs)
-    if "evidence" in options.parts and OURS in systems and not _late(deadline, samples, "what evidence costs"):
-        numbers += _evidence(facts, samples, quick=options.quick, update=options.update_docs)
+    for part in TABLES if OURS in systems else ():
+        if part in options.parts and not _late(deadline, samples, f"what this costs: {part}"):
+            numbers += _numbers(part, facts, samples, quick=options.quick, update=options.update_docs)
     stops = {}
     if "stop" in options.parts and OURS in systems:
         stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
@@ -91,41 +94,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
     _write_json(options.json, facts, samples, helps, left, beats, costs, stops, numbers)
-    if options.update_docs and not set(options.parts) <= {"scale", "agent", "evidence"}:
+    if options.update_docs and not set(options.parts) <= {"scale", *TABLES}:
         update_document(DOCUMENT, text)
     measured = samples.values or helps or left or beats or costs or stops or numbers
     return 0 if measured or "scale" in options.parts else 1
 
 
-def _numbers(facts: dict[str, str], samples: Samples, *, quick: bool, update: bool) -> list[agent_numbers.Number]:
-    """The agent's own figures: a table of their own, so that they can be taken alone."""
-    _progress("what an agent costs")
+def _numbers(
+    part: str, facts: dict[str, str], samples: Samples, *, quick: bool, update: bool
+) -> list[agent_numbers.Number]:
+    """A table of its own, so that it can be taken alone."""
+    module, (begin, end) = TABLES[part]
+    _progress(f"what this costs: {part}")
     try:
-        numbers = agent_numbers.measure(quick=quick)
+        numbers = module.measure(quick=quick)
     except AssertionError as error:  # what should have happened did not
-        samples.troubles.append(f"agent: {error}")
+        samples.troubles.append(f"{part}: {error}")
         return []
     text = f"{facts['date']}, {facts['cores']} cores, load {facts['load before']}, Python {facts['python']}\n\n"
-    text += "\n".join(agent_numbers.lines(numbers)) + "\n"
+    text += "\n".join(module.lines(numbers)) + "\n"
     print(text)
     if update:
-        update_document(DOCUMENT, text, begin=AGENT_BEGIN, end=AGENT_END)
-    return numbers
-
-
-def _evidence(facts: dict[str, str], samples: Samples, *, quick: bool, update: bool) -> list[agent_numbers.Number]:
-    """What the evidence of failed workers costs: a table of its own."""
-    _progress("what evidence costs")
-    try:
-        numbers = evidence.measure(quick=quick)
-    except AssertionError as error:  # it said something else than it should have
-        samples.troubles.append(f"evidence: {error}")
-        return []
-    text = f"{facts['date']}, {facts['cores']} cores, load {facts['load before']}, Python {facts['python']}\n\n"
-    text += "\n".join(evidence.lines(numbers)) + "\n"
-    print(text)
-    if update:
-        update_document(DOCUMENT, text, begin=EVIDENCE_BEGIN, end=EVIDENCE_END)
+        update_document(DOCUMENT, text, begin=begin, end=end)
     return numbers
 
 
@@ -260,8 +250,8 @@ def update_document(path: Path, text: str, *, begin: str = BEGIN, end: str = END
         old = path.read_text()
     else:
         path.parent.mkdir(parents=True, exist_ok=True)
-        old = f"# Benchmarks\n\n{_INTRODUCTION}\n{BEGIN}\n{END}\n\n{AGENT_BEGIN}\n{AGENT_END}\n\n"
-        old += f"{EVIDENCE_BEGIN}\n{EVIDENCE_END}\n"
+        marks = [(BEGIN, END), *(marks for _, marks in TABLES.values())]
+        old = f"# Benchmarks\n\n{_INTRODUCTION}\n" + "\n".join(f"{first}\n{last}\n" for first, last in marks)
     head, has_begin, rest = old.partition(begin)
     _, has_end, tail = rest.partition(end)
     if not has_begin or not has_end:

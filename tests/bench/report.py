@@ -1,0 +1,134 @@
+"""What a report takes: of a small run, of a very large one, and of one with a huge error file.
+
+::
+
+    python -m tests.bench.report
+
+Each report is made by a process of its own, whose time and memory are the kernel's figures. The page is opened in
+headless Chromium where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.bench.agent_numbers import Number
+from tests.bench.report_run import LARGE, RunSize
+from tests.bench.systems import ROOT
+from tests.browser import chromium
+
+_BOTH = """
+import sys
+from hpc_elastic.report.write import write_report
+result = write_report(sys.argv[1], attempt=0, outcome="failed", exit_code=1)
+assert not result.problems and "ValueError: bad batch" in result.text, result
+"""
+"""What the supervisor does at the end of an attempt: text and JSON; of so large a run it makes no page."""
+_HUGE = 100 << 20
+_LOADED = (
+    "const t = performance.getEntriesByType('navigation')[0]; return t.loadEventEnd && (t.loadEventEnd - t.startTime)"
+)
+
+
+def measure(*, quick: bool) -> list[Number]:
+    """All of them: some 17 s where `quick`, else half a minute."""
+    with tempfile.TemporaryDirectory(prefix="bench-report-") as name:
+        folder = Path(name)
+        small = _write(folder / "small", RunSize(nodes=2, rounds=2, failures=2))
+        large = _write(folder / "large", LARGE)
+        huge = _write(folder / "huge", RunSize(nodes=2, rounds=1, failures=1))
+        _make_huge(huge)
+        return [*_all(small, large, huge, repetitions=3 if quick else 7)]
+
+
+def lines(numbers: Sequence[Number]) -> list[str]:
+    """As lines of a Markdown table."""
+    found = ["| a report, CPU and memory | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
+    for number in numbers:
+        least, most = min(number.values), max(number.values)
+        told = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
+        goal = "–" if number.goal is None else f"≤ {number.goal:.3g} {number.unit}"
+        met = "–" if number.goal is None else "yes" if number.is_met else "**no**"
+        found.append(f"| {number.title} | {told} | {goal} | {met} |")
+    return found
+
+
+def _all(small: Path, large: Path, huge: Path, *, repetitions: int) -> Iterator[Number]:
+    command = [sys.executable, "-m", "hpc_elastic", "report"]
+    few = repetitions // 3
+    runs = [_run([*command, str(small)]) for _ in range(repetitions)]
+    yield Number(title="`hpc-elastic report` of a small run", unit="s", values=[r[0] for r in runs], goal=0.15)
+    runs = [_run([sys.executable, "-c", _BOTH, str(large)]) for _ in range(few)]
+    yield Number(title=f"{LARGE.words}: text and JSON", unit="s", values=[r[0] for r in runs], goal=3)
+    yield Number(title="its memory", unit="MB", values=[r[1] for r in runs], goal=300)
+    runs = [_run([*command, str(large)]) for _ in range(few)]
+    yield Number(title="the same run: `hpc-elastic report`", unit="s", values=[r[0] for r in runs], goal=3)
+    runs = [_run([*command, str(huge)]) for _ in range(few)]
+    yield Number(title="a run with an error file of 100 MB", unit="s", values=[r[0] for r in runs], goal=0.5)
+    yield Number(title="its memory", unit="MB", values=[r[1] for r in runs], goal=100)
+    page = large.parent / "page.html"
+    runs = [_run([*command, str(large), "--format", "html", "--output", str(page)])]
+    yield Number(title="the page of the large run", unit="s", values=[r[0] for r in runs])
+    yield Number(title="its memory", unit="MB", values=[r[1] for r in runs], goal=300)
+    yield Number(title="its size", unit="MB", values=[page.stat().st_size / 1e6], goal=5)
+    if not chromium.missing():
+        with chromium.started() as browser:
+            values = [_open(browser, page) for _ in range(few)]
+        yield Number(title="opening it in Chromium", unit="s", values=values, goal=2)
+
+
+def _write(root: Path, size: RunSize) -> Path:
+    # By another process: the kernel counts what its parent has as a child's, until the child is another program.
+    argv = [sys.executable, "-m", "tests.bench.report_run", str(root)]
+    argv += [str(number) for number in (size.nodes, size.rounds, size.failures)]
+    subprocess.run(argv, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return root
+
+
+def _run(argv: Sequence[str]) -> tuple[float, float]:
+    """Seconds of CPU, and the most megabytes that were resident.
+
+    Raises:
+        AssertionError: it failed.
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise AssertionError(f"{' '.join(argv[:4])} ended with {process.returncode}")
+    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6
+
+
+def _open(browser: chromium.Browser, page: Path) -> float:
+    """Seconds until it has loaded, and the first picture of it has been drawn."""
+    browser.size(1400, 1000)
+    started = time.perf_counter()
+    browser.open(page)
+    browser.run("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    if browser.run("return document.querySelectorAll('.row').length") < 1:
+        raise AssertionError("the page has no rows")
+    return time.perf_counter() - started
+
+
+def _make_huge(run: Path) -> None:
+    (path,) = run.glob("attempt-000/round-000/rank-*/error.json")
+    text = path.read_text()
+    message, marker = '"message": {"message": "', "ValueError"
+    assert text.startswith("{" + message + marker)
+    head = "{" + message + marker
+    path.write_text(head + ": ")
+    with open(path, "a") as file:
+        for _ in range(_HUGE >> 20):
+            file.write("x" * (1 << 20))
+        file.write(text[len(head) :])
+
+
+if __name__ == "__main__":
+    print("\n".join(lines(measure(quick="--quick" in sys.argv))))
