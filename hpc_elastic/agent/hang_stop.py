@@ -1,8 +1,10 @@
 """Ending a round that hangs: first the stacks of all workers, then the workers.
 
-Each worker's main process gets SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and
-ends it (0.1 s). One that was stopped prints them when it is continued. What has not ended by then is asked with py-spy,
-where that is installed. Then the rest of the group is ended as always. Nothing here waits.
+First each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be
+lost. When the other nodes have had time to hear of the hang and to do the same, each worker's main process gets a
+SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and ends it (0.1 s). What has not
+ended by then is asked with py-spy, where that is installed. Then the rest of the group is ended as always. Nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from hpc_elastic.processes.tree import Proc
 ANSWER_SECONDS = 3.0
 """How long a dump may take before the worker counts as one that does not answer."""
 PY_SPY_SECONDS = 5.0
+HEAD_START_SECONDS = 0.3
+"""For the news to reach all nodes before the first worker ends: it takes about 0.1 s."""
 _LOOK_SECONDS = 0.02
 _PY_SPY_BYTES = 512 << 10
 
@@ -77,12 +81,16 @@ def _is_python(pid: int) -> bool:
 class StacksThenStop:
     """Has the shape of the `GroupStopper` that it goes before."""
 
-    def __init__(self, targets: Sequence[Target], stopper: GroupStopper, *, clock: Clock) -> None:
+    def __init__(
+        self, targets: Sequence[Target], stopper: GroupStopper, *, clock: Clock, head_start: float = 0.0
+    ) -> None:
         """Args:
         targets: The workers that still run.
         stopper: Ends the whole group; not begun.
         clock: Its monotonic clock is used.
+        head_start: For so long the workers are only stopped: other nodes have to do that before the first one ends.
         """
+        self._head_start = head_start
         self._targets = tuple(targets)
         self._stopper = stopper
         self._clock = clock
@@ -90,16 +98,26 @@ class StacksThenStop:
         self._deadline = 0.0
         self._py_spy_deadline: float | None = None
         self._began = 0.0
+        self._was_asked = False
         self._is_asking = False
 
     def begin(self) -> None:
-        """Look at each, then have them dump their stacks and end."""
+        """Look at each, and stop it where it is."""
         self._began = self._clock.monotonic()
-        self._deadline = self._began + ANSWER_SECONDS
+        self._deadline = self._began + self._head_start + ANSWER_SECONDS
         self._is_asking = True
         for target in self._targets:
             # All are looked at before the first is touched: its end changes what the others do.
             self._asked[target.worker.pid] = _Asked(tree.look_at(target.pid), look_at_process(target.pid))
+        for asked in self._asked.values():
+            if asked.proc is not None:
+                tree.kill_safely(asked.proc, signal.SIGSTOP)
+        if not self._head_start:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Have them dump their stacks and end."""
+        self._was_asked = True
         for asked in self._asked.values():
             if asked.proc is None:
                 continue
@@ -116,6 +134,10 @@ class StacksThenStop:
         """As `GroupStopper.step`."""
         if self._is_asking:
             now = self._clock.monotonic()
+            if not self._was_asked:
+                if now < self._began + self._head_start:
+                    return _LOOK_SECONDS
+                self._ask()
             silent = [asked for asked in self._asked.values() if _lives(asked.proc)]
             if silent and now < self._deadline:
                 return _LOOK_SECONDS

@@ -262,11 +262,14 @@ class LocalWorkers:
             [slot.process for slot in self._slots], grace=grace, clock=self._clock, excluding=self._excluding()
         )
         if self._wants_stacks:
-            from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+            from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
 
             running = [(slot.process, self._speaker(slot)) for slot in self._slots if slot.exit is None]
             targets = find_targets(running)
-            self._asked = self._stopper = StacksThenStop(targets, self._stopper, clock=self._clock)
+            alone = self.layout.group_world_size == 1
+            self._asked = self._stopper = StacksThenStop(
+                targets, self._stopper, clock=self._clock, head_start=0.0 if alone else HEAD_START_SECONDS
+            )
         self._stopper.begin()
 
     def _speaker(self, slot: _Slot) -> int:

@@ -74,6 +74,49 @@ def test_one_that_does_not_answer_is_asked_with_py_spy_and_ended_as_always() -> 
     assert "nanosleep" in facts["where"], "the wait channel or the system call says in what"
 
 
+def test_who_hears_of_the_hang_later_has_its_stack_too() -> None:
+    """On another node, in a collective, it would raise as soon as its peer is gone."""
+    facts = run_stand_in(
+        """
+        from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
+        hung = start('''
+            import faulthandler, socket
+            faulthandler.enable()
+            server = socket.create_server(("127.0.0.1", 0))
+            print(server.getsockname()[1], flush=True)
+            peer = server.accept()[0]
+            print("ready", flush=True)
+            time.sleep(600)
+        ''')
+        waits = start('''
+            import faulthandler, socket
+            faulthandler.enable()
+            peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+            print("ready", flush=True)
+            peer.recv(1)
+            raise ConnectionResetError("the peer is gone")
+        ''', read_line(hung.stdout_fd))
+        for worker in (hung, waits):
+            read_line(worker.stdout_fd)
+        here, there = (
+            StacksThenStop(
+                find_targets([(worker, 0)]),
+                stop.GroupStopper([worker], grace=30, clock=clock, excluding={other.pid}),
+                clock=clock, head_start=HEAD_START_SECONDS,
+            )
+            for worker, other in ((hung, waits), (waits, hung))
+        )
+        here.begin()
+        time.sleep(HEAD_START_SECONDS / 2)  # the news is on its way
+        there.begin()
+        first = finish(here)
+        second = finish(there)
+        report(hung=first.exits[hung.pid].exitcode, waits=second.exits[waits.pid].exitcode)
+        """
+    )
+    assert facts == {"hung": -6, "waits": -6}
+
+
 def test_a_hurry_gives_up_the_stacks() -> None:
     facts = run_stand_in(
         """
