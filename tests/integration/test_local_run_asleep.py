@@ -17,8 +17,8 @@ from tests.rigs.local_run import LocalRun
 
 SECONDS = 3.0
 AGENT_WAKES, GUARDIAN_WAKES, SUPERVISOR_WAKES, FRONT_WAKES = 5.0, 1.0, 3.7, 1.0
-"""A second, of all threads: somewhat more than there are. An agent hears a beat, sends one and looks once; who looked at
-anything twice a second would show."""
+"""A second, of all threads: somewhat more than there are. An agent hears a beat, sends one, and looks once; who looked
+twice a second would show."""
 MEGABYTES = 30.0
 
 
