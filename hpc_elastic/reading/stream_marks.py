@@ -22,17 +22,27 @@ class StreamMarks:
     """One stream's entries, by place; times never go back."""
 
     _pieces: dict[int, tuple[array[int], array[int]]] = field(default_factory=dict)
+    _newest: int = -1
+    """The piece that was added to last."""
+    _ends: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
+    """What is known of it."""
     _latest: int = 0
     first_us: int | None = None
 
     def add(self, piece: int, offset: int, time_us: int) -> None:
         """The next entry of the file, in its order."""
-        offsets, times = self._pieces.setdefault(piece, (array("q"), array("q")))
+        if piece == self._newest:
+            offsets, times = self._ends
+        else:
+            offsets, times = self._ends = self._pieces.setdefault(piece, (array("q"), array("q")))
+            self._newest = piece
         if offsets and offset <= offsets[-1]:
             return  # foreign: what is printed stands behind what was
         # A wall clock that was set back must not turn the stream's own order around.
-        self._latest = max(self._latest, time_us)
-        self.first_us = self._latest if self.first_us is None else self.first_us
+        if time_us > self._latest:
+            self._latest = time_us
+        if self.first_us is None:
+            self.first_us = self._latest
         offsets.append(offset)
         times.append(self._latest)
 
@@ -102,12 +112,12 @@ def read_round_marks(round_dir: Path, *, offsets_us: Mapping[int, int] | None = 
     nodes: dict[int, int] = {}
     for node, path, size in sorted(files):
         ahead = (offsets_us or {}).get(node, 0)
-        for mark in read_marks(_end_of(path, size if in_full else min(size, _END))):
-            nodes[mark.rank] = node
-            marks = streams.get((mark.rank, mark.stream))
+        for rank, stream, piece, offset, time_us in read_marks(_end_of(path, size if in_full else min(size, _END))):
+            marks = streams.get((rank, stream))
             if marks is None:
-                marks = streams[mark.rank, mark.stream] = StreamMarks()
-            marks.add(mark.piece, mark.offset, mark.time_us - ahead)
+                marks = streams[rank, stream] = StreamMarks()
+                nodes[rank] = node
+            marks.add(piece, offset, time_us - ahead)
     return RoundMarks(streams=streams, nodes=nodes)
 
 

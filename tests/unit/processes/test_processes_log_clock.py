@@ -17,7 +17,7 @@ SECOND = 1_000_000
 
 
 def marks(path: Path) -> list[TimeMark]:
-    return list(read_marks(path.read_bytes()))
+    return [TimeMark(*mark) for mark in read_marks(path.read_bytes())]
 
 
 def test_an_entry_at_most_every_10_ms(tmp_path: Path) -> None:
