@@ -9,7 +9,15 @@ from hpc_elastic.failures.classify import Category, FailureClass, signal_name, s
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
 from hpc_elastic.light_dataclass import dataclass, field
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of, whole_numbers
-from hpc_elastic.report.history import NodeLoss, RankWord, RestartDecision, RoundHistory, RoundNode, StackGroup
+from hpc_elastic.report.history import (
+    NodeLoss,
+    RankWord,
+    Replacement,
+    RestartDecision,
+    RoundHistory,
+    RoundNode,
+    StackGroup,
+)
 
 _FRAMES = 20
 _WORDS = 300
@@ -33,6 +41,7 @@ class RoundBuilder:
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator tells it."""
+    replaced: dict[int, Replacement] = field(default_factory=dict)
     own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
@@ -75,6 +84,7 @@ class RoundBuilder:
             world_size=self.world_size,
             nodes=tuple(self.nodes[node] for node in sorted(self.nodes)),
             failures=tuple(failures[rank] for rank in sorted(failures)),
+            replaced=tuple(self.replaced[node] for node in sorted(self.replaced)),
             lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
             own_failures=tuple(self.own[node] for node in sorted(self.own)),
             succeeded_nodes=frozenset(self.succeeded),
@@ -189,6 +199,17 @@ def _node_left(part: RoundBuilder, event: dict[str, Any], when: int, node: int, 
     part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why, observer=observer)
 
 
+def _node_replaced(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    gone = integer_or(integer(event.get("replaces_node")), -1)
+    part.replaced[gone] = Replacement(
+        node=node,
+        host=host or f"node {node}",
+        replaces_node=gone,
+        replaces_host=text_of(event.get("replaces_host")) or f"node {gone}",
+        group_rank=integer_or(integer(event.get("group_rank")), -1),
+    )
+
+
 def _platform_failure(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     broke = text_of(event.get("reason"))
     part.own[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, broke=broke, observer=node)
@@ -252,6 +273,7 @@ ROUND_HANDLERS: Mapping[str, Callable[[RoundBuilder, dict[str, Any], int, int, s
     "worker_failed": _worker_failed,
     "node_lost": _node_lost,
     "node_left": _node_left,
+    "node_replaced": _node_replaced,
     "health_check_failed": _health_check_failed,
     "platform_failure": _platform_failure,
     "workers_succeeded": _workers_succeeded,

@@ -62,6 +62,17 @@ class RoundNode(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """A spare that took a gone node's place when a round began."""
+
+    node: int
+    host: str
+    replaces_node: int
+    replaces_host: str
+    group_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankWord:
     """A worker's last sign of life, as its node told it."""
 
@@ -112,6 +123,8 @@ class RoundHistory:
     """From ``round_final`` to the workers' end, the longest of its nodes; None where no node told both."""
     world_size: int | None = None
     nodes: tuple[RoundNode, ...] = ()
+    replaced: tuple[Replacement, ...] = ()
+    """By the place that was taken."""
     failures: tuple[WorkerFailure, ...] = ()
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()

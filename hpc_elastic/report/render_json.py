@@ -150,6 +150,16 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "seconds": part.seconds,
         "world_size": part.world_size,
         "nodes": [nodes.get(node) or nodes.setdefault(node, _node(node)) for node in part.nodes],
+        "replaced": [
+            {
+                "node": item.node,
+                "host": item.host,
+                "group_rank": item.group_rank,
+                "replaces_node": item.replaces_node,
+                "replaces_host": item.replaces_host,
+            }
+            for item in part.replaced
+        ],
         "succeeded": part.succeeded,
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None

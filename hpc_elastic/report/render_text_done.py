@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text_words import brief, split_words
+from hpc_elastic.report.render_text_words import brief, plural, split_words
 from hpc_elastic.report.subject import Subject
+
+_SPARES = 3
 
 
 def done_lines(history: RunHistory, subject: Subject, shown: AttemptHistory | None, width: int) -> list[str]:
@@ -71,19 +73,33 @@ def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[st
             text += f" -> round {after.index}"
         lines.append(text)
     if after is not None:
-        before_nodes = {node.node: node.host for node in part.nodes}
-        after_nodes = {node.node: node.host for node in after.nodes}
-        gone = [host for node, host in before_nodes.items() if node not in after_nodes]
-        came = [host for node, host in after_nodes.items() if node not in before_nodes]
-        if before_nodes and (gone or came):
-            change = "; ".join(
-                [
-                    *([f"without {', '.join(gone[:5])}"] if gone else []),
-                    *([f"with {', '.join(came[:5])}"] if came else []),
-                ]
-            )
-            lines.append(f"round {after.index} has {len(after_nodes)} nodes instead of {len(before_nodes)}: {change}")
+        lines += _membership(part, after)
     back = [name for name in attempt.relaunched if name]
     if back:
         lines.append(f"agent started again on {', '.join(dict.fromkeys(back))}")
     return lines
+
+
+def _membership(part: RoundHistory, after: RoundHistory) -> list[str]:
+    """Who took over from whom, and how many there are now."""
+    took = {item.node: item for item in after.replaced}
+    lines = [f"spare {item.host} took over from {item.replaces_host}" for item in after.replaced[:_SPARES]]
+    if len(after.replaced) > _SPARES:
+        lines.append(f"{len(after.replaced) - _SPARES} more spares took over")
+    before_nodes = {node.node: node.host for node in part.nodes}
+    after_nodes = {node.node: node.host for node in after.nodes}
+    taken = {item.replaces_node for item in after.replaced}
+    gone = [host for node, host in before_nodes.items() if node not in after_nodes and node not in taken]
+    came = [host for node, host in after_nodes.items() if node not in before_nodes and node not in took]
+    if not before_nodes or not after_nodes or not (gone or came):
+        return lines
+    now, then = len(after_nodes), len(before_nodes)
+    size = f"shrunk to {plural(now, 'node')}" if now < then else f"grown to {plural(now, 'node')}"
+    if now == then:
+        size = f"{plural(now, 'node')} as before"
+    change = "; ".join([*([f"without {_names(gone)}"] if gone else []), *([f"with {_names(came)}"] if came else [])])
+    return [*lines, f"round {after.index}: {size}{'' if now == then else f' from {then}'}, {change}"]
+
+
+def _names(hosts: list[str]) -> str:
+    return ", ".join(hosts[:5]) + (f" and {len(hosts) - 5} more" if len(hosts) > 5 else "")

@@ -8,7 +8,6 @@ in every round by more than that is set wrong by about as much.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from statistics import median_low
 
 from hpc_elastic.report.clocks import ClockOffset, Clocks
 from hpc_elastic.report.timeline_times import NodeTimes
@@ -37,7 +36,7 @@ def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, Clo
     for finals in rounds.values():
         if len(finals) < 2:
             continue
-        middle = median_low(finals.values())
+        middle = _median_low(finals.values())
         for node, when in finals.items():
             deviations.setdefault(node, []).append(when - middle)
     for node, values in deviations.items():
@@ -45,5 +44,11 @@ def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, Clo
         is_wrong = least > SUSPECT_NS or most < -SUSPECT_NS
         if node not in found and node != clocks.reference and is_wrong and most - least < SUSPECT_NS:
             bound = max(1_000_000_000, most - least)
-            found[node] = ClockOffset(offset_ns=median_low(values), bound_ns=bound, measured=False)
+            found[node] = ClockOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
     return found
+
+
+def _median_low(values: Iterable[int]) -> int:
+    """`statistics` takes longer to import than a small run's report to be made."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

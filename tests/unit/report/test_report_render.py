@@ -165,7 +165,7 @@ def test_a_lost_node(builder: RunBuilder) -> None:
     assert lines[at + 1] == "  node n3 was lost"
     assert "  host      : n3 (node 2), in round 0 of attempt 0" in lines
     assert "  a new round, which costs no restart: node 2 stopped its heartbeat -> round 1" in lines
-    assert "  round 1 has 3 nodes instead of 4: without n3" in lines
+    assert "  round 1: shrunk to 3 nodes from 4, without n3" in lines
     assert "    round 0: 4 nodes, 4 workers, cost 4.1 s: node n3 was lost (+3 more)" in lines
 
 

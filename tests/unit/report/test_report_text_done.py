@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import RunBuilder, make_failure
 
@@ -30,3 +31,43 @@ def test_the_reason_without_the_cause_that_stands_above(tmp_path: Path, reason: 
     builder.fail(make_failure(2, at=15, exception="ValueError: bad batch"))
     builder.round(0, 1, at=20, reason=reason)
     assert shown in render_text(collect_run(builder.root))
+
+
+def _done(builder: RunBuilder) -> list[str]:
+    lines = render_text(collect_run(builder.root)).splitlines()
+    return lines[lines.index("What was done about it:") + 1 : lines.index("Attempts and rounds:")]
+
+
+def _lose_n3(root: Path) -> RunBuilder:
+    builder = RunBuilder(root / "run", nodes=6)
+    builder.attempt(0)
+    builder.round(0, 0, at=1, without=(4, 5))
+    builder.event(0, "agent", 0, 33, "node_lost", round=0, node=2, host="n3", age=3.1)
+    return builder
+
+
+def test_a_spare_that_took_over_is_named(tmp_path: Path) -> None:
+    builder = _lose_n3(tmp_path)
+    place = {"group_rank": 2, "replaces_node": 2, "replaces_host": "n3"}
+    builder.event(0, "agent", 0, 34, "node_replaced", round=1, node=4, host="n5", **place)
+    builder.round(0, 1, at=34, without=(2, 5), reason="n3 stopped its heartbeat")
+    assert _done(builder) == [
+        "  a new round, which costs no restart: n3 stopped its heartbeat -> round 1",
+        "  spare n5 took over from n3",
+    ]
+    (spare,) = render_json(collect_run(builder.root))["attempts"][0]["rounds"][1]["replaced"]
+    assert spare == {"node": 4, "host": "n5", **place}
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [
+        ((2, 4, 5), "  round 1: shrunk to 3 nodes from 4, without n3"),
+        ((2,), "  round 1: grown to 5 nodes from 4, without n3; with n5, n6"),
+        ((2, 5), "  round 1: 4 nodes as before, without n3; with n5"),
+    ],
+)
+def test_how_many_nodes_there_are_now(tmp_path: Path, without: tuple[int, ...], told: str) -> None:
+    builder = _lose_n3(tmp_path)
+    builder.round(0, 1, at=34, without=without, reason="n3 stopped its heartbeat")
+    assert told in _done(builder)
