@@ -45,7 +45,7 @@ class AbortTorchDistributed(Abort):
     def __call__(self, state: State) -> State:
         if not dist.is_available():
             return state
-        part = interrupt.innermost()
+        part = interrupt.aborted()
         _abort_nccl()
         has_left = False
         if part is not None:
@@ -72,6 +72,15 @@ def _abort_nccl() -> None:
             continue  # a group without GPUs
         if isinstance(backend, distributed_c10d.ProcessGroupNCCL):
             (getattr(backend, "abort", None) or backend._shutdown)()
+
+
+def forget_half_made_groups() -> None:
+    """Let the next default group have the name that it has on a rank that had not begun to make one.
+
+    torch counts groups in each process, and names them by that count; only destroying a default group sets it back.
+    """
+    if not dist.is_initialized() and hasattr(distributed_c10d._world, "group_count"):
+        distributed_c10d._world.group_count = 0
 
 
 @contextlib.contextmanager

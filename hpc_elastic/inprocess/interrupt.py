@@ -74,8 +74,13 @@ class Interruptible:
             signal.pthread_kill(_main_ident(), SIGNAL)
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Whether the main thread is out of `run`, waited for up to `seconds`."""
-        return self._left.wait(seconds)
+        """Whether the main thread is out of `run`; interrupts it again and again, for up to `seconds`."""
+        deadline = self._clock() + seconds
+        while (left := deadline - self._clock()) > 0:
+            if self._left.wait(min(left, REPEAT)):
+                return True
+            self.interrupt(self._wanted or "")
+        return self._left.is_set()
 
     def insist(self, stop: threading.Event) -> None:
         """Interrupt again and again until the main thread has left, or `stop` is set."""
@@ -131,9 +136,18 @@ _active: list[Interruptible] = []
 """From the outermost to the innermost."""
 
 
-def innermost() -> Interruptible | None:
-    """What the main thread is in, if it is in one."""
-    return _active[-1] if _active else None
+_abort = threading.local()
+
+
+def set_aborted(part: Interruptible | None) -> None:
+    """Say, in the thread that aborts, what the main thread is to leave."""
+    _abort.part = part
+
+
+def aborted() -> Interruptible | None:
+    """What this thread, which aborts, is to get the main thread out of; None where no wrapped call is aborted."""
+    found: Interruptible | None = getattr(_abort, "part", None)
+    return found
 
 
 def _main_ident() -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartError
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
@@ -177,6 +178,7 @@ class Iterations:
             atomic_lock=call.atomic_lock,
             abort=settings.abort,
             last_call_wait=settings.last_call_wait.total_seconds(),
+            hold=call.watchdog.hold,
         )
         call.watchdog.show(
             SoftTimeout(state=self._state, store=self._store, limit=settings.soft_timeout.total_seconds()).look
@@ -235,6 +237,7 @@ class Iterations:
         while not thread.has_aborted.wait(LONGEST_PAUSE):
             pass
         self._end_thread()
+        forget_half_made_groups()
         self._call.watchdog.reset()
         if thread.error is not None:
             raise InternalError(f"the ring's store fails: {thread.error}") from thread.error
@@ -256,11 +259,13 @@ class Iterations:
     def _terminate(self) -> Event:
         store, state = self._store, self._state
         assert store is not None
-        self._own_fault = None
-        self._part.close()
         store.termination_barrier(
             rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
         )
+        # Until all have left the function, its frames stay: another rank's main thread may be connecting to a store
+        # that this rank's function serves, and would try in vain until its timeout.
+        self._own_fault = None
+        self._part.close()
         self._terminated = store.get_terminated_ranks()
         while gc.collect():
             pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import logging
 import sys
@@ -12,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
-from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
+from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart, set_aborted
 from hpc_elastic.inprocess.progress_watchdog import Reading, StallWatch
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import INTERRUPTED
@@ -65,6 +66,7 @@ class MonitorThread(threading.Thread):
         atomic_lock: Any,
         abort: Callable[[State], Any] | None,
         last_call_wait: float,
+        hold: Callable[[], None],
     ) -> None:
         """Args:
         state: Given to `abort`; its status changes.
@@ -73,6 +75,7 @@ class MonitorThread(threading.Thread):
         atomic_lock: Held from before the abort until the main thread has been told.
         abort: The hook.
         last_call_wait: Seconds for all ranks to answer.
+            hold: Called first: from then on, to leave is the only progress.
         """
         super().__init__(name=f"inprocess-monitor-{state.iteration}", daemon=True)
         self._state = state
@@ -81,6 +84,7 @@ class MonitorThread(threading.Thread):
         self._atomic_lock = atomic_lock
         self._abort = abort
         self._last_call_wait = last_call_wait
+        self._hold = hold
         self._stop_wanted = threading.Event()
         self.has_aborted = threading.Event()
         """The main thread may go on; it is set however this ended."""
@@ -109,6 +113,7 @@ class MonitorThread(threading.Thread):
 
     def _interrupt(self) -> None:
         state, store = self._state, self._store
+        self._hold()
         store.answer(state.rank, state.world_size)
         store.wait_for_answers(self._last_call_wait)
         why = format_interruption_records(store.get_interruption_records())
@@ -116,6 +121,7 @@ class MonitorThread(threading.Thread):
         with self._atomic_lock:
             state.status = Status.ABORTING
             if self._abort is not None:
+                set_aborted(self._part)
                 try:
                     self._abort(state)
                 except Exception:
@@ -148,6 +154,14 @@ def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event 
         raise RuntimeError(f"async_raise: no thread {tid}")
 
 
+def _is_running(function: Callable[..., Any], ident: int) -> bool:
+    """Whether that thread is in a call of `function`."""
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 @contextmanager
 def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
     """While it lasts: an `exc_type` that a destructor or a callback swallows is raised again in the main thread.
@@ -160,7 +174,13 @@ def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
     def hook(args: Any) -> None:
         before(args)
         if issubclass(args.exc_type, exc_type) and not sys.is_finalizing():
-            threading.Thread(target=async_raise, args=(main, exc_type), daemon=True).start()
+            # No threading.Thread: its start waits, and the exception would come in there, to be swallowed once more.
+            _thread.start_new_thread(raise_outside, ())
+
+    def raise_outside() -> None:
+        while _is_running(hook, main):
+            time.sleep(0.0005)
+        async_raise(main, exc_type)
 
     sys.unraisablehook = hook
     try:

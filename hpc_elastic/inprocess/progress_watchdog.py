@@ -140,6 +140,7 @@ class ProgressWatchdog:
         self._lock = threading.Lock()
         self._automatic = self._manual = self._epoch = 0
         self._armed = False
+        self._is_held = False
         self._look: Callable[[Reading], None] | None = None
         self._thread = threading.Thread(target=self._run, name="inprocess-watchdog", daemon=True)
 
@@ -158,9 +159,13 @@ class ProgressWatchdog:
 
     def reset(self) -> None:
         """Start anew: both timeouts begin now, the manual one is disarmed."""
-        self._armed = False
+        self._armed = self._is_held = False
         self._epoch += 1
         self._write()
+
+    def hold(self) -> None:
+        """Until `reset`, nothing counts: a main thread that does not leave, whatever it does, makes no progress."""
+        self._is_held = True
 
     def shutdown(self) -> None:
         self._stop.set()
@@ -173,7 +178,9 @@ class ProgressWatchdog:
     def _run(self) -> None:
         probe = _bytecode_probe()
         while not self._stop.wait(self._interval):
-            self._automatic = probe.look()
+            seen = probe.look()
+            if not self._is_held:
+                self._automatic = seen
             self._write()
             look = self._look
             if look is not None:

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from types import ModuleType
@@ -115,8 +116,10 @@ class SocketLedger:
         """Cut the connections to the function's stores: those to their ports that appeared since the call began."""
         with self._lock:
             meant = new_sockets(self._at_start[-1], open_sockets()) if self._at_start else {}
-            targets = self._store_ports | _environment_port()
-        return sum(cut(fd, inode) for fd, inode in meant.items() if ports(fd)[1] in targets)
+            targets = self._store_ports | _environment_port() | _ports_in_main_thread()
+        found = {fd: inode for fd, inode in meant.items() if ports(fd)[1] in targets}
+        logger.debug("stores at %s: cut %s", targets, found)
+        return sum(cut(fd, inode) for fd, inode in found.items())
 
     def forget(self) -> None:
         with self._lock:
@@ -150,6 +153,17 @@ def _store_port(store: Any) -> int | None:
             return port
         store = getattr(store, "underlying_store", None)
     return None
+
+
+def _ports_in_main_thread() -> set[int]:
+    """Of the stores that the main thread's functions have at hand."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found = set()
+    while frame is not None:
+        if not str(frame.f_globals.get("__name__")).startswith("hpc_elastic.inprocess"):
+            found |= {_store_port(value) for value in frame.f_locals.values() if hasattr(value, "compare_set")}
+        frame = frame.f_back
+    return {port for port in found if port is not None}
 
 
 def _environment_port() -> set[int]:

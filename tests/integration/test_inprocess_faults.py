@@ -1,0 +1,128 @@
+"""The inner ring with real ranks: what happens to one of them, and what all of them do then."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.rigs.inprocess_ranks import Job, run_jobs
+
+pytestmark = pytest.mark.torch
+
+
+JOBS = {
+    "gentle": "gentle_faults:3",
+    "hooks": "hooks:2",
+    "leave-finalize": "leaving:3:how=finalize:store=shared",
+    "leave-health_check": "leaving:3:how=health_check:store=shared",
+    "leave-interrupt": "leaving:3:how=interrupt:store=shared",
+    "leave-abort": "leaving:3:how=abort",
+    "deaths": "deaths:4:faults=kill,gil,stop",
+    "death-of-0": "deaths:3:faults=kill:victim=0:store=shared",
+    "lost": "lost_node:3:store=shared",
+    "spares": "spares:4",
+    "pings": "pings:2",
+    "nested": "nested:2",
+    "held": "held_tensors:2:store=file",
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """All of them, in one process that has imported torch once."""
+    folder = tmp_path_factory.mktemp("inprocess")
+    return dict(zip(JOBS, run_jobs(folder, *JOBS.values()), strict=True))
+
+
+def test_exceptions_hangs_and_swallowed_interruptions_restart_all(jobs: dict[str, Job]) -> None:
+    job = jobs["gentle"]
+    assert [rank.exit_code for rank in job.ranks] == [0, 0, 0], job.output
+    for rank, result in enumerate(job.results):
+        for name in ("exception", "except", "destructor", "generator", "c_callback", "never_ending_sleep"):
+            iteration, together, number, world_size, seconds = result[name]
+            assert (iteration, together, number, world_size) == (1, 3, rank, 3), name
+            assert seconds < 20, f"{name}: gloo's own timeout is 60 s"
+        # Nothing is left behind, from one call to the sixth.
+        assert result["after"] == result["before"]
+        assert result["after"]["threads"] == ["MainThread"]
+        assert result["after"]["children"] == []
+        assert result["after"]["handler"] == str(signal.SIG_DFL.value)
+        assert result["after"]["frozen"] == 0
+        assert result["after"]["helper"] == "_new_process_group_helper"
+    assert "RankShouldRestart was swallowed; it had been raised at" in job.output
+
+
+def test_hooks_run_in_order_and_their_failures_restart_all(jobs: dict[str, Job]) -> None:
+    job = jobs["hooks"]
+    # Rank 1 fails in initialize, in the health check before the function, and in the function.
+    assert job.results[1] == [
+        *("initialize 0", "abort False", "finalize ValueError", "check ValueError"),
+        *("initialize 1", "check NoneType", "abort False", "finalize KeyError", "check KeyError"),
+        *("initialize 2", "check NoneType", "function 2", "abort False", "finalize ValueError", "check ValueError"),
+        *("initialize 3", "check NoneType", "function 3"),
+    ], job.output
+    others = job.results[0]
+    assert others[-3:] == ["initialize 3", "check NoneType", "function 3"]
+    assert others.count("abort False") == 3
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("finalize", "KeyError: 'finalize'"),
+        ("health_check", "HealthCheckError: rank 2 is not healthy: 'check'"),
+        ("interrupt", "KeyboardInterrupt: "),
+        ("abort", "RestartAbort: enough"),
+    ],
+)
+def test_a_rank_leaves_and_the_others_go_on(jobs: dict[str, Job], how: str, error: str) -> None:
+    job = jobs[f"leave-{how}"]
+    assert job.ranks[2].error == error, job.output
+    assert [result[:4] for result in job.results[:2]] == [[1, 2, 0, 2], [1, 2, 1, 2]]
+
+
+def test_processes_that_die_or_hang_are_left_behind_one_by_one(jobs: dict[str, Job]) -> None:
+    job = jobs["deaths"]
+    assert job.results[0] == [[0, 0, 4], [1, 0, 3], [2, 0, 2], [3, 0, 1]], job.output
+    assert job.ranks[3].exit_code == -signal.SIGKILL
+    # Held in C, or stopped: SIGTERM does it where no handler is in its way.
+    for rank in job.ranks[1:3]:
+        assert rank.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+def test_rank_0_may_die_where_the_store_is_files(jobs: dict[str, Job]) -> None:
+    job = jobs["death-of-0"]
+    assert job.ranks[0].exit_code == -signal.SIGKILL
+    assert job.results[1:] == [[[0, 1, 3], [1, 0, 2]], [[0, 2, 3], [1, 1, 2]]], job.output
+
+
+def test_a_rank_without_heartbeats_is_declared_dead_by_its_neighbour(jobs: dict[str, Job]) -> None:
+    job = jobs["lost"]
+    assert [result[:4] for result in job.results[:2]] == [[1, 2, 0, 2], [1, 2, 1, 2]], job.output
+    assert "UNRESPONSIVE on rank 2" in job.output
+
+
+def test_spares_wait_and_take_over_in_rank_order(jobs: dict[str, Job]) -> None:
+    job = jobs["spares"]
+    assert job.ranks[1].error == "RestartAbort: rank 1 has had enough", job.output
+    # Rank 2 is the spare that runs in the end; rank 3 never does.
+    assert job.results[2] == ["2 of 2", [2]]
+    assert job.results[3] == [None, []]
+    assert job.results[0][0] == "2 of 2"
+
+
+def test_a_rank_that_stops_pinging_is_interrupted(jobs: dict[str, Job]) -> None:
+    job = jobs["pings"]
+    assert job.results == [1, 1], job.output
+    assert "SOFT_TIMEOUT on rank 1" in job.output
+
+
+def test_nested_calls_restart_each_their_own(jobs: dict[str, Job]) -> None:
+    job = jobs["nested"]
+    assert job.results == [["0.0", "0.1", "1.0"], ["0.0", "0.1", "1.0"]], job.output
+
+
+def test_what_the_function_held_is_gone_when_it_starts_again(jobs: dict[str, Job]) -> None:
+    job = jobs["held"]
+    assert job.results == [[3, [0, 0, 0, 0], 0], [3, [0, 0, 0, 0], 0]], job.output

@@ -1,0 +1,226 @@
+"""Ranks of one job as processes of this machine: torch is imported once, then each rank is forked.
+
+::
+
+    python -m tests.rigs.inprocess_ranks FOLDER SCENARIO:COUNT[:OPTION=VALUE…] …
+
+One scenario (`tests.rigs.inprocess_scenarios`) after the other. Each rank writes what the scenario returns, or raises,
+to FOLDER/<number>/<rank>.json, and its output to FOLDER/<number>/output.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEADLINE = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What became of one rank."""
+
+    exit_code: int
+    """As `subprocess.Popen.returncode`."""
+    result: Any
+    """What the scenario returned; None where it did not."""
+    error: str
+    """The type and the words of what it raised; empty where it did not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What became of all."""
+
+    ranks: list[Ending]
+    output: str
+
+    @property
+    def results(self) -> list[Any]:
+        return [ending.result for ending in self.ranks]
+
+
+def run_jobs(folder: Path, *jobs: str) -> list[Job]:
+    """Run scenarios to their ends, one after the other.
+
+    Args:
+        folder: Empty, for results and stores.
+        jobs: As on the command line.
+
+    Raises:
+        AssertionError: one did not end in time; with the stacks of all its ranks.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH", "HPC_"))}
+    result = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "tests.rigs.inprocess_ranks", str(folder), *jobs],
+        cwd=ROOT,
+        env={**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE * len(jobs) + 60,
+    )
+    assert result.returncode == 0, result.stdout
+    found = []
+    for number in range(len(jobs)):
+        place = folder / str(number)
+        codes = json.loads((place / "codes.json").read_text())
+        output = (place / "output.txt").read_text(errors="replace")
+        found.append(
+            Job(ranks=[_ending(place / f"{rank}.json", code) for rank, code in enumerate(codes)], output=output)
+        )
+    return found
+
+
+def run_ranks(scenario: str, count: int, folder: Path, **options: object) -> Job:
+    """As `run_jobs`, for one."""
+    return run_jobs(folder, ":".join([scenario, str(count), *(f"{name}={value}" for name, value in options.items())]))[
+        0
+    ]
+
+
+def _ending(path: Path, code: int) -> Ending:
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return Ending(exit_code=code, result=found.get("result"), error=found.get("error", ""))
+
+
+def _free_ports(count: int = 10) -> int:
+    """The first of some that follow each other, below those that the kernel gives to anybody who asks."""
+    while True:
+        first = random.randrange(10000, 30000, count)
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as found:
+                    found.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+
+
+def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, options: dict[str, str]) -> int:
+    import logging
+
+    from tests.rigs import inprocess_scenarios
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    logging.basicConfig(
+        level=logging.DEBUG, format=f"%(asctime)s.%(msecs)03d initial rank {rank} %(message)s", datefmt="%H:%M:%S"
+    )
+    found: dict[str, Any] = {}
+    code = 0
+    try:
+        found["result"] = getattr(inprocess_scenarios, scenario)(rank, folder, options)
+    except BaseException as error:
+        logging.exception("initial rank %d raised", rank)
+        found["error"] = f"{type(error).__name__}: {error}"
+        code = 1
+    (folder / f"{rank}.tmp").write_text(json.dumps(found))
+    os.replace(folder / f"{rank}.tmp", folder / f"{rank}.json")
+    return code
+
+
+def main(argv: list[str]) -> int:
+    import hpc_elastic.inprocess  # noqa: F401 - once, before the forks
+
+    folder = Path(argv[0])
+    # In a child of its own, whose threads no rank is forked beside.
+    server, group_port = _serve_group_store()
+    os.environ["GROUP_STORE_PORT"] = str(group_port)
+    try:
+        for number, job in enumerate(argv[1:]):
+            place = folder / str(number)
+            place.mkdir(mode=0o700)
+            if not _run_job(job, place, number):
+                print(job, (place / "output.txt").read_text(errors="replace"), sep="\n")
+                return 1
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    return 0
+
+
+def _run_job(job: str, folder: Path, number: int) -> bool:
+    """Whether it has ended in time."""
+    import faulthandler
+
+    scenario, count, *given = job.split(":")
+    options = {"job": str(number), **dict(option.split("=", 1) for option in given)}
+    port = _free_ports()
+    ranks = {}
+    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for rank in range(int(count)):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.setsid()
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.close(output)
+                faulthandler.register(signal.SIGUSR2, all_threads=True)
+                status = _rank_main(scenario, rank, int(count), folder, port, options)
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        ranks[pid] = rank
+    os.close(output)
+    return _wait(ranks, folder)
+
+
+def _serve_group_store() -> tuple[int, int]:
+    """A TCPStore's server for the functions' own groups: its process, and its port."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reader)
+            import torch.distributed as dist
+
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            os.write(writer, str(store.port).encode())
+            os.close(writer)
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as port:
+        return pid, int(port.read())
+
+
+def _wait(ranks: dict[int, int], folder: Path) -> bool:
+    codes = [0] * len(ranks)
+    left = dict(ranks)
+    deadline = time.monotonic() + DEADLINE
+    while left and time.monotonic() < deadline:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.01)
+        elif pid in left:
+            codes[left.pop(pid)] = os.waitstatus_to_exitcode(status)
+    for pid, rank in left.items():
+        print(f"rank {rank} has not ended", flush=True)
+        os.kill(pid, signal.SIGUSR2)
+    if left:
+        time.sleep(2)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        return False
+    (folder / "codes.json").write_text(json.dumps(codes))
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,448 @@
+"""What the ranks of `tests.rigs.inprocess_ranks` do. Each takes initial rank, folder and options, and returns JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hpc_elastic.inprocess as inprocess
+from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
+
+Options = dict[str, str]
+
+GLOO_TIMEOUT = timedelta(seconds=60)
+"""Far longer than any scenario may take: what waits it out fails."""
+
+
+def store_of(folder: Path, options: Options, port_offset: int = 0) -> dict[str, Any]:
+    """The wrapper's arguments for the store that the options name."""
+    kind = options.get("store", "tcp")
+    if kind == "shared":
+        path = folder / "ring"
+        return {"store_factory": inprocess.store.SharedFileStore, "store_kwargs": {"path": str(path)}}
+    if kind == "file":
+        kwargs = {"file_name": str(folder / "ring-file")}
+        return {"store_factory": inprocess.store.FileStore, "store_kwargs": kwargs}
+    return {"store_kwargs": {"port": int(os.environ["MASTER_PORT"]) + port_offset}}
+
+
+def short_timeouts(**other: Any) -> dict[str, Any]:
+    """Of a rank that hangs: a second to the interruption, two and a half to the kill."""
+    return {
+        "soft_timeout": timedelta(seconds=1),
+        "hard_timeout": timedelta(seconds=2.5),
+        "heartbeat_timeout": timedelta(seconds=20),
+        "barrier_timeout": timedelta(seconds=40),
+        "progress_watchdog_interval": timedelta(seconds=0.1),
+        "monitor_thread_interval": timedelta(seconds=0.1),
+        "monitor_process_interval": timedelta(seconds=0.1),
+        "termination_grace_time": timedelta(seconds=0.3),
+        **other,
+    }
+
+
+def join_group(folder: Path, name: str) -> None:
+    """A gloo group of the ranks that are active now, over the rig's server: as under an agent, which serves a store."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["GROUP_STORE_PORT"]),
+        world_size,
+        is_master=False,
+        timeout=GLOO_TIMEOUT,
+    )
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"{folder.name}/{name}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=GLOO_TIMEOUT,
+    )
+
+
+def summed() -> float:
+    """How many ranks take part in an all-reduce."""
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return float(value.item())
+
+
+def counted_run(folder: Path, name: str, fault: Callable[[], None] | None, arguments: dict[str, Any]) -> Any:
+    """One wrapped call; `fault` happens in its first iteration, while all others are in a collective.
+
+    Returns:
+        The last iteration's number, the ranks that took part in it, the rank and world size, and the seconds from the
+        fault to the function's next start.
+    """
+    seconds: list[float] = []
+
+    @inprocess.Wrapper(**arguments)
+    def function(call: inprocess.CallWrapper) -> list[float]:
+        if seconds:
+            seconds[0] = time.monotonic() - seconds[0]
+        join_group(folder, f"{name}-{call.iteration}")
+        together = summed()
+        if call.iteration == 0:
+            seconds.append(time.monotonic())
+            if fault is not None:
+                fault()
+            summed()  # never comes about: a rank is missing
+        dist.destroy_process_group()
+        return [call.iteration, together, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])]
+
+    return [*function(), seconds[0]]
+
+
+def traces() -> dict[str, Any]:
+    """What a call might leave behind in this process."""
+    gc.collect()
+    children = [int(pid) for pid in Path("/proc/self/task").glob("*/children") for pid in pid.read_text().split()]
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "children": children,
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "handler": str(signal.getsignal(signal.SIGRTMIN + 9)),
+        "frozen": gc.get_freeze_count(),
+        "helper": dist.distributed_c10d._new_process_group_helper.__name__,
+        "interruptible": len(inprocess.monitor_thread.Interruptible.__mro__),
+    }
+
+
+# --- faults of the function that do not end the process
+
+
+class Swallower:
+    """Its destructor runs for as long as it takes to be interrupted."""
+
+    def __del__(self) -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not Swallower.is_interrupted:
+            try:
+                time.sleep(0.02)
+            except RankShouldRestart:
+                Swallower.is_interrupted = True
+                raise
+
+    is_interrupted = False
+
+
+def swallow_in_destructor() -> None:
+    Swallower.is_interrupted = False
+    Swallower()
+    while True:
+        time.sleep(0.02)
+
+
+def swallow_in_except() -> None:
+    for _ in range(3):
+        try:
+            time.sleep(1000)
+        except BaseException:  # what some programs do around everything
+            pass
+    time.sleep(1000)
+
+
+def swallow_in_generator() -> None:
+    def numbers() -> Any:
+        for _ in range(4):
+            try:
+                yield 1
+                time.sleep(1000)
+            except BaseException:
+                continue
+
+    for _ in numbers():
+        pass
+    time.sleep(1000)
+
+
+def swallow_in_c_callback() -> None:
+    compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    calls = []
+
+    @compare
+    def slow(_one: object, _other: object) -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(1000)  # what is raised here, ctypes prints and drops
+        return 0
+
+    values = (ctypes.c_int * 2)()
+    ctypes.CDLL(None).qsort(values, 2, ctypes.sizeof(ctypes.c_int), slow)
+    time.sleep(1000)
+
+
+def wait_in_collective() -> None:
+    summed()
+
+
+def _raise() -> None:
+    raise ValueError("planted")
+
+
+def gentle_faults(rank: int, folder: Path, options: Options) -> dict[str, Any]:
+    """One call after the other in the same processes: rank 1's fault, while the others are where `elsewhere` says."""
+    found: dict[str, Any] = {}
+    cases: dict[str, tuple[Callable[[], None], Callable[[], None] | None]] = {
+        "exception": (_raise, None),
+        "except": (_raise, swallow_in_except),
+        "destructor": (_raise, swallow_in_destructor),
+        "generator": (_raise, swallow_in_generator),
+        "c_callback": (_raise, swallow_in_c_callback),
+        "never_ending_sleep": (lambda: time.sleep(1000), None),
+    }
+    before = None
+    for number, (name, (fault, elsewhere)) in enumerate(cases.items()):
+        arguments = store_of(folder, options, number)
+        if name == "never_ending_sleep":
+            arguments |= short_timeouts(hard_timeout=timedelta(seconds=30))
+        found[name] = counted_run(folder, name, fault if rank == 1 else elsewhere, arguments)
+        if before is None:
+            before = traces()  # torch itself keeps a descriptor or a thread from its first group on
+    found["before"], found["after"] = before, traces()
+    return found
+
+
+def hooks(rank: int, folder: Path, options: Options) -> list[str]:
+    """Rank 1 fails in `initialize`, then in the health check, then in the function; what was called, in order."""
+    seen: list[str] = []
+
+    class Start(inprocess.initialize.Initialize):
+        def __call__(self, state: Any) -> Any:
+            seen.append(f"initialize {state.iteration}")
+            if state.iteration == 0 and rank == 1:
+                raise ValueError("planted")
+            return state
+
+    class Check(inprocess.health_check.HealthCheck):
+        def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+            seen.append(f"check {type(train_ex).__name__}")
+            if rank == 1 and state.iteration == 1 and state.status is inprocess.state.Status.ACTIVE:
+                raise KeyError("planted")
+            return state, train_ex
+
+    class End(inprocess.finalize.Finalize):
+        def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+            seen.append(f"finalize {type(train_ex).__name__}")
+            return state, train_ex
+
+    class Stop(inprocess.abort.AbortTorchDistributed):
+        def __call__(self, state: Any) -> Any:
+            seen.append(f"abort {threading.current_thread() is threading.main_thread()}")
+            return super().__call__(state)
+
+    @inprocess.Wrapper(
+        initialize=Start(), abort=Stop(), finalize=End(), health_check=Check(), **store_of(folder, options)
+    )
+    def function(call: inprocess.CallWrapper) -> None:
+        seen.append(f"function {call.iteration}")
+        join_group(folder, str(call.iteration))
+        summed()
+        if call.iteration == 2:
+            if rank == 1:
+                raise ValueError("planted")
+            summed()
+        dist.destroy_process_group()
+
+    function()
+    return seen
+
+
+def leaving(rank: int, folder: Path, options: Options) -> Any:
+    """The last rank leaves as the option `how` says; the others finish without it."""
+    how = options["how"]
+    is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
+
+    class End(inprocess.finalize.Finalize):
+        def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+            if how == "finalize" and is_last:
+                raise KeyError("finalize")
+            return state, train_ex
+
+    class Check(inprocess.health_check.HealthCheck):
+        def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+            if how == "health_check" and is_last and state.status is inprocess.state.Status.ABORTED:
+                raise KeyError("check")
+            return state, train_ex
+
+    def fault() -> None:
+        if how == "interrupt":
+            raise KeyboardInterrupt
+        if how == "abort":
+            raise inprocess.exception.RestartAbort("enough")
+        raise ValueError("planted")
+
+    arguments = {"finalize": End(), "health_check": Check(), **store_of(folder, options)}
+    return counted_run(folder, "leaving", fault if is_last else None, arguments)
+
+
+def deaths(rank: int, folder: Path, options: Options) -> Any:
+    """In each iteration the last rank meets the next of the faults named; rank 0 is left."""
+    faults = options["faults"].split(",")
+    first = int(os.environ["WORLD_SIZE"])
+    seen: list[list[int]] = []
+
+    @inprocess.Wrapper(**short_timeouts(), **store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> list[list[int]]:
+        world = int(os.environ["WORLD_SIZE"])
+        seen.append([call.iteration, int(os.environ["RANK"]), world])
+        join_group(folder, str(call.iteration))
+        summed()
+        if call.iteration < len(faults):
+            victim = int(options["victim"]) if "victim" in options else first - 1 - call.iteration
+            if rank == victim:
+                die(faults[call.iteration])
+            summed()
+        dist.destroy_process_group()
+        return seen
+
+    return function()
+
+
+def die(how: str) -> None:
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+    elif how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1000)
+    elif how == "segfault":
+        ctypes.string_at(1)
+    elif how == "gil":
+        re.match(r"(a?){40}a{40}", "a" * 40)
+    else:
+        raise AssertionError(how)
+
+
+def lost_node(rank: int, folder: Path, options: Options) -> Any:
+    """The last rank and its monitor process die together: nobody is left to say so."""
+    is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
+
+    def fault() -> None:
+        for path in Path("/proc/self/task").glob("*/children"):
+            for child in path.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    arguments = short_timeouts(
+        soft_timeout=timedelta(seconds=20),
+        hard_timeout=timedelta(seconds=30),
+        heartbeat_timeout=timedelta(seconds=1),
+    )
+    # In a sleep, not in a collective: gloo would see the other end closed.
+    elsewhere = lambda: time.sleep(1000)  # noqa: E731
+    return counted_run(folder, "lost", fault if is_last else elsewhere, {**arguments, **store_of(folder, options)})
+
+
+def spares(rank: int, folder: Path, options: Options) -> Any:
+    """Four ranks, two of which are active; rank 0's function fails for good, and a spare takes over."""
+    started: list[int] = []
+
+    class Stop(inprocess.initialize.Initialize):
+        def __call__(self, state: Any) -> Any:
+            if rank == 1 and state.iteration == 1:
+                raise inprocess.exception.RestartAbort("rank 1 has had enough")
+            return state
+
+    @inprocess.Wrapper(
+        initialize=Stop(),
+        rank_filter=inprocess.rank_filter.MaxActiveWorldSize(2),
+        **store_of(folder, options),
+    )
+    def function(call: inprocess.CallWrapper) -> str:
+        started.append(call.iteration)
+        join_group(folder, str(call.iteration))
+        together = summed()
+        if call.iteration == 0:
+            if rank == 1:
+                raise ValueError("planted")
+            summed()
+        dist.destroy_process_group()
+        return f"{together:g} of {os.environ['WORLD_SIZE']}"
+
+    return [function(), started]
+
+
+def pings(rank: int, folder: Path, options: Options) -> Any:
+    """Rank 1 pings once and then loops: only the manual timeout can see that."""
+
+    @inprocess.Wrapper(**short_timeouts(hard_timeout=timedelta(seconds=30)), **store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> int:
+        if call.iteration == 0:
+            if rank == 1:
+                call.ping()
+            while rank == 1 or call.iteration == 0:
+                time.sleep(0.01)
+        return call.iteration
+
+    return function()
+
+
+def nested(rank: int, folder: Path, options: Options) -> Any:
+    """A wrapped call in a wrapped call: the inner one restarts alone, then the outer one restarts both."""
+    seen: list[str] = []
+
+    def inner(outer: inprocess.CallWrapper) -> str:
+        arguments = store_of(folder, options, 1 + outer.iteration)
+
+        @inprocess.Wrapper(**arguments)
+        def function(call: inprocess.CallWrapper) -> str:
+            seen.append(f"{outer.iteration}.{call.iteration}")
+            if call.iteration == 0 and rank == 1 and outer.iteration == 0:
+                raise ValueError("inner")
+            if call.iteration == 0 and outer.iteration == 0:
+                time.sleep(1000)
+            return seen[-1]
+
+        return function()
+
+    @inprocess.Wrapper(**store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> list[str]:
+        inner(call)
+        if call.iteration == 0:
+            if rank == 1:
+                raise ValueError("outer")
+            time.sleep(1000)
+        return seen
+
+    return function()
+
+
+def held_tensors(rank: int, folder: Path, options: Options) -> Any:
+    """Whether what the function held is gone when it starts again, and after the call."""
+    held: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    class Holder:
+        pass
+
+    @inprocess.Wrapper(**store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> int:
+        alive.append(sum(each() is not None for each in held))
+        mine = Holder()
+        mine.me = mine  # type: ignore[attr-defined]
+        held.append(weakref.ref(mine))
+        if call.iteration < 3:
+            if rank == call.iteration % 2:
+                raise ValueError("planted")
+            time.sleep(1000)
+        return call.iteration
+
+    result = function()
+    gc.collect()
+    return [result, alive, sum(each() is not None for each in held)]

@@ -1,0 +1,327 @@
+"""Whole calls of one rank of one, with a stand-in for the monitor process: the order of everything."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hpc_elastic.inprocess as inprocess
+from hpc_elastic.inprocess import wrap
+from hpc_elastic.inprocess.exception import HealthCheckError, RestartAbort, RestartError
+from hpc_elastic.inprocess.interrupt import SIGNAL, Interruptible, RankShouldRestart, SignalHandler
+from hpc_elastic.inprocess.store import StoreMixin
+
+pytestmark = pytest.mark.torch
+
+
+class HashStore(StoreMixin, dist.HashStore):  # type: ignore[misc, unused-ignore]
+    pass
+
+
+class StandIn:
+    """A monitor process that is none, and remembers what it was told."""
+
+    places: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, **_: Any) -> None:
+        StandIn.places = []
+
+    def start(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+    def start_iteration(self, place: Any) -> None:
+        StandIn.places.append(place)
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(wrap, "MonitorProcess", StandIn)
+    threads = threading.active_count()
+    handler = signal.getsignal(SIGNAL)
+    yield
+    assert threading.active_count() == threads
+    assert signal.getsignal(SIGNAL) == handler
+    assert gc.get_freeze_count() == 0
+
+
+def wrapper(**arguments: Any) -> inprocess.Wrapper:
+    return inprocess.Wrapper(store_factory=HashStore, **arguments)
+
+
+class Script:
+    """All hooks at once: they note their calls, and raise what they are told to, once."""
+
+    def __init__(self, **raising: BaseException) -> None:
+        self.seen: list[str] = []
+        self.raising = raising
+
+    def note(self, name: str, detail: object = "") -> None:
+        self.seen.append(f"{name} {detail}".strip())
+        error = self.raising.pop(name, None)
+        if error is not None:
+            raise error
+
+    def arguments(self) -> dict[str, Any]:
+        script = self
+
+        class Start(inprocess.initialize.Initialize):
+            def __call__(self, state: Any) -> Any:
+                script.note("initialize", state.iteration)
+                return state
+
+        class Stop(inprocess.abort.Abort):
+            def __call__(self, state: Any) -> Any:
+                script.note("abort", state.status.name)
+                return state
+
+        class End(inprocess.finalize.Finalize):
+            def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+                script.note("finalize", repr(train_ex))
+                return state, train_ex
+
+        class Check(inprocess.health_check.HealthCheck):
+            def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+                when = "before" if state.status is inprocess.state.Status.ACTIVE else "after"
+                script.note(f"check_{when}", repr(train_ex))
+                return state, train_ex
+
+        class Assign(inprocess.rank_assignment.ShiftRanks):
+            def __call__(self, state: Any, terminated_ranks: Any) -> Any:
+                script.note("assign", sorted(terminated_ranks))
+                return super().__call__(state, terminated_ranks)
+
+        class Filter(inprocess.rank_filter.RankFilter):
+            def __call__(self, state: Any) -> Any:
+                script.note("filter", state.active_world_size)
+                return state
+
+        return {
+            "initialize": Start(), "abort": Stop(), "finalize": End(), "health_check": Check(),
+            "rank_assignment": Assign(), "rank_filter": Filter(),
+        }  # fmt: skip
+
+
+ITERATION = ["assign []", "filter 1"]
+
+
+def test_a_call_without_a_fault_returns_the_functions_value() -> None:
+    script = Script()
+
+    @wrapper(**script.arguments())
+    def function(one: int, call: inprocess.CallWrapper, *, two: int) -> Any:
+        script.note("function", call.iteration)
+        return one + two, os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+    assert function(1, two=2) == (3, "0", "1")
+    assert script.seen == [*ITERATION, "initialize 0", "check_before None", "function 0"]
+    assert [(place.iteration, place.rank, place.count) for place in StandIn.places] == [(0, 0, 1)]
+
+
+def test_an_exception_restarts_in_the_contracts_order() -> None:
+    error = ValueError("x")
+    script = Script(function=error)
+
+    @wrapper(**script.arguments())
+    def function(call: inprocess.CallWrapper) -> int:
+        script.note("function", call.iteration)
+        return call.iteration
+
+    assert function() == 1
+    first = [*ITERATION, "initialize 0", "check_before None", "function 0"]
+    recovery = ["abort ABORTING", f"finalize {error!r}", f"check_after {error!r}"]
+    assert script.seen == [*first, *recovery, *ITERATION, "initialize 1", "check_before None", "function 1"]
+    assert [place.iteration for place in StandIn.places] == [0, 1]
+
+
+@pytest.mark.parametrize("place", ["initialize", "check_before"])
+def test_what_fails_before_the_function_restarts_too(place: str) -> None:
+    script = Script(**{place: ValueError("early")})
+
+    @wrapper(**script.arguments())
+    def function(call: inprocess.CallWrapper) -> int:
+        return call.iteration
+
+    assert function() == 1
+    assert "finalize ValueError('early')" in script.seen
+
+
+def test_a_failed_abort_does_not_end_the_restart() -> None:
+    script = Script(function=ValueError(), abort=KeyError())
+
+    @wrapper(**script.arguments())
+    def function(call: inprocess.CallWrapper) -> int:
+        script.note("function")
+        return call.iteration
+
+    assert function() == 1
+
+
+@pytest.mark.parametrize(
+    ("raising", "kind"),
+    [
+        ({"function": KeyboardInterrupt()}, KeyboardInterrupt),
+        ({"function": RestartAbort("enough")}, RestartAbort),
+        ({"initialize": RestartAbort("enough")}, RestartAbort),
+        ({"function": ValueError(), "finalize": KeyError()}, KeyError),
+        ({"function": ValueError(), "check_after": KeyError()}, HealthCheckError),
+    ],
+)
+def test_what_ends_a_rank_is_raised_as_it_is(raising: dict[str, BaseException], kind: type[BaseException]) -> None:
+    script = Script(**raising)
+    last = [*raising.values()][-1]
+
+    @wrapper(**script.arguments())
+    def function() -> None:
+        script.note("function")
+
+    with pytest.raises(kind) as caught:
+        function()
+    assert last is (caught.value.__cause__ if kind is HealthCheckError else caught.value)
+
+
+def test_terminated_ranks_that_are_not_absorbed_end_the_rank() -> None:
+    class Leave(inprocess.rank_assignment.RankAssignment):
+        def __call__(self, state: Any, terminated_ranks: Any) -> Any:
+            return state, {3}
+
+    @wrapper(rank_assignment=Leave())
+    def function() -> None: ...
+
+    with pytest.raises(RestartError, match="left terminated ranks: 3"):
+        function()
+
+
+def test_calls_can_be_made_again_and_all_hooks_may_be_none() -> None:
+    @wrapper(abort=None)
+    def function(call: inprocess.CallWrapper) -> int:
+        if call.iteration < 2:
+            raise ValueError
+        return call.iteration
+
+    assert [function(), function()] == [2, 2]
+
+
+def test_a_default_group_before_the_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(ValueError, match="makes its own process group"):
+        wrapper()(lambda: None)()
+
+
+def test_other_threads_are_refused() -> None:
+    found: list[str] = []
+
+    def call() -> None:
+        try:
+            wrapper()(lambda: None)()
+        except ValueError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(30)
+    assert "main thread alone" in found[0]
+
+
+def test_a_rank_that_shows_no_progress_is_interrupted_in_its_sleep() -> None:
+    started = time.monotonic()
+
+    @wrapper(
+        soft_timeout=timedelta(seconds=0.05),
+        progress_watchdog_interval=timedelta(seconds=0.01),
+        monitor_thread_interval=timedelta(seconds=0.01),
+    )
+    def function(call: inprocess.CallWrapper) -> int:
+        if call.iteration == 0:
+            time.sleep(1000)
+        return call.iteration
+
+    assert function() == 1
+    assert time.monotonic() - started < 60
+
+
+def test_abort_waits_for_an_atomic_part_and_nobody_enters_one_while_it_runs() -> None:
+    order: list[str] = []
+    is_aborting = threading.Event()
+
+    class Stop(inprocess.abort.Abort):
+        def __call__(self, state: Any) -> Any:
+            order.append("abort")
+            is_aborting.set()
+            time.sleep(0.05)
+            order.append("abort ends")
+            return state
+
+    @wrapper(abort=Stop())
+    def function(call: inprocess.CallWrapper) -> int:
+        if call.iteration:
+            return call.iteration
+        store = inprocess.store.PrefixStore(0, function_state["base"])
+        with call.atomic(), call.atomic():
+            store.record_interrupted()
+            assert not is_aborting.wait(0.05)
+            order.append("atomic ends")
+        is_aborting.wait(30)
+        with call.atomic():
+            order.append("entered")
+        raise AssertionError
+
+    function_state: dict[str, Any] = {}
+
+    class Start(inprocess.initialize.Initialize):
+        def __call__(self, state: Any) -> Any:
+            function_state["base"] = state.store.base_store
+            return state
+
+    function_again = wrapper(abort=Stop(), initialize=Start())(function.__wrapped__)  # type: ignore[attr-defined]
+    assert function_again() == 1
+    assert order == ["atomic ends", "abort", "abort ends"]
+
+
+def test_the_signal_raises_inside_the_part_alone() -> None:
+    part = Interruptible()
+    main = threading.main_thread().ident or 0
+    with SignalHandler():
+        part.interrupt("too early")
+        signal.pthread_kill(main, SIGNAL)
+        with pytest.raises(RankShouldRestart) as caught:
+            part.run(lambda: signal.pthread_kill(main, SIGNAL))
+        assert caught.value.owner is part
+        part.interrupt("too late")
+        signal.pthread_kill(main, SIGNAL)
+    part.close()
+
+
+def test_what_is_on_its_way_out_is_left_alone_for_a_while() -> None:
+    now = [0.0]
+    part = Interruptible(clock=lambda: now[0])
+    main = threading.main_thread().ident or 0
+    seen: list[str] = []
+
+    def body() -> None:
+        try:
+            signal.pthread_kill(main, SIGNAL)
+        finally:
+            signal.pthread_kill(main, SIGNAL)
+            seen.append("cleaned up")
+            now[0] = 60
+            try:
+                signal.pthread_kill(main, SIGNAL)
+            except RankShouldRestart:
+                seen.append("raised again")
+                raise
+
+    with SignalHandler():
+        part.interrupt("why")
+        with pytest.raises(RankShouldRestart):
+            part.run(body)
+    assert seen == ["cleaned up", "raised again"]
+    part.close()

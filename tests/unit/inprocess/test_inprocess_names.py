@@ -1,0 +1,141 @@
+"""Every public name is where users of NVIDIA's extension 0.2 look for it, with the same arguments and defaults."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import hpc_elastic.inprocess as inprocess
+from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartAbort, RestartError
+
+pytestmark = pytest.mark.torch
+
+NAMES = {
+    "": "Wrapper CallWrapper Compose",
+    "abort": "Abort AbortTorchDistributed",
+    "attribution": "Interruption InterruptionRecord",
+    "exception": "RestartError RestartAbort HealthCheckError InternalError TimeoutError",
+    "finalize": "Finalize ThreadedFinalize",
+    "health_check": "HealthCheck CudaHealthCheck FaultCounter FaultCounterExceeded",
+    "initialize": "Initialize RetryController",
+    "rank_assignment": "RankAssignment RankDiscarded FillGaps ShiftRanks FilterGroupedByKey",
+    "rank_filter": "RankFilter MaxActiveWorldSize WorldSizeDivisibleBy",
+    "state": "State Status",
+    "store": "StoreMixin TCPStore FileStore PrefixStore BarrierError BarrierTimeout BarrierOverflow SharedFileStore",
+    "monitor_thread": "MonitorThread RankShouldRestart async_raise reraise_if_unraisable",
+    "monitor_process": "MonitorProcess",
+    "progress_watchdog": "ProgressWatchdog",
+    "tools.inject_fault": "Fault inject_fault",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names(module: str) -> None:
+    found = importlib.import_module(".".join(filter(None, ("hpc_elastic.inprocess", module))))
+    assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+
+
+def test_submodules_come_with_the_package() -> None:
+    for name in NAMES:
+        if name and "." not in name:
+            assert inspect.ismodule(getattr(inprocess, name)), name
+
+
+def defaults(function: Any) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+
+
+def test_the_wrappers_arguments_and_defaults() -> None:
+    found = defaults(inprocess.Wrapper)
+    assert isinstance(found.pop("abort"), inprocess.abort.AbortTorchDistributed)
+    assert isinstance(found.pop("rank_assignment"), inprocess.rank_assignment.ShiftRanks)
+    assert found == {
+        "store_factory": inprocess.store.TCPStore,
+        "store_kwargs": None,
+        "initialize": None,
+        "finalize": None,
+        "health_check": None,
+        "rank_filter": None,
+        "monitor_thread_interval": timedelta(seconds=1),
+        "monitor_process_interval": timedelta(seconds=1),
+        "progress_watchdog_interval": timedelta(seconds=1),
+        "soft_timeout": timedelta(seconds=60),
+        "hard_timeout": timedelta(seconds=90),
+        "heartbeat_timeout": timedelta(seconds=30),
+        "barrier_timeout": timedelta(seconds=120),
+        "completion_timeout": timedelta(seconds=120),
+        "last_call_wait": timedelta(seconds=1),
+        "termination_grace_time": timedelta(seconds=5),
+        "monitor_process_logfile": None,
+        "enabled": True,
+    }
+    kinds = {each.kind for each in inspect.signature(inprocess.Wrapper).parameters.values()}
+    assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (
+            inprocess.initialize.RetryController,
+            {"max_iterations": None, "min_world_size": 1, "min_active_world_size": 1},
+        ),
+        (inprocess.health_check.CudaHealthCheck, {"timeout": timedelta(seconds=30)}),
+        (inprocess.health_check.FaultCounter, {"max_rank_faults": None}),
+        (inprocess.rank_filter.WorldSizeDivisibleBy, {"divisor": 1}),
+        (inprocess.rank_filter.MaxActiveWorldSize, {"max_active_world_size": inspect.Parameter.empty}),
+    ],
+)
+def test_the_hooks_arguments_and_defaults(function: Any, wanted: dict[str, Any]) -> None:
+    assert defaults(function) == wanted
+
+
+def test_hooks_with_arguments_that_have_no_default() -> None:
+    found = defaults(inprocess.rank_assignment.FilterGroupedByKey)
+    assert list(found) == ["key_or_fn", "condition", "timeout"]
+    assert found["timeout"] == timedelta(seconds=60)
+    assert list(defaults(inprocess.finalize.ThreadedFinalize)) == ["timeout", "fn", "args", "kwargs"]
+
+
+def test_values_of_the_enumerations() -> None:
+    assert [each.name for each in inprocess.attribution.Interruption] == [
+        "EXCEPTION", "BASE_EXCEPTION", "SOFT_TIMEOUT", "HARD_TIMEOUT", "TERMINATED", "UNRESPONSIVE",
+        "MONITOR_PROCESS_EXCEPTION",
+    ]  # fmt: skip
+    assert [each.name for each in inprocess.state.Status] == [
+        "INITIALIZED",
+        "ACTIVE",
+        "INACTIVE",
+        "ABORTING",
+        "ABORTED",
+    ]
+
+
+def test_what_ends_a_rank_is_no_exception_where_it_must_pass_by_except_exception() -> None:
+    assert not issubclass(RestartAbort, Exception)
+    assert not issubclass(inprocess.monitor_thread.RankShouldRestart, Exception)
+    assert issubclass(HealthCheckError, RestartError)
+    assert issubclass(InternalError, RestartError)
+    assert issubclass(inprocess.store.BarrierTimeout, inprocess.store.BarrierError)
+    assert issubclass(inprocess.store.BarrierError, RestartError)
+
+
+def test_errors_pickle() -> None:
+    for kind in (RestartAbort, RestartError, HealthCheckError, InternalError, inprocess.store.BarrierTimeout):
+        copy = pickle.loads(pickle.dumps(kind("why")))
+        assert (type(copy), str(copy)) == (kind, "why")
+
+
+def test_records_are_read_back_and_put_in_words() -> None:
+    Interruption, Record = inprocess.attribution.Interruption, inprocess.attribution.InterruptionRecord
+    records = [Record(2, Interruption.EXCEPTION), Record(0, Interruption.EXCEPTION), Record(1, Interruption.TERMINATED)]
+    assert [Record.from_str(str(record)) for record in records] == records
+    words = inprocess.attribution.format_interruption_records(records)
+    assert words == "EXCEPTION on ranks 0, 2; TERMINATED on rank 1"
+    with pytest.raises(ValueError, match="nonsense"):
+        Record.from_str("nonsense")

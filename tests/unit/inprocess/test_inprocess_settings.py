@@ -1,0 +1,82 @@
+"""What the wrapper refuses, and that it says which argument and which value."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import hpc_elastic.inprocess as inprocess
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("store_factory", dict),
+        ("store_kwargs", []),
+        ("initialize", lambda state: state),
+        ("abort", lambda state: state),
+        ("finalize", 1),
+        ("health_check", "x"),
+        ("rank_assignment", None),
+        ("rank_filter", 2),
+        ("soft_timeout", 60),
+        ("last_call_wait", 1.0),
+        ("monitor_process_logfile", b"/x"),
+        ("enabled", 1),
+    ],
+)
+def test_wrong_types_are_named(name: str, value: Any) -> None:
+    with pytest.raises(TypeError) as caught:
+        inprocess.Wrapper(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"soft_timeout": 90}, "soft_timeout=90 s must be less than hard_timeout=90 s"),
+        ({"hard_timeout": 120}, "hard_timeout=120 s must be less than barrier_timeout=120 s"),
+        ({"monitor_process_interval": 120, "heartbeat_timeout": 130}, "monitor_process_interval=120 s"),
+        ({"heartbeat_timeout": 120}, "heartbeat_timeout=120 s must be less than barrier_timeout=120 s"),
+        ({"monitor_process_interval": 30}, "monitor_process_interval=30 s must be less than heartbeat_timeout=30 s"),
+        ({"monitor_thread_interval": 60}, "monitor_thread_interval=60 s must be less than soft_timeout=60 s"),
+        ({"progress_watchdog_interval": 60}, "progress_watchdog_interval=60 s must be less than soft_timeout=60 s"),
+        ({"last_call_wait": -1}, "last_call_wait=-1 s must not be negative"),
+    ],
+)
+def test_broken_orders_are_named(arguments: dict[str, float], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        inprocess.Wrapper(**{name: timedelta(seconds=value) for name, value in arguments.items()})  # type: ignore[arg-type]
+    assert words in str(caught.value)
+
+
+def test_the_logfile_is_absolute() -> None:
+    with pytest.raises(ValueError, match="monitor_process_logfile='log' must be an absolute path"):
+        inprocess.Wrapper(monitor_process_logfile="log")
+
+
+def test_without_torch_distributed_there_is_no_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"torch\.distributed"):
+        inprocess.Wrapper()
+
+
+def test_switched_off_it_gives_the_function_back() -> None:
+    def function() -> None: ...
+
+    assert inprocess.Wrapper(enabled=False)(function) is function
+
+
+def test_name_docstring_and_signature_stay() -> None:
+    def function(one: int, *, two: str = "x") -> float:
+        """What it does."""
+        return 0.0
+
+    wrapped = inprocess.Wrapper()(function)
+    assert (wrapped.__name__, wrapped.__doc__) == ("function", "What it does.")
+    assert inspect.signature(wrapped) == inspect.signature(function)
