@@ -259,14 +259,14 @@ class NodeAgent:
             self._happens(Event.STOPPED, "workers have ended")
 
     def _handle_store(self) -> None:
-        server = self._.store_server
-        if server.handle() is not StoreState.FAILED or self._phase is not Phase.RUNNING or self._platform_failure:
+        has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # one may have felt it before we hear of it
+        if self._.store_server.handle() is not StoreState.FAILED or not has_workers or self._platform_failure:
             return
-        # Workers that connect would retry for five minutes before they fail.
-        self._platform_failure = f"the workers' TCPStore is gone: {server.failure}"
+        self._platform_failure = f"the workers' TCPStore is gone: {self._.store_server.failure}"
         logger.error("%s", self._platform_failure)
         self._.events.write("platform_failure", round=self._round, reason=self._platform_failure)
-        self._happens(Event.FAILED, self._platform_failure)
+        if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
+            self._happens(Event.FAILED, self._platform_failure)
 
     # -- what follows --------------------------------------------------------------------------------------------
 
@@ -355,8 +355,7 @@ class NodeAgent:
             watch=c.watch,
         )
         self._workers = workers
-        self._swept = False
-        self._has_run = True
+        self._swept, self._has_run = False, True
         self._platform_failure = ""
         tell_round(c.events, facts, restarts_used=record.restarts_used)
         self._figures.put("remaining_restarts", c.spec.max_restarts - record.restarts_used)

@@ -45,8 +45,9 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
         where = f"attempt {attempt} of run {history.run_id}" if attempt is not None else f"run {history.run_id}"
         raise UsageError(f"--around-failure: nothing has failed in {where}; hpc-elastic logs --tail 100 shows its end")
     if verdict.lost_node is not None:
-        node, rank, when = -1, None, verdict.lost_node.gone_ns
-        caption = f"{verdict.lost_node.summary} (last sign of it)"
+        loss = verdict.lost_node
+        node, rank, when = -1, None, loss.gone_ns
+        caption = loss.summary if loss.left or loss.broke else f"{loss.summary} (last sign of it)"
     elif verdict.failure is not None:
         failure = verdict.failure
         node, rank, when = failure.node, failure.global_rank, failure.ended_ns

@@ -88,7 +88,7 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
         where = f", in round {subject.round.index} of attempt {subject.attempt.number}"
     if loss is not None:
         what = loss.summary
-        whose = f"{loss.host}'s clock" if loss.left else "last sign of it, by its observer's clock"
+        whose = f"{loss.host}'s clock" if loss.left or loss.broke else "last sign of it, by its observer's clock"
         facts.append(("time", f"{clock_time(loss.gone_ns, date=True)} ({whose})"))
         facts.append(("host", f"{loss.host} (node {loss.node}){where}"))
     elif failure is not None:

@@ -198,7 +198,7 @@ def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
     for attempt in attempts:
         for item in attempt.rounds:
             verdict = verdict_of(item)
-            for loss in item.lost_nodes:
+            for loss in (*item.lost_nodes, *item.own_failures):
                 kind = MarkKind.CAUSE if loss is verdict.lost_node else MarkKind.LOST
                 found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, loss=loss))
             for fold in fold_failures(item.failures, item.clocks):

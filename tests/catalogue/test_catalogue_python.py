@@ -57,7 +57,7 @@ def test_the_same_exception_on_all_ranks(catalogue: Catalogue) -> None:
     load_config(f"/data/run-{{RANK}}/config.yaml")
     """
     with catalogue.run(script, nproc=2) as run:
-        run.until(lambda: "run-0/config.yaml" in run.log(), "rank 0's failure")
+        run.until(lambda: run.events("workers_stopping"), "the end of rank 0")
         run.say("the-others")
         run.finish()
         expected = told(

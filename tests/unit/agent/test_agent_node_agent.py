@@ -609,6 +609,22 @@ def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: Calla
     assert "the workers' TCPStore is gone: the process ended" in summed.message
 
 
+def test_a_lost_store_is_told_also_where_a_worker_felt_it_first(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def feel() -> None:
+        p.workers[0].failed = p.workers[0].news = True
+        p.workers[0].looks_to_stop = 4
+
+    def lose() -> None:
+        assert p.agent.phase is Phase.STOPPING
+        p.server.state, p.server.failure = StoreState.FAILED, "the process ended"
+
+    p.run([frozen()], [final()], feel, [], lose, [], [], [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
+    told = [fields for event, fields in p.events if event == "platform_failure"]
+    assert told == [{"round": 0, "reason": "the workers' TCPStore is gone: the process ended"}]
+
+
 def test_a_process_that_nothing_ends_is_not_waited_for_again(play: Callable[..., Play]) -> None:
     p = play()
 
