@@ -160,6 +160,7 @@ def _ranks() -> dict[str, int]:
         ("global_rank", "RANK"),
         ("local_rank", "LOCAL_RANK"),
         ("round", "TORCHELASTIC_RESTART_COUNT"),
+        ("attempt", "HPC_ELASTIC_ATTEMPT"),
     ):
         value = os.environ.get(variable, "")
         if value.isascii() and value.isdigit() and len(value) < 10:

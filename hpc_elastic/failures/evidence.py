@@ -176,7 +176,8 @@ def _recorded(file: ErrorFile) -> FailureText:
     found = find_python_traceback(file.traceback) if file.traceback else None
     declared = file.own.get("exception_type")
     name, separator, rest = file.message.partition(": ")
-    if found is not None and not (isinstance(declared, str) and declared):
+    # The traceback's last line names the type with its module, as stderr does; a writer may name another one.
+    if found is not None and (not isinstance(declared, str) or declared in ("", found.exception_type.rsplit(".")[-1])):
         return found
     looks_like_type = bool(separator) and re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None
     exception_type = declared if isinstance(declared, str) and declared else name if looks_like_type else ""
@@ -229,6 +230,7 @@ def _build(
 ) -> WorkerFailure:
     number = signal_of(facts.exitcode)
     exception_type = found.exception_type if found else ""
+    words = found.message if found else ""
     kind = classify(
         exitcode=facts.exitcode,
         exception_type=exception_type,
@@ -247,8 +249,9 @@ def _build(
         traceback=found.text if found else "",
         stderr_tail=stderr_tail,
         fingerprint=fingerprint(
-            exception_type=exception_type,
-            message=found.message if found else "",
+            # sys.exit(3), recorded: as where nobody records it, and only the code is known.
+            exception_type="" if exception_type == "SystemExit" and words.isdigit() else exception_type,
+            message=words,
             frames=found.frames if found else (),
             exitcode=facts.exitcode,
             signal=signal_name(number),

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,8 @@ import pytest
 
 from hpc_elastic.failures import ErrorHandler, record
 from hpc_elastic.failures.error_file import read_error_file
+from hpc_elastic.failures.evidence import ExitFacts, describe_failure
+from hpc_elastic.failures.worker_failure import EvidenceSource
 
 
 @pytest.fixture
@@ -154,3 +159,84 @@ def test_torchs_child_error_is_passed_on_too(error_file: Path) -> None:
         main()
     assert read_error_file(error_file).message == "ValueError: bad"
     assert read_error_file(error_file).error_code == 5
+
+
+class _OddName(Exception):
+    pass
+
+
+def _plain() -> None:
+    raise ValueError("bad batch 17")
+
+
+def _bare() -> None:
+    raise AssertionError
+
+
+def _chained() -> None:
+    try:
+        _plain()
+    except ValueError as error:
+        raise RuntimeError("no data\nin two lines") from error
+
+
+def _of_a_module() -> None:
+    raise _OddName("with: colons: in it")
+
+
+def _long() -> None:
+    raise ValueError("x" * 300_000)
+
+
+def _group() -> None:
+    raise ExceptionGroup("two", [ValueError("a"), KeyError("b")])  # type: ignore[name-defined] # noqa: F821
+
+
+_WAYS = [_plain, _bare, _chained, _of_a_module, _long]
+if sys.version_info >= (3, 11):
+    _WAYS.append(_group)
+
+
+@pytest.mark.parametrize("fails", _WAYS, ids=[way.__name__ for way in _WAYS])
+def test_recorded_or_not_it_is_the_same_failure(error_file: Path, fails: Callable[[], None]) -> None:
+    facts = ExitFacts(attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1)
+    stderr = error_file.with_name("stderr.log")
+    try:
+        recorded(fails)()
+    except Exception:
+        outermost = "in test_recorded_or_not_it_is_the_same_failure"
+        stderr.write_text("loss 0.2\n" + traceback.format_exc().replace(outermost, "in <module>"))
+    found = describe_failure(facts=facts, error_file=error_file, stderr_log=stderr)
+    error_file.unlink()
+    printed = describe_failure(facts=facts, error_file=error_file, stderr_log=stderr)
+    assert found.source is EvidenceSource.ERROR_FILE
+    assert printed.source is EvidenceSource.STDERR
+    for name in ("fingerprint", "exception_type", "failure_class", "category", "reason", "stderr_tail"):
+        assert getattr(found, name) == getattr(printed, name), name
+    if fails is not _long:  # its header lies before what is read of stderr
+        assert found.stderr_tail == "loss 0.2"
+
+
+def test_it_says_where_it_was_recorded(error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_ELASTIC_ATTEMPT", "3")
+    with pytest.raises(ValueError):
+        recorded(_plain)()
+    own = read_error_file(error_file).own
+    places = {key: own[key] for key in ("attempt", "round", "global_rank", "local_rank", "pid")}
+    assert places == {"attempt": 3, "round": 2, "global_rank": 5, "local_rank": 1, "pid": os.getpid()}
+    monkeypatch.setenv("RANK", "many")
+    with pytest.raises(ValueError):
+        recorded(_plain)()
+    assert "global_rank" not in read_error_file(error_file).own
+
+
+def test_an_exit_code_has_the_same_name_recorded_or_not(error_file: Path) -> None:
+    def exits() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(SystemExit):
+        recorded(exits)()
+    facts = ExitFacts(attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=3, ended_ns=1)
+    found = describe_failure(facts=facts, error_file=error_file, stderr_log=error_file.with_name("stderr.log"))
+    assert (found.message, found.fingerprint) == ("SystemExit: exit code 3", "exit:3")
+    assert found.reason == "ended itself with exit code 3"
