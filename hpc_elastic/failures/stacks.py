@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from hpc_elastic.failures.traceback_text import Frame, clean_text
-from hpc_elastic.light_dataclass import dataclass
+from hpc_elastic.light_dataclass import dataclass, replace
 
 DUMP_LIMIT = 512 << 10
 """Bytes at the end of stderr.log in which the dump is looked for: some hundred threads."""
@@ -32,8 +32,7 @@ class ThreadStack:
 
     frames: tuple[Frame, ...]
     """Outermost call first; empty: no Python in it."""
-    current: bool
-    """The one that got the signal: the main thread, but where it had blocked it."""
+    is_main: bool
     name: str = ""
 
 
@@ -47,8 +46,8 @@ class StackDump:
 
     @property
     def main(self) -> tuple[Frame, ...]:
-        """Of the thread that got the signal, outermost call first."""
-        return next((thread.frames for thread in self.threads if thread.current), ())
+        """Of the main thread, outermost call first."""
+        return next((thread.frames for thread in self.threads if thread.is_main), ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,19 +63,24 @@ class RankStacks:
 
 
 def find_dump(text: str) -> StackDump | None:
-    """The last dump of an abort in `text`, None where there is none."""
+    """The last dump of an abort in `text`, None where there is none.
+
+    Any thread may have got the signal, also one without Python, where the process had been stopped. The main thread is
+    the last of a dump: the interpreter lists the newest first (CPython 3.10 to 3.14). It stops after a hundred, and then
+    the main thread is not among them.
+    """
     start = text.rfind(_FATAL)
     if start < 0:
         return None
     lines = clean_text(text[start:]).split("\n")
     threads: list[ThreadStack] = []
     frames: list[Frame] | None = None
-    current, name = False, ""
+    name, is_cut = "", False
     last = 0
 
     def finish() -> None:
         if frames is not None:
-            threads.append(ThreadStack(frames=tuple(reversed(frames)), current=current, name=name))
+            threads.append(ThreadStack(frames=tuple(reversed(frames)), is_main=False, name=name))
 
     for number, line in enumerate(lines[1:], 1):
         if _END.match(line):
@@ -85,16 +89,20 @@ def find_dump(text: str) -> StackDump | None:
         found = _FRAME.match(line)
         if header:
             finish()
-            frames, current, name = [], line.startswith("Current"), header[1] or ""
+            frames, name = [], header[1] or ""
             last = number
         elif found and frames is not None:
             frames.append(Frame(file=found[1], line=int(found[2]), function=found[3]))
             last = number
+        elif line == "..." and frames is not None:
+            is_cut = True
         elif line.startswith("  ") and frames is not None:
             last = number  # "  <no Python frame>", "  ..."
     finish()
     if not threads:
         return None
+    if not is_cut:
+        threads[-1] = replace(threads[-1], is_main=True)
     return StackDump(threads=tuple(threads), text="\n".join(lines[: last + 1]))
 
 
@@ -107,7 +115,7 @@ def find_py_spy(text: str) -> StackDump | None:
     def finish() -> None:
         if name is not None:
             is_main = name == "MainThread" or (not threads and not name)
-            threads.append(ThreadStack(frames=tuple(reversed(frames)), current=is_main, name=name))
+            threads.append(ThreadStack(frames=tuple(reversed(frames)), is_main=is_main, name=name))
 
     for line in clean_text(text).split("\n"):
         header = _SPY_THREAD.match(line)
@@ -130,7 +138,7 @@ def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:
     """
     if dump is None:
         return RankStacks(where=where)
-    others = ((thread.name, tuple(short_stack(thread.frames))) for thread in dump.threads if not thread.current)
+    others = ((thread.name, tuple(short_stack(thread.frames))) for thread in dump.threads if not thread.is_main)
     return RankStacks(
         main=tuple(short_stack(dump.main)),
         others=tuple((name, stack) for name, stack in others if stack),

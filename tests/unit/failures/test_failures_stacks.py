@@ -34,6 +34,7 @@ Current thread 0x00007fe7e8a3f740 (most recent call first):
 Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
 and after
 """
+HEAD = "Fatal Python error: Aborted\n\n"
 # CPython 3.14: threads have names, and the C stack follows.
 DUMP_314 = """\
 Fatal Python error: Aborted
@@ -60,6 +61,28 @@ def test_all_threads_and_the_one_that_counts() -> None:
     assert dump.text.startswith("Fatal Python error: Aborted\n")
     assert dump.text.endswith("line 12 in <module>")
     assert "Extension modules" not in dump.text
+
+
+def test_the_main_thread_is_the_last_whoever_got_the_signal() -> None:
+    """In a process that was stopped any thread may get it; one without Python is not in the list at all."""
+    for first, last in (("Current thread", "Thread"), ("Thread", "Thread")):
+        dump = find_dump(
+            f'{HEAD}{first} 0x00007fe7d7fff6c0 (most recent call first):\n  File "loader.py", line 3 in get\n\n'
+            f'{last} 0x00007fe7e8a3f740 (most recent call first):\n  File "train.py", line 12 in <module>\n'
+        )
+        assert dump is not None
+        assert short_stack(dump.main) == ["train.py:12 <module>"]
+
+
+def test_the_main_thread_is_not_among_a_hundred_newer_ones() -> None:
+    dump = find_dump(
+        f'{HEAD}Current thread 0x00007fe7e8a3f740 (most recent call first):\n  File "pool.py", line 12 in work\n\n'
+        'Thread 0x00007fe7d7fff6c0 (most recent call first):\n  File "loader.py", line 3 in get\n\n...\n'
+    )
+    assert dump is not None
+    assert dump.main == ()
+    assert len(stacks_of(dump, where="S (sleeping)").others) == 2
+    assert stacks_of(dump, where="S (sleeping)").where == "S (sleeping)"
 
 
 def test_newer_pythons_names_and_c_stack() -> None:
