@@ -33,7 +33,6 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r'File "[^"]*?/lib/python3\.\d+/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
         (r'File "<ROOT>/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
         (r'File "<frozen ([\w.]+)>", line \d+', r'File "<frozen \1>", line <N>'),
-        (r'(stage\.py(?:", line |:))\d+', r"\1<N>"),
         (r"('127\.0\.0\.1', )\d+", r"\1<PORT>"),
         (r"\b\d{8}-\d{6}-(\w+)-[0-9a-f]{4}\b", r"<RUN>-\1"),
         (r"\b\d{4}-\d\d-\d\d[_T]\d\d:\d\d:\d\d(?:\.\d+)?", "<TIME>"),
