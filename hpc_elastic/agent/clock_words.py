@@ -1,8 +1,8 @@
 """What an agent tells its event log of its host's clock: how far it is ahead of the coordinators', each with a bound.
 
 Every node compares its clock with the coordinator's alone, by the packets that pass between the two anyway: so the
-report can order what happened on different nodes, over a chain of them where the coordinator changed. Nothing is told
-for its own sake: only where another line is written too, when workers start and when they are to be stopped.
+report can order what happened on different nodes, over a chain of them where the coordinator changed. Little is told,
+and only where another line is written too: once of each coordinator, when workers start, and anew when a worker fails.
 """
 
 from __future__ import annotations
@@ -74,18 +74,25 @@ class ClockWords:
         if len(self._told) > MOST_REFERENCES:
             del self._told[next(iter(self._told))]
 
+    def tell_once(self) -> None:
+        """Tell of the coordinators of which nothing was told so far."""
+        self._tell([reference for reference, told in self._told.items() if told is None])
+
     def tell(self) -> None:
-        """Tell what is news."""
+        """Tell what is news: something has happened here whose time counts."""
+        self._tell(list(self._told))
+
+    def _tell(self, references: list[str]) -> None:
         if self._ruler is None:
             return
-        for reference, told in list(self._told.items()):
+        for reference in references:
             own = reference == self._uid
             offset = Offset(offset_ns=0, bound_ns=0) if own else self._ruler.offset_to(reference)
             if offset is None:
                 continue
             uptime, wall = self._both_clocks()
             word = ClockWord(offset=offset, uptime_ns=uptime, wall_ns=wall)
-            if is_news(word, told):
+            if is_news(word, self._told[reference]):
                 self._told[reference] = word
                 self._events.write(
                     "clock_offset",

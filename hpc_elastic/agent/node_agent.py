@@ -284,6 +284,7 @@ class NodeAgent:
         elif event is Event.FINAL:
             self._start_workers()
         elif event is Event.FAILED:
+            self._clock_words.tell()
             self._report_failure(reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
@@ -370,7 +371,7 @@ class NodeAgent:
         except (WorkerStartError, OSError) as error:
             self._could_not_start(error)
             return
-        self._clock_words.tell()
+        self._clock_words.tell_once()
         c.events.write(
             "workers_started",
             round=record.round,
@@ -423,7 +424,6 @@ class NodeAgent:
             self._happens(Event.STOPPED, reason)
             return
         if not workers.stopping and self._stop_due is None:
-            self._clock_words.tell()
             self._.events.write("workers_stopping", round=workers.round, reason=reason)
             self._figures.begin("restart")
             self._figures.begin("stop")

@@ -105,6 +105,8 @@ class Clocks:
     _supervisor: int | None = None
     _views: tuple[Clocks, ...] = ()
     """The same from each coordinator, where there were several."""
+    _found: dict[tuple[int | None, int, int], Moment] = field(default_factory=dict, compare=False)
+    """What was asked for: each failure's moment is, several times."""
 
     def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:
         """The same with that coordinator's clock as the reference against which some moments are known best.
@@ -129,8 +131,15 @@ class Clocks:
             wall_ns: By its wall clock.
             uptime_ns: By its clock since its boot; 0: not known, and concluded from the wall clock.
         """
-        if node == SUPERVISOR:
-            node = self._supervisor
+        key = (node, wall_ns, uptime_ns)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._moment(
+                self._supervisor if node == SUPERVISOR else node, wall_ns, uptime_ns
+            )
+        return found
+
+    def _moment(self, node: int | None, wall_ns: int, uptime_ns: int) -> Moment:
         if node is None or self.reference is None or (node != self.reference and node not in self._hops):
             return Moment(wall_ns, None, -1 if node is None else node, uptime_ns or wall_ns, bool(uptime_ns))
         own, bound = (uptime_ns, 0) if uptime_ns else self._from_wall(node, wall_ns)
@@ -219,8 +228,8 @@ class ClocksBuilder:
             )
             known = [node for node in sorted(clocks._hops) if node in walls]
             offsets = {node: _wall_offset(clocks, node, *clocks._walls[node][-1]) for node in known}
-            views.append(replace(clocks, offsets=offsets))
-        return views[0] if len(views) == 1 else replace(views[0], _views=tuple(views))
+            views.append(replace(clocks, offsets=offsets, _found={}))
+        return views[0] if len(views) == 1 else replace(views[0], _views=tuple(views), _found={})
 
 
 def _wall_offset(clocks: Clocks, node: int, uptime_ns: int, ahead_ns: int) -> ClockOffset:

@@ -11,10 +11,12 @@ from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.light_dataclass import replace
+from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import RoundBuilder
 from hpc_elastic.report.collect_words import WholeWords
 from hpc_elastic.report.fold import kind_of
+from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.run_paths import AttemptPaths, rank_index, round_index
 
 OF_EACH_KIND = 16
@@ -25,10 +27,11 @@ _MISSING = "error.json is missing: this is what its agent's event says"
 def read_failures(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     """Complete what the events tell of failures, and add those that no event tells of."""
     texts: dict[str, str] = {}
+    clocks = builder.clocks.build()
     folders = set(_indices(paths.root, round_index))
     for index in sorted(folders | set(builder.rounds)):
         part = builder.round(index)
-        reader = _RoundReader(paths, part, texts)
+        reader = _RoundReader(paths, part, texts, clocks)
         if index in folders:
             reader.read_told()
             reader.read_untold(builder.words)
@@ -40,11 +43,15 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder) -> None:
 class _RoundReader:
     """Reads one round's error files into its builder."""
 
-    def __init__(self, paths: AttemptPaths, part: RoundBuilder, texts: dict[str, str]) -> None:
+    def __init__(self, paths: AttemptPaths, part: RoundBuilder, texts: dict[str, str], clocks: Clocks) -> None:
         self._paths = paths
         self._part = part
         self._texts = texts
+        self._clocks = clocks
         self._missing: set[int] = set()
+
+    def _by_time(self, failure: WorkerFailure) -> tuple[int, int]:
+        return moment_of_failure(failure, self._clocks).at_ns, failure.global_rank
 
     def read_told(self) -> None:
         """Those of which events tell."""
@@ -57,9 +64,10 @@ class _RoundReader:
                 for told in members:
                     self._read(told.global_rank)
                 continue
-            example = self._read_some(sorted(members, key=_by_time))
+            members.sort(key=self._by_time)
+            example = self._read_some(members)
             if members[0].failure_class is FailureClass.HANG:  # the one that is furthest behind may be the cause
-                self._read_some(sorted(members, key=_by_step))
+                self._read_some(sorted(members, key=lambda told: -1 if told.last_step is None else told.last_step))
             for told in members:
                 is_new = told.global_rank not in part.failures and told.global_rank not in self._missing
                 if is_new and example is not None:
@@ -121,14 +129,6 @@ def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
         retryable=example.retryable,
         node_suspect=example.node_suspect,
     )
-
-
-def _by_time(failure: WorkerFailure) -> tuple[int, int]:
-    return failure.ended_ns, failure.global_rank
-
-
-def _by_step(failure: WorkerFailure) -> tuple[int, int, int]:
-    return -1 if failure.last_step is None else failure.last_step, failure.ended_ns, failure.global_rank
 
 
 def _indices(folder: os.PathLike[str], parse: Callable[[str], int | None]) -> Iterable[int]:

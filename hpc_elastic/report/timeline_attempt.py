@@ -33,6 +33,10 @@ class AttemptSpan:
     end_ns: int
 
 
+NOT_SEEN_NS = 1_000_000
+"""A row that is shifted by no more looks the same."""
+
+
 class PlacedAttempt:
     """One attempt with all its times on the common axis."""
 
@@ -41,6 +45,7 @@ class PlacedAttempt:
         self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
         self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
         self.offsets = node_offsets(attempt.times.nodes, clocks=attempt.clocks)
+        self._shifts = {node: o.offset_ns for node, o in self.offsets.items() if abs(o.offset_ns) > NOT_SEEN_NS}
         self.losses: dict[int, dict[int, NodeLoss]] = {}
         for item in attempt.rounds:
             for loss in item.lost_nodes:
@@ -80,8 +85,7 @@ class PlacedAttempt:
 
     def at(self, node: int, when_ns: int) -> int:
         """A node's time on the common axis."""
-        offset = self.offsets.get(node)
-        return when_ns if offset is None else when_ns - offset.offset_ns
+        return when_ns - self._shifts.get(node, 0)
 
     def failure_at(self, failure: WorkerFailure) -> int:
         """When it happened, on the common axis."""
@@ -101,7 +105,7 @@ class PlacedAttempt:
         return otherwise_ns if moment.bound_ns is None else moment.at_ns
 
     def _shifted(self, told: NodeTimes) -> NodeTimes:
-        if told.node not in self.offsets:
+        if told.node not in self._shifts:
             return told
         values = (told.final_ns, told.started_ns, told.stopping_ns, told.ended_ns)
         final, started, stopping, ended = (None if when is None else self.at(told.node, when) for when in values)

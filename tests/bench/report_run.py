@@ -17,7 +17,7 @@ from typing import Any
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.run_paths import RunPaths
-from tests.rigs.run_builder import GLOO, START_NS, make_failure
+from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 
 TRAIN_SECONDS = 600.0
 ROUND_SECONDS = 640.0
@@ -75,6 +75,12 @@ class _Writer:
     def tell(self, at: float, event: str, **fields: Any) -> None:
         line = {"v": 1, "t": START_NS + int(at * 1e9), "n": len(self._lines), **self._head, "event": event, **fields}
         self._lines.append(json.dumps(line))
+
+    def clock(self, at: float, *, bound_ns: int) -> None:
+        """What it knows of its clock by now."""
+        now = int(at * 1e9)
+        known = {"reference": 0, "offset_ns": 0, "bound_ns": bound_ns}
+        self.tell(at, "clock_offset", **known, uptime_ns=UPTIME_NS + now, wall_ns=START_NS + now)
 
     def save(self, folder: Path) -> None:
         name = f"{self._head['role']}-{self._head['node']:05d}-000118ea0e29ec93-4d88.jsonl"
@@ -150,10 +156,14 @@ def _write_agent(folder: Path, size: RunSize, node: int, name: str, failing: lis
         )
         pids = [4000 + rank for rank in ranks]
         times = {"rendezvous_seconds": 0.9, "start_seconds": 0.4, "restart_seconds": 2.1 if index else None}
+        if index == 0:
+            log.clock(start + 0.4, bound_ns=1_000_000 if node else 0)
         log.tell(start + 0.4, "workers_started", round=index, pids=pids, **times)
         stop = 10 + index * ROUND_SECONDS + TRAIN_SECONDS + 0.2
         culprit = _rank_of(size, index, failing[index][0])
         reason = f"rank {culprit} ended with exit code 1 on nid{1000 + failing[index][0]:06d}"
+        if node in failing[index]:
+            log.clock(_moment(size, index, failing[index].index(node)), bound_ns=1_000_000 if node else 0)
         log.tell(stop, "workers_stopping", round=index, reason=reason)
         log.tell(stop + 3, "workers_stopped", round=index, seconds=3.0, killed=0, left=[])
         if node in failing[index]:
@@ -175,6 +185,7 @@ def _write_agent(folder: Path, size: RunSize, node: int, name: str, failing: lis
                 message=message,
                 last_step=50 * index + 40,
                 ended_ns=START_NS + int(_moment(size, index, number) * 1e9),
+                ended_uptime_ns=UPTIME_NS + int(_moment(size, index, number) * 1e9),
             )
     end = 10 + size.rounds * ROUND_SECONDS
     if node == 0:

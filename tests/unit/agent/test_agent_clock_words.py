@@ -61,12 +61,14 @@ def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:
     words.heed(B)
     ruler.known[B] = Offset(offset_ns=7 * SECOND, bound_ns=MS)
     for _ in range(3):
-        words.tell()
+        words.tell_once()
     assert log.lines == [(1, 7 * SECOND, MS)]
     clock.now += 0.5  # it is worth 1.5 ms by now
     words.tell()
     assert len(log.lines) == 1
     clock.now += 60
+    words.tell_once()
+    assert len(log.lines) == 1, "as long as nothing has happened here"
     words.tell()
     assert len(log.lines) == 2
 
