@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -143,6 +144,29 @@ def _after_its_end(run: LocalRun) -> None:
         piped.stdout.close()  # as `head` does
         assert piped.stderr.read() == b""
         assert piped.wait(20) == 141
+    command = [*command[:-2], "--stderr", "--rank", "0"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        environ.pop(name, None)
+    assert on_a_terminal(command, environ) == b"\x1b[36m[rank 0]\x1b[0m last words\r\n"
+    assert on_a_terminal(command, {**environ, "NO_COLOR": "1"}) == b"[rank 0] last words\r\n"
+    assert on_a_terminal([*command, "--raw"], environ) == b"[rank 0] \x1b[2Jlast words\r\n"
+
+
+def on_a_terminal(command: list[str], environ: dict[str, str]) -> bytes:
+    """What a command prints where its stdout is a terminal."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        found = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                found += chunk
+        except OSError:
+            pass  # its other end is closed
+        os.close(ours)
+        assert process.wait(20) == 0
+    return found
 
 
 def test_ctrl_c_ends_who_follows_and_not_the_run(tmp_path: Path) -> None:
