@@ -269,6 +269,8 @@ class Participant:
         if not self._announced:
             rung = self._announce(now)
         self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
+        if not self._is_calm():
+            self._watch.unsettle()
         looked = self._read_log(now, rung=rung)
         if self._own_life.answer_if_asked(self._record, now):
             self._ring_coordinator()
@@ -286,7 +288,9 @@ class Participant:
             self._watch.hurry(now)
             return 0.0
         closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
-        wait = self._watch.wait(now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed)
+        wait = self._watch.wait(
+            now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed, calm=self._is_calm()
+        )
         due = min(self._own_life.due(now), self._succession.turn_due if closed is None else float("inf"))
         until = min(self._watch.look_due, due, self._succession.next_look)
         self._rests_until = 0.0 if self._leads() or closed is not None else until
@@ -318,6 +322,16 @@ class Participant:
     def _in_touch(self) -> bool:
         record = self._record
         return record is not None and self._bell is not None and self._life.in_touch(record.leader)
+
+    def _is_calm(self) -> bool:
+        """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
+        record = self._record
+        if record is None or record.status is not Status.FINAL or record.suspects or not self._leads():
+            return False
+        if self._bell is None or not self._watch.is_worth_calming:
+            return False
+        others = {m.uid for m in record.members} | self._lookout.joining
+        return all(self._life.in_touch(uid) for uid in others if uid != self._info.uid)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""

@@ -15,6 +15,9 @@ _SPREAD = 0.15
 EARLY = 0.1
 """What is due within this part of the longest wait is done at once: the coordination thread wakes up with a beat that
 comes a little before, and should not have to wake up once more."""
+CALM_SECONDS = 2.0
+"""At most so rarely a coordinator looks at the files that hears all who take part, and they it: what they claim, they
+ring about."""
 
 
 class Watch:
@@ -23,6 +26,9 @@ class Watch:
     def __init__(self, pace: Pace, rng: random.Random, now: float, *, observes: bool) -> None:
         self._pace = pace
         self._early = EARLY * pace.stride
+        self._calm_stride = max(pace.stride, min(2 * pace.stride, CALM_SECONDS))
+        self._is_calm = False
+        """Whether the next looks are due so late because all was calm."""
         self._rng = rng
         self._observes = observes
         self._looked_at = now
@@ -33,6 +39,18 @@ class Watch:
         self._touched_at = float("-inf")
         self._surveyed_at = float("-inf")
         self._survey_due = now
+
+    @property
+    def is_worth_calming(self) -> bool:
+        """Whether a coordinator would look more rarely in calm than else."""
+        return self._calm_stride > self._pace.stride
+
+    def unsettle(self) -> None:
+        """It is calm no more, a coordinator looks as often as ever: somebody falls silent, say."""
+        if self._is_calm:
+            self._is_calm = False
+            self.look_due = min(self.look_due, self._looked_at + self._pace.stride)
+            self._survey_due = min(self._survey_due, self._surveyed_at + self._pace.stride)
 
     def look_now(self, now: float, *, rung: bool, touch: bool) -> bool:
         """Whether to look at the log, for which the next time is set then."""
@@ -74,7 +92,16 @@ class Watch:
         if self.look_due == float("inf"):
             self.look_due = now
 
-    def wait(self, now: float, record: RoundRecord | None, *, leads: bool, touch: bool, ending: Ending | None) -> float:
+    def wait(
+        self,
+        now: float,
+        record: RoundRecord | None,
+        *,
+        leads: bool,
+        touch: bool,
+        ending: Ending | None,
+        calm: bool = False,
+    ) -> float:
         """Seconds until the next step.
 
         Args:
@@ -83,7 +110,9 @@ class Watch:
             leads: Whether this node coordinates.
             touch: Whether it and the coordinator hear each other.
             ending: Where the run is closed: what there is to be waited for.
+            calm: Whether it coordinates a round that runs, and hears all who take part, and they it.
         """
+        self._is_calm = calm
         if self.look_due == float("inf"):
             self.look_due = self._looked_at + self._spread(self._until_look(now, record, leads, touch, ending))
         due = self.look_due
@@ -91,7 +120,7 @@ class Watch:
             if self._survey_due == float("inf"):
                 assert record is not None
                 gathers = record.status in (Status.JOINABLE, Status.FROZEN)
-                self._survey_due = self._surveyed_at + (self._pace.gathering if gathers else self._pace.stride)
+                self._survey_due = self._surveyed_at + (self._pace.gathering if gathers else self._stride)
             due = min(due, max(self._survey_due, self._surveyed_at + self._pace.coordinator))
         return min(self._pace.stride, max(0.0, due - now))
 
@@ -103,12 +132,16 @@ class Watch:
         if ending is not None and ending.awaits:
             return 0.05 * self._pace.ending
         if leads:
-            return self._pace.stride
+            return self._stride
         if touch:
             return self._pace.poll_in_touch
         if now - self._touched_at < self._pace.anxious:
             return self._pace.poll_anxious
         return self._interval
+
+    @property
+    def _stride(self) -> float:
+        return self._calm_stride if self._is_calm else self._pace.stride
 
     def _spread(self, seconds: float) -> float:
         if self._pace.ending <= 1.0:

@@ -467,3 +467,44 @@ def test_a_hung_filesystem_under_the_coordinator_is_noticed_though_its_beats_go_
 
 def _as_dict(settings: RendezvousSettings) -> dict[str, float]:
     return {name: getattr(settings, name) for name in RendezvousSettings.__slots__}
+
+
+@pytest.mark.parametrize(("cut", "least", "most"), [(False, 28, 33), (True, 57, 64)])
+def test_a_coordinator_looks_half_as_often_where_all_hear_each_other(cut: bool, least: int, most: int) -> None:
+    """A look at the claims is what a sleeping agent's CPU goes into; whoever is silent has it look as often as ever."""
+    world = World(RendezvousSettings(min_nodes=3, max_nodes=3, expected_nodes=3), beats=True, driven=True)
+    for index in range(3):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round, tick=0.05)
+    if cut:  # in one direction: that node does not hear the coordinator, which hears it
+        world.cut = {(0, 2)}
+    world.run(lambda: False, seconds=10, tick=0.05)
+    looks = []
+    plain = world.store.list
+
+    def counted(folder: str) -> list[str]:
+        if folder == "round/000000":
+            looks.append(world.clock.now)
+        return plain(folder)
+
+    world.store.list = counted  # type: ignore[method-assign]
+    world.run(lambda: False, seconds=60, tick=0.05)
+    record = world.newest()
+    assert record is not None
+    assert record.round == 0
+    assert least <= len(looks) <= most
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.3, 0.6, 0.9, 1.2, 1.5, 1.8])
+def test_a_silence_is_noticed_as_soon_however_calm_it_was(phase: float) -> None:
+    settings = RendezvousSettings(min_nodes=2, max_nodes=3, expected_nodes=3)
+    world = World(settings, beats=True, driven=True)
+    for index in range(3):
+        world.start(index)
+    assert world.run(world.all_running_in_one_round, tick=0.05)
+    world.run(lambda: False, seconds=10 + phase, tick=0.05)
+    world.nodes[2].alive = False
+    died = world.clock.now
+    assert world.run(lambda: bool(world.newest().suspects), tick=0.05)  # type: ignore[union-attr]
+    stride = settings.poll_interval
+    assert world.clock.now - died <= settings.beat_silence + stride + 0.2

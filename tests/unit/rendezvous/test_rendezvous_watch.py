@@ -38,3 +38,26 @@ def test_a_ring_is_looked_at_whenever_it_comes() -> None:
     watch = asleep()
     assert watch.look_now(100.1, rung=True, touch=False)
     assert watch.survey_now(100.1, rung=True)
+
+
+def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_silent() -> None:
+    watch = asleep()
+    assert watch.look_now(101.0, rung=False, touch=False)
+    assert watch.survey_now(101.0, rung=False)
+    assert watch.wait(101.0, FINAL, leads=True, touch=False, ending=None, calm=True) == pytest.approx(1.0)
+    assert not watch.look_now(102.0, rung=False, touch=False)
+    assert not watch.survey_now(102.0, rung=False)
+    assert watch.wait(102.0, FINAL, leads=True, touch=False, ending=None, calm=True) == pytest.approx(1.0)
+    watch.unsettle()
+    assert watch.look_now(102.0, rung=False, touch=False)
+    assert watch.survey_now(102.0, rung=False)
+
+
+def test_many_nodes_are_looked_at_as_rarely_as_their_number_asks_for() -> None:
+    def worth(nodes: int) -> bool:
+        pace = pace_of(RendezvousSettings(expected_nodes=nodes))
+        return Watch(pace, random.Random(1), 0.0, observes=False).is_worth_calming
+
+    assert worth(2)
+    assert worth(2048)
+    assert not worth(8192)
