@@ -96,16 +96,15 @@ def find_run_dir(text: str, runs_dir: str | None) -> Path:
     if path.name == "latest" and path.is_symlink():
         path = Path(os.path.realpath(path))
     try:
-        is_folder = bool(text) and path.is_dir()
+        if text and path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
+            return path
+        from hpc_elastic.run_index import find
+
+        return find(text, Path(runs_dir) if runs_dir is not None else None)
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} can't be read: {error.strerror}; a run's files are their owner's alone: ask for a copy"
         ) from None
-    if is_folder and (attempt_number(path.name) is not None or _is_run_dir(path)):
-        return path
-    from hpc_elastic.run_index import find
-
-    return find(text, Path(runs_dir) if runs_dir is not None else None)
 
 
 def _is_run_dir(path: Path) -> bool:

@@ -227,3 +227,21 @@ def test_a_folder_of_somebody_else(
     (line,) = shown(capsys, str(run.root), code=2)
     assert f"{run.root} can't be read: Permission denied; it belongs to uid {os.getuid()}" in line
     assert "ask for a copy" in line
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_a_run_below_a_folder_of_somebody_else(
+    run: LogRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, by_id: bool
+) -> None:
+    really = os.stat
+
+    def refused(path: object, **options: object) -> os.stat_result:
+        if str(path).startswith(str(run.root)) and (not by_id or str(path).endswith("run.json")):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", refused)
+    argv = [run.root.name, "--runs-dir", str(run.root.parent)] if by_id else [str(run.root)]
+    (line,) = shown(capsys, *argv, code=2)
+    assert f"{run.root}" in line
+    assert "can't be read: Permission denied; a run's files are their owner's alone" in line
