@@ -66,8 +66,8 @@ def find_dump(text: str) -> StackDump | None:
     """The last dump of an abort in `text`, None where there is none.
 
     Any thread may have got the signal, also one without Python, where the process had been stopped. The main thread is
-    the last of a dump: the interpreter lists the newest first (CPython 3.10 to 3.14). It stops after a hundred; where it
-    did, the main thread is not among them.
+    the last of a dump: the interpreter lists the newest first (CPython 3.10 to 3.14). Where it stopped after a hundred,
+    the main thread is not among them.
     """
     start = text.rfind(_FATAL)
     if start < 0:
