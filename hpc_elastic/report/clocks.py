@@ -181,9 +181,11 @@ class ClocksBuilder:
     def __init__(self) -> None:
         self._words: list[_Word] = []
         self._hosts: dict[int, str] = {}
+        self._built: Clocks | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Any event; those that say nothing of clocks or hosts tell nothing."""
+        self._built = None
         name, role = event.get("event"), event.get("role")
         if role == "supervisor" and name == "attempt_started":
             self._hosts[SUPERVISOR] = text_of(event.get("host"))
@@ -205,7 +207,12 @@ class ClocksBuilder:
             )
 
     def build(self) -> Clocks:
-        """What is known."""
+        """What is known by now."""
+        if self._built is None:
+            self._built = self._build()
+        return self._built
+
+    def _build(self) -> Clocks:
         links, contradicted = _links(self._words)
         walls: dict[int, list[tuple[int, int]]] = {}
         for word in self._words:

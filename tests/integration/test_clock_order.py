@@ -108,10 +108,11 @@ def test_without_packets_the_order_is_not_known_and_said_so(tmp_path: Path) -> N
 def test_after_the_references_death_the_order_is_known_all_the_same(tmp_path: Path) -> None:
     """Node 0 coordinates, and dies; of the three that go on, one coordinates, and the two others fail."""
     with run_on_three_machines(
-        tmp_path, "beat_silence=2", "suspect_answer=2", more=1, options=["--max-restarts", "1"]
+        tmp_path, "beat_silence=2", "suspect_answer=2", "poll_interval=0.2", more=1, options=["--max-restarts", "1"]
     ) as run:
         run.wait_moments("here", count=4)
-        os.kill(run.agent(0).pid, signal.SIGSTOP)
+        coordinator = run.agent(0)
+        os.kill(coordinator.pid, signal.SIGSTOP)
         run.wait_moments("here", count=3, round_index=1)
         (frozen,) = [event for event in run.events("round_frozen") if event["round"] == 1]
         leader = frozen["node"]
@@ -119,6 +120,8 @@ def test_after_the_references_death_the_order_is_known_all_the_same(tmp_path: Pa
         first, second = [node for node in (1, 2, 3) if node != leader]
         fail_one_after_the_other(run, leader, [first, second], round_index=1)
         run.until(lambda: len([e for e in run.events("worker_failed") if e["round"] == 1]) > 1, "evidence of both")
+        if coordinator.lives():
+            os.kill(coordinator.pid, signal.SIGKILL)
         run.signal(signal.SIGINT)
         run.finish()
         report = run.report()["attempts"][0]
