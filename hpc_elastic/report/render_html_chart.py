@@ -17,6 +17,7 @@ ZOOMS = (1, 4, 16, 64)
 _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
 _TICK_SPACING = 0.1
+_LINE_SPACING = 0.02
 MARK_CLASSES = {
     MarkKind.CAUSE: "cause",
     MarkKind.LOST: "lost",
@@ -346,7 +347,11 @@ def _lines(axis: Axis, timeline: Timeline) -> Markup:
             lines.append(element("i", class_="q", style=f"{at};width:{width:.2f}%"))
         else:
             lines.append(element("i", class_="a", style=at))
-    lines += [element("i", style=f"left:{100 * axis.place(divider.at_ns):.2f}%") for divider in timeline.dividers]
+    free = -1.0
+    for place in (axis.place(divider.at_ns) for divider in timeline.dividers):
+        if place >= free:  # of a hundred rounds the gaps between the bars are enough
+            lines.append(element("i", style=f"left:{100 * place:.2f}%"))
+            free = place + _LINE_SPACING
     return element("div", *lines, class_="lines", aria_hidden="true")
 
 

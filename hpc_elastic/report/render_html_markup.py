@@ -7,7 +7,7 @@ from html import escape
 from hpc_elastic.failures.traceback_text import clean_text
 from hpc_elastic.report.render_text_words import DECEPTIVE
 
-_VOID = frozenset({"meta", "input"})
+_VOID = frozenset({"meta", "input", "wbr"})
 _EMPTY = frozenset({"path", "use"})
 
 

@@ -145,7 +145,7 @@ def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
             lines.append(describe_decision(subject.attempt.decision))
     if shown is not None and shown.decision and shown.outcome != "succeeded":
         lines.append(describe_decision(shown.decision))
-    return list(dict.fromkeys(lines))
+    return list(dict.fromkeys(line.replace(" -> ", " \u2192 ") for line in lines))
 
 
 def goodput_part(goodput: Goodput) -> Markup:
@@ -236,7 +236,7 @@ def failures_part(entries: Sequence[Entry], shown: frozenset[int]) -> Markup:
                 "tr",
                 element("td", shape, " ", MARK_WORDS[entry.kind], class_="w"),
                 element("td", clock_time(_first_seen(entry), fine=True), class_="w"),
-                element("td", _whose(entry), class_="who"),
+                element("td", _breakable(_whose(entry)), class_="who"),
                 element("td", _opener(entry.number, shorten(entry.headline, 220) or "(no message)"), class_="wide"),
             )
         )
@@ -455,7 +455,7 @@ def _round_row(attempt: AttemptHistory, part: RoundHistory) -> Markup:
         element("td", clock_time(part.started_ns), class_="w"),
         element("td", duration(part.seconds) if part.seconds is not None else "", class_="n"),
         element("td", size, class_="w"),
-        element("td", shorten(how, 500), class_="wide"),
+        element("td", shorten(how, 500).replace(" -> ", " \u2192 "), class_="wide"),
     )
 
 
@@ -491,6 +491,12 @@ def _whose(entry: Entry) -> str:
     if entry.fold is None:
         return ""
     return f"{ranks(entry.fold.ranks, limit=40)} on {names(entry.fold.hosts, limit=40)}"
+
+
+def _breakable(words: str) -> Markup:
+    """A list of ranks that may be broken between two of them, and nowhere else."""
+    first, *others = words.split(",")
+    return join(first, *(join(",", element("wbr"), other) for other in others))
 
 
 def _first_seen(entry: Entry) -> int:

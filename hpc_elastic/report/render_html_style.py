@@ -219,7 +219,7 @@ main{max-width:none;padding:0}
 .choices,.close,.screen{display:none!important}
 .chartscroll{overflow:visible;max-height:none;--label:8.5rem}
 .chart{width:100%!important}.axis time{display:none!important}.axis time.t1{display:block!important}
-.axis{position:static}.row .name,.axis>span:first-child{position:static}
+.axis{position:relative}.row .name,.axis>span:first-child{position:static}
 .row,tr,.legend{break-inside:avoid}
 pre{max-height:none;white-space:pre-wrap;overflow-wrap:anywhere;overflow:visible;font-size:8pt}
 .entries{display:block}

@@ -42,7 +42,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
         assert len({name for name, _ in attrs}) == len(attrs)
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "input", "wbr"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -349,3 +349,26 @@ class TestCommand:
         err = capsys.readouterr().err
         assert words in err
         assert err.count("\n") == 1
+
+
+def test_a_hundred_rounds_draw_no_thicket_of_lines(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=2)
+    builder.attempt(0)
+    for index in range(100):
+        builder.round(0, index, at=10 + 60 * index)
+        builder.fail(make_failure(index % 2, at=60 + 60 * index, exception="ValueError: bad", round_index=index))
+        builder.stopped(0, index, at=61 + 60 * index)
+    page = render_html(collect_run(builder.root))
+    lines = page.partition('class="lines"')[2].partition("</div>")[0]
+    assert 30 <= lines.count("<i") <= 52
+
+
+def test_lists_of_ranks_break_between_two_of_them(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=40)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in range(0, 40, 3):
+        builder.fail(make_failure(rank, at=60, exception="ValueError: bad"))
+    page = render_html(collect_run(builder.root))
+    assert "ranks 0,<wbr>3,<wbr>6," in page
+    assert "</wbr>" not in page

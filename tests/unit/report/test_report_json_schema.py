@@ -1,0 +1,259 @@
+"""report.json, key by key: each is there, of its type, and described where it belongs; and none besides.
+
+A type's ``?``: it may be null. A program that was written against this schema goes on working: a key is never removed,
+or given another type, without another `version`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.render_json import VERSION, json_report
+from tests.browser.sample_runs import agents, hung_run, requeued_run
+from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "report-json.md"
+
+INT, TEXT, NUMBER, BOOL = "int", "str", "float|int", "bool"
+LOSS: dict[str, Any] = {
+    "node": INT,
+    "host": TEXT,
+    "round": INT,
+    "seen_ns": INT,
+    "silent_seconds": NUMBER,
+    "detail": "str?",
+    "agent_only": BOOL,
+    "left": "str?",
+    "broke": "str?",
+}
+FAILURE: dict[str, Any] = {
+    **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),
+    **dict.fromkeys(("ended_ns", "ended_uptime_ns", "oom_kills"), INT),
+    **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
+    **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
+    **dict.fromkeys(("retryable", "core_dumped", "stopped_by_agent", "node_suspect"), BOOL),
+    "last_step": "int?",
+}
+PLACE: dict[str, Any] = {
+    **dict.fromkeys(("global_rank", "local_rank", "node", "pid", "exitcode", "ended_ns"), INT),
+    "host": TEXT,
+    "error_file": TEXT,
+    "at_ns": "int?",
+    "at_bound_ns": "int?",
+}
+CORE: dict[str, Any] = {
+    **dict.fromkeys(("cause", "summary", "confidence", "evidence", "same_failure_ranks"), TEXT),
+    "category": "str?",
+    "retryable": BOOL,
+    "fingerprint": "str?",
+    "resolution_ns": "int?",
+    "lost_node": (LOSS, None),
+}
+VERDICT: dict[str, Any] = {
+    **CORE,
+    "attempt": "int?",
+    "round": "int?",
+    "failure": (FAILURE, None),
+    "candidates": [PLACE],
+}
+ROUND: dict[str, Any] = {
+    "index": INT,
+    "reason": "str?",
+    "started_ns": "int?",
+    "seconds": "float|int?",
+    "world_size": "int?",
+    "nodes": [{"node": INT, "host": TEXT, "group_rank": INT, "ranks": TEXT}],
+    "replaced": [{"node": INT, "host": TEXT, "group_rank": INT, "replaces_node": INT, "replaces_host": TEXT}],
+    "succeeded": BOOL,
+    "stopping_reasons": [TEXT],
+    "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
+    "lost_nodes": [LOSS],
+    "verdict": (CORE, None),
+    "failures": [{"ranks": TEXT, "count": INT, "hosts": [TEXT], "first": FAILURE, "members": [PLACE]}],
+    "heartbeats": [
+        {"rank": INT, "node": INT, "step": "int?", "section": TEXT, "age": NUMBER, "told_ns": INT},
+    ],
+    "stacks": [{"ranks": TEXT, "stack": [TEXT], "state": TEXT}],
+    "threads": [{"ranks": TEXT, "name": TEXT, "stack": [TEXT]}],
+}
+STREAM: dict[str, Any] = {"round": INT, "rank": INT, "stream": TEXT, "not_in_file": INT, "not_in_job_log": INT}
+ATTEMPT: dict[str, Any] = {
+    "number": INT,
+    "job_id": "str?",
+    "nodes": [TEXT],
+    "started_ns": "int?",
+    "ended_ns": "int?",
+    "outcome": "str?",
+    "reason": "str?",
+    "exit_code": "int?",
+    "decision": "str?",
+    "notices": [TEXT],
+    "output_lost": [
+        {
+            "host": TEXT,
+            "node": INT,
+            "reason": TEXT,
+            "not_in_files": INT,
+            "not_in_job_log": INT,
+            "told_ns": INT,
+            "streams": [STREAM],
+        }
+    ],
+    "agents_ended": [{"node": INT, "name": TEXT, "code": INT, "seen_ns": INT}],
+    "agents_relaunched": [TEXT],
+    "problems": [TEXT],
+    "clocks": (
+        {
+            "reference_node": INT,
+            "reference_host": TEXT,
+            "offsets": [{"node": INT, "offset_ns": INT, "bound_ns": INT}],
+            "contradicted": [TEXT],
+        },
+        None,
+    ),
+    "rounds": [ROUND],
+}
+COST: dict[str, Any] = {
+    "attempt": INT,
+    "round": INT,
+    "what": TEXT,
+    "seconds": NUMBER,
+    "queued": NUMBER,
+    "recovered": BOOL,
+    "is_failure": BOOL,
+}
+GOODPUT: dict[str, Any] = {
+    "share": "float|int?",
+    **dict.fromkeys(("wall", "training", "starting", "interrupted", "queued", "ending"), NUMBER),
+    "until_ns": "int?",
+    "costs": [COST],
+}
+RUN: dict[str, Any] = {
+    "version": INT,
+    "run_id": TEXT,
+    "run_dir": TEXT,
+    "name": TEXT,
+    "attempt": "int?",
+    "outcome": "str?",
+    "exit_code": "int?",
+    "decision": "str?",
+    "verdict": VERDICT,
+    "goodput": GOODPUT,
+    "problems": [TEXT],
+    "attempts": [ATTEMPT],
+}
+SECTIONS = {"report.json": RUN, "verdict": VERDICT, "goodput": GOODPUT, "attempts": ATTEMPT, "rounds": ROUND}
+
+
+def wrong(value: object, schema: object, place: str) -> Iterator[str]:
+    """What of a value is not as the schema says."""
+    if isinstance(schema, tuple):
+        if value is not None:
+            yield from wrong(value, schema[0], place)
+    elif isinstance(schema, list):
+        if not isinstance(value, list):
+            yield f"{place} is a {type(value).__name__}, not a list"
+            return
+        for number, item in enumerate(value):
+            yield from wrong(item, schema[0], f"{place}[{number}]")
+    elif isinstance(schema, dict):
+        if not isinstance(value, dict):
+            yield f"{place} is a {type(value).__name__}, not an object"
+            return
+        if set(value) != set(schema):
+            yield f"{place} has other keys: {sorted(set(value) ^ set(schema))}"
+        for key in set(value) & set(schema):
+            yield from wrong(value[key], schema[key], f"{place}.{key}")
+    else:
+        assert isinstance(schema, str)
+        names = schema.rstrip("?").split("|")
+        if type(value).__name__ not in names and not (value is None and schema.endswith("?")):
+            yield f"{place} is a {type(value).__name__}, not {schema}"
+
+
+def everything(root: Path) -> RunBuilder:
+    """What the other runs have not: a replaced node, lost output, an agent that died, a tie, compared clocks."""
+    builder = RunBuilder(root, nodes=5, per_node=2, compares_clocks=True)
+    builder.attempt(0)
+    agents(builder, 0, at=1)
+    builder.round(0, 0, at=9, without=(4,))
+    for rank in (2, 5):
+        builder.fail(make_failure(rank, at=60 + rank / 1000, exception=f"Kind{'ab'[rank % 2]}Error: odd", per_node=2))
+    builder.fail(make_failure(0, at=60.2, exception=f"RuntimeError: {GLOO.format(rank=0)}", per_node=2))
+    builder.event(0, "supervisor", 3, 61, "agent_ended", name="n4", code=137)
+    builder.event(0, "supervisor", 3, 61, "agent_relaunched", name="n4")
+    builder.event(0, "supervisor", -1, 61, "notice", signal="SIGTERM")
+    streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]
+    lost = {"reason": "the disk is full", "not_in_files": 4, "not_in_job_log": 4, "streams": streams}
+    builder.event(0, "agent", 1, 62, "output_lost", **lost)
+    place = {"group_rank": 2, "replaces_node": 2, "replaces_host": "n3"}
+    builder.event(0, "agent", 0, 63, "node_replaced", round=1, node=4, host="n5", **place)
+    builder.round(0, 1, at=64, without=(2,), reason="restart 1 of 3")
+    builder.event(0, "agent", 0, 90, "node_lost", round=1, node=1, host="n2", age=3.0)
+    builder.fail(make_failure(0, at=92, exception="KindaError: odd", per_node=2, round_index=1))
+    return builder
+
+
+def empty(root: Path) -> RunBuilder:
+    return RunBuilder(root)
+
+
+@pytest.mark.parametrize("make", [requeued_run, hung_run, everything, empty])
+def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
+    value = json.loads(json_report(collect_run(make(tmp_path / "run").root)))
+    assert list(wrong(value, RUN, "report")) == []
+    assert value["version"] == VERSION == 1
+
+
+def test_the_samples_fill_every_list(tmp_path: Path) -> None:
+    """Else a wrong type in one that is always empty would not be seen."""
+    filled: set[str] = set()
+
+    def walk(value: object, place: str) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(item, key)
+        elif isinstance(value, list):
+            filled.update([place] if value else [])
+            for item in value:
+                walk(item, place)
+
+    for number, make in enumerate((requeued_run, hung_run, everything)):
+        walk(json.loads(json_report(collect_run(make(tmp_path / f"run-{number}").root))), "report")
+    builder = everything(tmp_path / "torn")
+    builder.paths.run_json.unlink()
+    walk(json.loads(json_report(collect_run(builder.root))), "report")
+    lists = {key for part in (*SECTIONS.values(), COST, PLACE) for key, item in part.items() if isinstance(item, list)}
+    assert lists - filled == {"threads"}  # test_report_collect has them
+
+
+def test_times_are_numbers_of_nanoseconds(tmp_path: Path) -> None:
+    value = json.loads(json_report(collect_run(everything(tmp_path / "run").root)))
+    assert value["attempts"][0]["started_ns"] == START_NS
+    assert value["goodput"]["until_ns"] > START_NS
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
+    text = DOCUMENT.read_text()
+    title = re.escape(f"# {name}" if name == "report.json" else f"## `{name}`")
+    found = re.search(rf"^{title}$(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    columns = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", found[1], re.MULTILINE)
+    listed = [key for column in columns for key in re.findall(r"`(\w+)`", column)]
+    assert sorted(listed) == sorted(SECTIONS[name])
+
+
+@pytest.mark.parametrize(
+    "part", [LOSS, FAILURE, PLACE, COST, STREAM, *(ROUND[key][0] for key in ("nodes", "replaced", "stacks", "threads"))]
+)
+def test_nested_keys_are_described(part: dict[str, Any]) -> None:
+    text = DOCUMENT.read_text()
+    assert [key for key in part if f"`{key}`" not in text] == []
