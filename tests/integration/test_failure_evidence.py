@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.process_failure import ProcessFailure
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.report.write import write_report
 from hpc_elastic.run_paths import RunPaths
 
