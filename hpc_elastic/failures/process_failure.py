@@ -12,11 +12,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field  # not light_dataclass: as from torch's, one may inherit from it
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.classify import signal_name
 from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
 
 NOT_AVAILABLE = "<N/A>"
 _WIDEST_RULE = 60
@@ -86,13 +89,21 @@ class ProcessFailure:
 
 
 class ChildFailedError(HpcElasticError):
-    """Some of the processes that this one started have failed."""
+    """Some of the processes that this one started have failed.
 
-    def __init__(self, name: str, failures: Mapping[int, ProcessFailure]) -> None:
+    Raised from a function that `record` wraps, it passes the first failure's file on.
+    """
+
+    def __init__(self, name: str, failures: Mapping[int, ProcessFailure | WorkerFailure]) -> None:
+        """Args:
+        name: What was run.
+        failures: By global rank. Those of `hpc_elastic.agent` are taken too
+            (``WorkerGroupFailureError.get_worker_exceptions()``).
+        """
         if not failures:
             raise AssertionError(f"ChildFailedError({name!r}) needs at least one failure")
         self.name = name
-        self.failures = dict(failures)
+        self.failures = {rank: _as_process_failure(failure) for rank, failure in failures.items()}
         super().__init__(message=self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,6 +125,16 @@ class ChildFailedError(HpcElasticError):
         parts = [border, title, section, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"])]
         parts += [section, "Root Cause (first observed failure):", *blocks[first], border]
         return "\n" + "\n".join(parts)
+
+
+def _as_process_failure(failure: Any) -> ProcessFailure:
+    if hasattr(failure, "timestamp_isoformat"):  # ours, torch's, or whoever's has the same methods
+        return failure  # type: ignore[no-any-return]
+    made = ProcessFailure(failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
+    if made.error_file == NOT_AVAILABLE:
+        made.message, made.host = failure.message, failure.host
+        made.timestamp_ns, made.timestamp = failure.ended_ns, failure.ended_ns // 1_000_000_000
+    return made
 
 
 def _block(index: int, rank: int, failure: ProcessFailure) -> list[str]:

@@ -3,12 +3,15 @@ from __future__ import annotations
 import json
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_elastic.failures import ChildFailedError, ProcessFailure
+from hpc_elastic.failures.evidence import write_evidence
+from hpc_elastic.failures.worker_failure import WorkerFailure
 
 TRACE = "Traceback (most recent call last):\n  File 'x', line 1, in f\nValueError: bad"
 FILES: dict[str, Any] = {
@@ -85,3 +88,28 @@ def test_it_pickles(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error)
     assert again.failures == error.failures
+
+
+def test_failures_of_an_agent_are_taken_too(tmp_path: Path) -> None:
+    told = WorkerFailure(
+        local_rank=1, pid=7, exitcode=1, host="n3", message="ValueError: bad", traceback=TRACE, ended_ns=10**18
+    )
+    path = tmp_path / "error.json"
+    assert write_evidence(told, path) == ""
+    without = WorkerFailure(
+        local_rank=0, pid=8, exitcode=-9, host="n4", message="Signal 9 of somebody", ended_ns=10**18 + 5
+    )
+    error = ChildFailedError("train", {5: replace(told, error_file=str(path)), 6: without})
+    rank, first = error.get_first_failure()
+    assert (rank, first.error_file, first.host) == (5, str(path), "n3")
+    assert error.failures[6].message == "Signal 9 of somebody"
+    assert error.failures[6].timestamp_ns == 10**18 + 5
+    for words in (
+        "train FAILED",
+        "  host      : n3\n",
+        "ValueError: bad",
+        "  host      : n4\n",
+        "Signal 9 of somebody",
+    ):
+        assert words in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
