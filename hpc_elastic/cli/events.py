@@ -17,7 +17,7 @@ from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, tell, w
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.clocks import clock_offsets_ns
-from hpc_elastic.reading.event_files import EventParser, ReadEvent, event_files, merged_events
+from hpc_elastic.reading.event_files import EventParser, ReadEvent, event_files, event_reader, merged_events
 from hpc_elastic.reading.event_text import KNOWN_EVENTS, describe_event, describe_time
 from hpc_elastic.reading.follow_files import FollowedFiles
 from hpc_elastic.reading.log_streams import read_layouts
@@ -218,7 +218,7 @@ class _Follower:
                 if path not in self._parsers:
                     offsets = clock_offsets_ns(attempt) if offsets is None else offsets
                     self._parsers[path] = (EventParser(number, path, offsets), number)
-                    self._files.add(path, path)
+                    self._files.add(path, event_reader(path))
 
     def _look(self, *, everything: bool = False, tail: int | None = None) -> None:
         """What is new, in time order as far as it came together."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.events import read_events
+from hpc_elastic.reading.event_files import events_named
 from hpc_elastic.report.clocks import CLOCK_EVENTS, ClocksBuilder
 from hpc_elastic.report.collect_values import integer
 from hpc_elastic.report.timeline_clocks import node_offsets
@@ -17,10 +17,10 @@ def clock_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
     """
     times: dict[tuple[int, int], NodeTimes] = {}
     clocks = ClocksBuilder()
-    for event in read_events(attempt.events):
-        if event.get("event") in CLOCK_EVENTS:
+    for event in events_named(attempt, {*CLOCK_EVENTS, "round_final"}):
+        if event["event"] in CLOCK_EVENTS:
             clocks.take(event)
-        elif event.get("event") == "round_final":
+        else:
             node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
             if node is not None and index is not None and when is not None:
                 times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))

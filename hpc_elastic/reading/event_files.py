@@ -6,15 +6,16 @@ import heapq
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.reading.log_merge import chunk_for
-from hpc_elastic.reading.output_reader import OutputReader
+from hpc_elastic.reading.output_reader import OutputReader, chunk_for
 from hpc_elastic.run_paths import AttemptPaths
 
+LONGEST_EVENT = 16 << 20
+"""Bytes."""
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
 
 
@@ -73,6 +74,28 @@ def event_files(attempt: AttemptPaths) -> list[Path]:
     return [attempt.events / name for name in sorted(names) if name.endswith(".jsonl") and not name.startswith(".")]
 
 
+def event_reader(path: Path, *, chunk: int = chunk_for(1)) -> OutputReader:
+    """Of one writer's file. The stacks of a node's workers may make a long line."""
+    return OutputReader(path, chunk=chunk, longest=LONGEST_EVENT)
+
+
+def events_named(attempt: AttemptPaths, names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """The events of some names, file by file: lines without any of them are not even parsed."""
+    wanted = re.compile(b"|".join(re.escape(f'"{name}"'.encode()) for name in names))
+    for path in event_files(attempt):
+        reader = event_reader(path)
+        while (chunk := reader.read() or reader.rest()) is not None:
+            for raw in chunk.data.split(b"\n") if wanted.search(chunk.data) else ():
+                if not wanted.search(raw):
+                    continue
+                try:
+                    value = json.loads(raw)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(value, dict) and value.get("event") in names:
+                    yield value
+
+
 def merged_events(attempt: AttemptPaths, offsets_ns: Mapping[int, int]) -> Iterator[ReadEvent]:
     """All that are there now, in time order, in bounded memory."""
     files = event_files(attempt)
@@ -81,6 +104,6 @@ def merged_events(attempt: AttemptPaths, offsets_ns: Mapping[int, int]) -> Itera
 
 
 def _events(path: Path, parser: EventParser, chunk: int) -> Iterator[ReadEvent]:
-    reader = OutputReader(path, chunk=chunk)
+    reader = event_reader(path, chunk=chunk)
     while (found := reader.read() or reader.rest()) is not None:
         yield from parser.events(found.data)

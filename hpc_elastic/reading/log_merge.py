@@ -9,11 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.reading.log_streams import LogStream
-from hpc_elastic.reading.output_reader import CHUNK, OutputReader, Place, last_lines_place
+from hpc_elastic.reading.output_reader import OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.reading.stream_marks import Block, RoundMarks, StreamMarks, timed_blocks
-
-_MEMORY = 32 << 20
-"""Bytes that all streams together may hold of their files at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +19,6 @@ class Piece:
 
     stream: LogStream
     block: Block
-
-
-def chunk_for(streams: int) -> int:
-    """Bytes to read at once where so many are read together."""
-    return min(CHUNK, max(4096, _MEMORY // max(1, streams)))
 
 
 def merged(

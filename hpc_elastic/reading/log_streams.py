@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.events import read_events
 from hpc_elastic.log_times import STDERR, STDOUT
+from hpc_elastic.reading.event_files import events_named
 from hpc_elastic.run_paths import AttemptPaths, rank_index, round_index
 
 
@@ -77,9 +77,7 @@ def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
     nodes: dict[int, dict[int, int]] = {}
     sizes: dict[int, int] = {}
     hosts: dict[int, str] = {}
-    for event in read_events(attempt.events):
-        if event.get("event") != "round_final":
-            continue
+    for event in events_named(attempt, {"round_final"}):
         node, index = _whole(event.get("node")), _whole(event.get("round"))
         if node is None or index is None:
             continue

@@ -19,6 +19,8 @@ LONGEST_LINE = 64 << 10
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TRIES = 10
 _SMALLEST_CHUNK = 4096
+_MEMORY = 32 << 20
+"""Bytes that all files together may hold of their content at once."""
 _ASK_EACH = 4
 """One look of so many that find nothing new asks the file server for the folder, too."""
 
@@ -50,13 +52,15 @@ class Chunk:
 class OutputReader:
     """The lines of one output, in order; what is not there yet comes with a later call."""
 
-    def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK) -> None:
+    def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK, longest: int = LONGEST_LINE) -> None:
         """Args:
         path: Of the piece that is being written; nothing need be there.
         at: Where to begin; None: with the first piece that is there.
         chunk: Bytes to read at once.
+        longest: Bytes without a line end that are a line.
         """
         self.path = path
+        self._longest = longest
         self._chunk = max(_SMALLEST_CHUNK, chunk)
         self._number: int | None = at.piece if at is not None else None
         self._offset = at.offset if at is not None else 0
@@ -106,7 +110,7 @@ class OutputReader:
         head = self._begun_at if joint else here
         text = self._begun + data
         cut = text.rfind(b"\n") + 1
-        if not cut and len(text) >= LONGEST_LINE:
+        if not cut and len(text) >= self._longest:
             text += b"\n"
             cut = len(text)
         self._begun = text[cut:]
@@ -177,6 +181,11 @@ class OutputReader:
             self._number = later[0] if later else numbers[-1] + 1 if numbers else 0
             self._offset, self._inode, self._begun = 0, None, b""
         raise FileNotFoundError(str(self.path))
+
+
+def chunk_for(files: int) -> int:
+    """Bytes to read at once where so many files are read together."""
+    return min(CHUNK, max(_SMALLEST_CHUNK, _MEMORY // max(1, files)))
 
 
 def last_lines_place(path: Path, count: int) -> Place:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.reading.event_files import merged_events
+from hpc_elastic.reading.event_files import events_named, merged_events
 from hpc_elastic.reading.event_text import KNOWN_EVENTS, describe_event, describe_time
 from hpc_elastic.run_paths import AttemptPaths
 
@@ -37,6 +37,15 @@ def test_by_time_and_each_file_in_its_own_order(tmp_path: Path) -> None:
     assert {one.attempt for one in found} == {3}
     assert [one.writer for one in found] == [1, 0, 1, 1, 0, -1]
     assert json.loads(found[0].raw) == found[0].value
+
+
+def test_a_line_with_the_stacks_of_a_whole_node_is_whole(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path / "attempt-000")
+    write(
+        attempt.events, "agent-00000-a.jsonl", event("stacks_taken", 1, stacks="x" * 500_000), event("round_final", 2)
+    )
+    assert [one.value["event"] for one in merged_events(attempt, {})] == ["stacks_taken", "round_final"]
+    assert [value["event"] for value in events_named(attempt, {"round_final", "closed"})] == ["round_final"]
 
 
 def test_a_clock_that_is_known_to_be_off_is_set_right(tmp_path: Path) -> None:
