@@ -59,9 +59,7 @@ class EventChoice:
     nodes: str | None
 
     def wanted(self, event: ReadEvent, nodes: frozenset[int] | None) -> bool:
-        """Whether it is one of them."""
-        if self.names is not None and event.value["event"] not in self.names:
-            return False
+        """Whether it is of one of these nodes; `names` is for the parser."""
         if nodes is None:
             return True
         node = event.value.get("node")
@@ -140,7 +138,7 @@ def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Ite
             continue
         found = True
         attempt = asked.paths.attempt(number)
-        for event in merged_events(attempt, clock_offsets_ns(attempt)):
+        for event in merged_events(attempt, clock_offsets_ns(attempt), names=choice.names):
             if choice.wanted(event, nodes):
                 yield event
     if problem is not None and not found:
@@ -217,7 +215,7 @@ class _Follower:
             for path in event_files(attempt):
                 if path not in self._parsers:
                     offsets = clock_offsets_ns(attempt) if offsets is None else offsets
-                    self._parsers[path] = (EventParser(number, path, offsets), number)
+                    self._parsers[path] = (EventParser(number, path, offsets, names=self._choice.names), number)
                     self._files.add(path, event_reader(path))
 
     def _look(self, *, everything: bool = False, tail: int | None = None) -> None:

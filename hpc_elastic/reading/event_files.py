@@ -36,12 +36,17 @@ class ReadEvent:
 class EventParser:
     """Lines of one writer's file as events. Torn and foreign lines are left out."""
 
-    def __init__(self, attempt: int, path: Path, offsets_ns: Mapping[int, int]) -> None:
+    def __init__(
+        self, attempt: int, path: Path, offsets_ns: Mapping[int, int], *, names: Collection[str] | None = None
+    ) -> None:
         """Args:
         attempt: Whose.
         path: The file: its name says which node's clock it is; an event may be about another node.
         offsets_ns: Node → how far its clock is ahead.
+        names: Only these events; None: all.
         """
+        self._names = names
+        self._wanted = _lines_with(names) if names is not None else None
         match = _WRITER.match(path.name)
         self._attempt = attempt
         self._writer = int(match[1]) if match is not None else -1
@@ -50,14 +55,19 @@ class EventParser:
 
     def events(self, data: bytes) -> Iterator[ReadEvent]:
         """Of whole lines."""
+        wanted = self._wanted
+        if wanted is not None and not wanted.search(data):
+            return
         for raw in data.split(b"\n"):
-            if not raw:
-                continue
+            if not raw or (wanted is not None and not wanted.search(raw)):
+                continue  # not even parsed
             try:
                 value = json.loads(raw)
             except (ValueError, RecursionError):
                 continue
             if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+                continue
+            if self._names is not None and value["event"] not in self._names:
                 continue
             when = value.get("t")
             if isinstance(when, int) and not isinstance(when, bool):
@@ -80,26 +90,26 @@ def event_reader(path: Path, *, chunk: int = chunk_for(1)) -> OutputReader:
 
 
 def events_named(attempt: AttemptPaths, names: Collection[str]) -> Iterator[dict[str, Any]]:
-    """The events of some names, file by file: lines without any of them are not even parsed."""
-    wanted = re.compile(b"|".join(re.escape(f'"{name}"'.encode()) for name in names))
+    """The events of some names, file by file."""
     for path in event_files(attempt):
-        reader = event_reader(path)
-        while (chunk := reader.read() or reader.rest()) is not None:
-            for raw in chunk.data.split(b"\n") if wanted.search(chunk.data) else ():
-                if not wanted.search(raw):
-                    continue
-                try:
-                    value = json.loads(raw)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(value, dict) and value.get("event") in names:
-                    yield value
+        parser = EventParser(attempt.number, path, {}, names=names)
+        for event in _events(path, parser, chunk_for(1)):
+            yield event.value
 
 
-def merged_events(attempt: AttemptPaths, offsets_ns: Mapping[int, int]) -> Iterator[ReadEvent]:
-    """All that are there now, in time order, in bounded memory."""
+def _lines_with(names: Collection[str]) -> re.Pattern[bytes]:
+    return re.compile(b"|".join(re.escape(f'"{name}"'.encode()) for name in sorted(names)))
+
+
+def merged_events(
+    attempt: AttemptPaths, offsets_ns: Mapping[int, int], *, names: Collection[str] | None = None
+) -> Iterator[ReadEvent]:
+    """All that are there now, or those of some names, in time order, in bounded memory."""
     files = event_files(attempt)
-    parts = [_events(path, EventParser(attempt.number, path, offsets_ns), chunk_for(len(files))) for path in files]
+    parts = [
+        _events(path, EventParser(attempt.number, path, offsets_ns, names=names), chunk_for(len(files)))
+        for path in files
+    ]
     yield from heapq.merge(*parts, key=lambda event: event.time_ns)
 
 
