@@ -19,8 +19,8 @@ class NumberSet:
     ranges: tuple[tuple[int, int], ...]
     text: str
 
-    def __contains__(self, number: int) -> bool:
-        return any(first <= number <= last for first, last in self.ranges)
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and any(first <= number <= last for first, last in self.ranges)
 
     @property
     def largest(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,11 +65,11 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--follow goes with --format text or json; a page is written at the end of every attempt")
     asked = asked_run(args)
     if args.format == "html":
-        _print(_page(_collect(asked), asked.attempt, args.output))
+        _print(_page(_collect(asked, args), asked.attempt, args.output))
         return 0
     render = _renderer(args)
     if not args.follow:
-        _print(render(_collect(asked), asked.attempt))
+        _print(render(_collect(asked, args), asked.attempt))
         return 0
     from hpc_elastic.cli.report_follow import ReportFollower
     from hpc_elastic.clock import SystemClock
@@ -84,23 +84,29 @@ class _Shown:
 
     def __init__(self, args: argparse.Namespace, asked: AskedRun, render: Callable[[RunHistory, int | None], str]):
         self._clear = _CLEAR if args.format == "text" and is_terminal(sys.stdout) else ""
+        self._args = args
         self._asked = asked
         self._render = render
         self._text = ""
 
     def show(self) -> None:
         """Print it again where it has changed."""
-        text = self._render(_collect(self._asked, wait=True), self._asked.attempt)
+        text = self._render(_collect(self._asked, self._args, wait=True), self._asked.attempt)
         if text != self._text:
             self._text = text
             _print(self._clear + text)
 
 
-def _collect(asked: AskedRun, *, wait: bool = False) -> RunHistory:
+def _collect(asked: AskedRun, args: argparse.Namespace, *, wait: bool = False) -> RunHistory:
     from hpc_elastic.report.collect import collect_run
 
+    ranks: Container[int] = ()
+    if args.rank is not None:
+        from hpc_elastic.cli.rank_set import parse_numbers
+
+        ranks = parse_numbers(args.rank, option="--rank")
     try:
-        history = collect_run(asked.paths.root)
+        history = collect_run(asked.paths.root, ranks=ranks)
     except OSError as error:
         raise UsageError(f"{asked.paths.root} can't be read: {error.strerror}") from None
     if asked.attempt is not None and not (wait and not history.attempts):
@@ -111,13 +117,12 @@ def _collect(asked: AskedRun, *, wait: bool = False) -> RunHistory:
 def _renderer(args: argparse.Namespace) -> Callable[[RunHistory, int | None], str]:
     """What makes the text of a history."""
     if args.format == "json":
-        indent = None if args.follow else 1
 
         def as_json(history: RunHistory, attempt: int | None) -> str:
-            from hpc_elastic.atomic_file import json_text
-            from hpc_elastic.report.render_json import render_json
+            from hpc_elastic.report.render_json import json_report
 
-            return json_text(render_json(history, attempt=attempt), indent=indent) + "\n"
+            text = json_report(history, attempt=attempt)
+            return text.replace("\n", "") + "\n" if args.follow else text
 
         return as_json
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json
@@ -19,8 +19,13 @@ from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 _JSON_LIMIT = 4 << 20
 
 
-def collect_run(run_dir: Path | str) -> RunHistory:
+def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistory:
     """Read what is there. Works while the run goes on, after it ended, and on a copy with half of the files missing.
+
+    Args:
+        run_dir: The run.
+        ranks: Global ranks of which all is wanted. Of others whose failures are alike some stand for all: what is known
+            of those without a look at their error files is a failure without traceback, from `EvidenceSource.EVENT`.
 
     Raises:
         OSError: `run_dir` itself can't be listed.
@@ -40,24 +45,24 @@ def collect_run(run_dir: Path | str) -> RunHistory:
         run_dir=str(root),
         name=target.rsplit("/", 1)[-1] or text_of(spec.get("name")) or root.name,
         max_requeues=integer(spec.get("max_requeues")),
-        attempts=_collect_attempts(paths, numbers),
+        attempts=_collect_attempts(paths, numbers, ranks),
         problems=tuple(problems),
     )
 
 
-def _collect_attempts(paths: RunPaths, numbers: Sequence[int]) -> tuple[AttemptHistory, ...]:
+def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:
     # Hundreds of thousands of objects that all stay: the collector would look at each of them again and again.
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return tuple(collect_attempt(paths.attempt(number)) for number in numbers)
+        return tuple(collect_attempt(paths.attempt(number), ranks=ranks) for number in numbers)
     finally:
         if was_enabled:
             gc.enable()
 
 
-def collect_attempt(paths: AttemptPaths) -> AttemptHistory:
-    """Read one attempt's folder."""
+def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> AttemptHistory:
+    """Read one attempt's folder; `ranks` as in `collect_run`."""
     builder = AttemptBuilder(number=paths.number)
     info = read_json(paths.attempt_json, limit=_JSON_LIMIT)
     if isinstance(info, str):
@@ -76,7 +81,7 @@ def collect_attempt(paths: AttemptPaths) -> AttemptHistory:
                 builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
     builder.words.begin_file()
     builder.problems += _missing_words(builder)
-    read_failures(paths, builder)
+    read_failures(paths, builder, ranks)
     _read_heartbeats(paths, builder)
     return builder.build()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from hpc_elastic.atomic_file import ask_about
 from hpc_elastic.failures.classify import FailureClass
@@ -24,8 +24,14 @@ OF_EACH_KIND = 16
 _MISSING = "error.json is missing: this is what its agent's event says"
 
 
-def read_failures(paths: AttemptPaths, builder: AttemptBuilder) -> None:
-    """Complete what the events tell of failures, and add those that no event tells of."""
+def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container[int] = ()) -> None:
+    """Complete what the events tell of failures, and add those that no event tells of.
+
+    Args:
+        paths: The attempt's.
+        builder: Fed with all events.
+        ranks: Whose error files are read in any case.
+    """
     texts: dict[str, str] = {}
     clocks = builder.clocks.build()
     folders = set(_indices(paths.root, round_index))
@@ -33,7 +39,7 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder) -> None:
         part = builder.round(index)
         reader = _RoundReader(paths, part, texts, clocks)
         if index in folders:
-            reader.read_told()
+            reader.read_told(ranks)
             reader.read_untold(builder.words)
         for rank, told in part.told.items():
             if rank not in part.failures:
@@ -53,7 +59,7 @@ class _RoundReader:
     def _by_time(self, failure: WorkerFailure) -> tuple[int, int]:
         return moment_of_failure(failure, self._clocks).at_ns, failure.global_rank
 
-    def read_told(self) -> None:
+    def read_told(self, ranks: Container[int]) -> None:
         """Those of which events tell."""
         part = self._part
         kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
@@ -69,6 +75,8 @@ class _RoundReader:
             if members[0].failure_class is FailureClass.HANG:  # the one that is furthest behind may be the cause
                 self._read_some(sorted(members, key=lambda told: -1 if told.last_step is None else told.last_step))
             for told in members:
+                if told.global_rank in ranks and told.global_rank not in part.failures:
+                    self._read(told.global_rank)
                 is_new = told.global_rank not in part.failures and told.global_rank not in self._missing
                 if is_new and example is not None:
                     part.failures[told.global_rank] = _alike(told, example)

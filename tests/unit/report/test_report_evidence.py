@@ -110,6 +110,15 @@ def test_missing_files_are_made_up_for_by_others_that_are_alike(tmp_path: Path) 
     assert ["missing" in part.failures[rank].problem for rank in (0, 7, 8, 60)] == [True, True, False, False]
 
 
+def test_ranks_that_are_asked_for_are_read(tmp_path: Path) -> None:
+    builder = begun(tmp_path, nodes=64)
+    for rank in range(64):
+        builder.fail(make_failure(rank, at=60 + rank / 100, exception="ValueError: bad"))
+    ended(builder)
+    part = collect_run(builder.root, ranks={3, 50}).attempts[0].rounds[0]
+    assert [rank for rank in range(64) if part.failures[rank].traceback] == [*range(ALIKE), 50]
+
+
 def test_where_none_is_left_each_says_so(tmp_path: Path) -> None:
     builder = begun(tmp_path, nodes=40)
     for rank in range(40):
