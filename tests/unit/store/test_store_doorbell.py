@@ -112,6 +112,8 @@ def test_the_longest_ring_fits_in_a_datagram(make_bell: MakeBell, stranger: sock
     data = stranger.recv(4096)
     assert json.loads(data[32:])["b"] < -(10**18)
     assert len(data) <= MAX_DATAGRAM
+    bell.ring([stranger.getsockname()], "k" * 40, forward=[("255.255.255.255", 65535)] * MOST_FORWARDED)
+    assert len(stranger.recv(4096)) <= MAX_DATAGRAM
 
 
 def test_each_ring_of_many_is_valid(make_bell: MakeBell) -> None:
