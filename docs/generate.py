@@ -10,12 +10,14 @@ A test fails where a page and the code differ.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
@@ -26,6 +28,19 @@ from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.failures import known_words  # noqa: E402
 from hpc_elastic.rendezvous import transitions  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
+
+
+def _life() -> ModuleType:
+    """The in-process ring's table, without its package: that imports torch."""
+    spec = importlib.util.spec_from_file_location("life", ROOT / "hpc_elastic" / "inprocess" / "life.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+life = _life()
 
 CLI_INTRODUCTION = """\
 # Command line
@@ -40,8 +55,8 @@ one line on stderr and exit code 2; the other codes are [here](exit-codes.md).
 STATES_INTRODUCTION = """\
 # States
 
-<!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/transitions.py and
-hpc_elastic/agent/supervision.py; do not edit. -->
+<!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/transitions.py,
+hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
 """
 
 KNOWN_INTRODUCTION = """\
@@ -122,6 +137,10 @@ def states_page() -> str:
             "## An agent\n\nWhat the agent of one node is doing.\n",
             diagram(supervision.TRANSITIONS, Phase.JOINING),
             rows(supervision.TRANSITIONS),
+            "## A rank of a wrapped call\n\n"
+            "What a rank does that [restarts in its process](../how-to/restart-in-process.md).\n",
+            diagram(life.TRANSITIONS, life.Phase.JOINING),
+            rows(life.TRANSITIONS),
         ]
     )
 
