@@ -132,7 +132,11 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
     if node is None and part.nodes:
         return [f"Rank {rank}: was not in this round, or its node told nothing"]
     word = next((word for word in part.words if word.rank == rank), None)
-    lines = [f"Rank {rank}{where}: no failure of it is recorded"]
+    loss = next((loss for loss in part.lost_nodes if node is not None and loss.node == node.node), None)
+    what = (
+        "no failure of it is recorded" if loss is None else f"no failure of it is recorded; {clean_line(loss.summary)}"
+    )
+    lines = [f"Rank {rank}{where}: {what}"]
     if word is not None:
         step = f"step {word.step}" if word.step is not None else "no step"
         section = f" in {clean_line(word.section)}" if word.section else ""

@@ -60,6 +60,13 @@ def test_single_ranks_in_all_rounds(builder: RunBuilder, capsys: pytest.CaptureF
     assert "Attempt 0, round 1" in out
 
 
+def test_a_rank_whose_node_was_lost(builder: RunBuilder, capsys: pytest.CaptureFixture[str]) -> None:
+    builder.event(0, "agent", 0, 21, "node_lost", round=1, node=3, host="n4", age=8.0)
+    out = shown(capsys, str(builder.root), "--rank", "5-6")
+    assert "Rank 5 on n3: no failure of it is recorded\n" in out
+    assert "Rank 6 on n4: no failure of it is recorded; node n4 was lost" in out
+
+
 def test_the_text_is_not_cut(builder: RunBuilder, capsys: pytest.CaptureFixture[str]) -> None:
     message = "ValueError: " + "x" * 3000
     builder.fail(make_failure(5, at=21, exception=message, per_node=2, round_index=1))
