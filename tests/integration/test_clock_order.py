@@ -38,7 +38,7 @@ def run_on_three_machines(folder: Path, *conf: str, more: int = 0, options: Sequ
         min_nodes=3,
         options=["--rdzv-conf", ",".join(conf), *options],
         environ=node_clocks(clocks),
-        heartbeat_ttl=20.0,
+        heartbeat_ttl=8.0,
     )
 
 
