@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
 from hpc_elastic.cli.run_request import say
+from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
 from hpc_elastic.launch.result import load_result
 from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode
+from hpc_elastic.reading.output_reader import OutputReader
+from hpc_elastic.reading.screen_text import harmless
 from hpc_elastic.run_paths import RunPaths, attempt_number
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
@@ -85,9 +89,16 @@ class LogTail:
     def __init__(self, path: str) -> None:
         self._path = path
         self._offset = 0
+        self._lines = OutputReader(Path(path)) if is_terminal(sys.stdout) else None
 
     def show(self) -> None:
-        """Write the news to stdout, as bytes. A file that is not there (yet) has none."""
+        """Write the news to stdout: as bytes, or on a terminal in lines that can't harm it. A file that is not there
+        (yet) has none."""
+        if self._lines is not None:
+            while (lines := self._lines.read()) is not None:
+                sys.stdout.buffer.write(harmless(lines.data))
+            sys.stdout.buffer.flush()
+            return
         try:
             with open(self._path, "rb") as file:
                 file.seek(self._offset)

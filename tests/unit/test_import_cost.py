@@ -18,7 +18,7 @@ import pytest
 HEAVY = {"torch", "submitit", "numpy", "scipy", "asyncio", "multiprocessing", "http", "logging.config"}
 DEAR_TO_AGENTS = {"dataclasses", "inspect", "hashlib", "_hashlib", "hmac", "secrets", "ssl", "subprocess", "argparse"}
 DEAR_TO_AGENTS |= {"datetime", "tempfile", "shutil", "platform", "base64", "uuid", "concurrent.futures", "decimal"}
-TORCH_FREE = ("cli", "launch", "agent", "rendezvous", "processes", "report", "store", "slurm", "failures")
+TORCH_FREE = ("cli", "launch", "agent", "rendezvous", "processes", "report", "reading", "store", "slurm", "failures")
 
 
 def imported_by(*arguments: str) -> set[str]:

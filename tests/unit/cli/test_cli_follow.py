@@ -9,6 +9,7 @@ from typing import cast
 
 import pytest
 
+from hpc_elastic.cli import follow as follow_module
 from hpc_elastic.cli.follow import follow, how_it_ended
 from hpc_elastic.launch.result import StoredResult
 from hpc_elastic.run_paths import RunPaths
@@ -155,6 +156,16 @@ def test_the_log_is_shown_as_it_grows_and_to_its_end(
     client = Scripted(state("PENDING"), state("RUNNING"), state("COMPLETED"))
     assert run(paths, client, clock=Clock(grow), show_log=True) == 0
     assert capfdbinary.readouterr().out == b"first\nsecond \xff\nlate\n"
+
+
+def test_on_a_terminal_the_log_can_not_steer_it(
+    paths: RunPaths, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(paths, 0, 0)
+    paths.job_log.write_bytes(b"first\n\xc2\x9b2J\x1b[2Jsecond \xff\n")
+    monkeypatch.setattr(follow_module, "is_terminal", lambda stream: True)
+    assert run(paths, Scripted(state("COMPLETED")), show_log=True) == 0
+    assert capfdbinary.readouterr().out == b"first\n\\u009b2Jsecond \\xff\n"
 
 
 def test_ctrl_c_leaves_the_job_running_and_says_so(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
