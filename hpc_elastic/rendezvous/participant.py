@@ -325,13 +325,9 @@ class Participant:
 
     def _is_calm(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
-        record = self._record
-        if record is None or record.status is not Status.FINAL or record.suspects or not self._leads():
+        if not self._leads() or self._bell is None or not self._watch.is_worth_calming:
             return False
-        if self._bell is None or not self._watch.is_worth_calming:
-            return False
-        others = {m.uid for m in record.members} | self._lookout.joining
-        return all(self._life.in_touch(uid) for uid in others if uid != self._info.uid)
+        return self._lookout.is_calm(self._record)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
