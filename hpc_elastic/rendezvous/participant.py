@@ -269,8 +269,7 @@ class Participant:
         if not self._announced:
             rung = self._announce(now)
         self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
-        if not self._is_calm():
-            self._watch.unsettle()
+        self._watch.heed(calm=self._is_calm())
         looked = self._read_log(now, rung=rung)
         if self._own_life.answer_if_asked(self._record, now):
             self._ring_coordinator()
@@ -325,9 +324,7 @@ class Participant:
 
     def _is_calm(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
-        if not self._leads() or self._bell is None or not self._watch.is_worth_calming:
-            return False
-        return self._lookout.is_calm(self._record)
+        return self._bell is not None and self._watch.may_rest and self._leads() and self._lookout.is_calm(self._record)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""

@@ -41,13 +41,13 @@ class Watch:
         self._survey_due = now
 
     @property
-    def is_worth_calming(self) -> bool:
+    def may_rest(self) -> bool:
         """Whether a coordinator would look more rarely in calm than else."""
         return self._calm_stride > self._pace.stride
 
-    def unsettle(self) -> None:
-        """It is calm no more, a coordinator looks as often as ever: somebody falls silent, say."""
-        if self._is_calm:
+    def heed(self, *, calm: bool) -> None:
+        """Where it is calm no more (somebody falls silent, say) a coordinator looks as often as ever."""
+        if self._is_calm and not calm:
             self._is_calm = False
             self.look_due = min(self.look_due, self._looked_at + self._pace.stride)
             self._survey_due = min(self._survey_due, self._surveyed_at + self._pace.stride)

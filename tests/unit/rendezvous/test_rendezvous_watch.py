@@ -48,7 +48,9 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
     assert not watch.look_now(102.0, rung=False, touch=False)
     assert not watch.survey_now(102.0, rung=False)
     assert watch.wait(102.0, FINAL, leads=True, touch=False, ending=None, calm=True) == pytest.approx(1.0)
-    watch.unsettle()
+    watch.heed(calm=True)
+    assert not watch.survey_now(102.0, rung=False)
+    watch.heed(calm=False)
     assert watch.look_now(102.0, rung=False, touch=False)
     assert watch.survey_now(102.0, rung=False)
 
@@ -56,7 +58,7 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
 def test_many_nodes_are_looked_at_as_rarely_as_their_number_asks_for() -> None:
     def worth(nodes: int) -> bool:
         pace = pace_of(RendezvousSettings(expected_nodes=nodes))
-        return Watch(pace, random.Random(1), 0.0, observes=False).is_worth_calming
+        return Watch(pace, random.Random(1), 0.0, observes=False).may_rest
 
     assert worth(2)
     assert worth(2048)
