@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from tests.rigs.local_run import LocalRun
-from tests.rigs.wrong_clocks import node_clocks
+from tests.rigs.wrong_clocks import fail_one_after_the_other, node_clocks, rank_on
 
 HOUR = 3600.0
-APART = 0.3
-"""Seconds from the one failure to the next."""
 SCRIPT = """
     tell("here")
     others_in_round()
@@ -40,31 +35,6 @@ def run_on_three_machines(folder: Path, *conf: str, more: int = 0, options: Sequ
         environ=node_clocks(clocks),
         heartbeat_ttl=8.0,
     )
-
-
-def fail_one_after_the_other(run: LocalRun, coordinator: int, nodes: Sequence[int], *, round_index: int = 0) -> None:
-    """With nobody to act upon it before the workers of all `nodes` have failed."""
-    agent = run.agent(coordinator)
-    os.kill(agent.pid, signal.SIGSTOP)
-    try:
-        for node in nodes:
-            since = time.monotonic()
-            run.until(lambda since=since: time.monotonic() - since > APART, "later moment")
-            run.say(f"fail-{round_index}-{rank_on(run, node, round_index)}")
-            run.until(partial(told, run, "workers_stopping", node, round_index), f"word of the failure on node {node}")
-    finally:
-        os.kill(agent.pid, signal.SIGCONT)
-
-
-def told(run: LocalRun, name: str, node: int, round_index: int) -> list[dict[str, Any]]:
-    """A node's words about a round."""
-    found = [event for event in run.events(name) if event.get("round") == round_index]
-    return [event for event in found if event["node"] == node]
-
-
-def rank_on(run: LocalRun, node: int, round_index: int) -> int:
-    (event,) = told(run, "round_final", node, round_index)
-    return int(event["ranks"][0])
 
 
 def test_the_true_first_is_named_though_its_stamp_is_two_hours_later(tmp_path: Path) -> None:

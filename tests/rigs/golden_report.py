@@ -45,6 +45,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\w.])\d+(?:\.\d+)?(?:(?:-| to )\d+(?:\.\d+)?)? s\b", "<N> s"),
         (r"^Goodput: .*", "Goodput: <N> %"),  # what is under a twentieth of a second is not told
         (r"\b\d+ min \d+ s\b", "<N> s"),
+        (r"\bknown to within \d+(?:\.\d+)? ms\b", "known to within <N> ms"),
         (r"\b\d+ bytes of the output", "<N> bytes of the output"),
         (r"Connection (?:closed|reset) by peer", "Connection closed by peer"),
         (r"\[\S*?(gloo/\S+?):\d+\]", r"[\1:<N>]"),

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from tests.rigs.local_run import LocalRun
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = Path(__file__).with_name("node_clocks")
+APART = 0.3
+"""Seconds from the one failure to the next."""
 
 
 def node_clocks(clocks: Mapping[int, tuple[float, float]]) -> dict[str, str]:
@@ -20,3 +29,28 @@ def node_clocks(clocks: Mapping[int, tuple[float, float]]) -> dict[str, str]:
         "PYTHONPATH": f"{_FOLDER}:{_ROOT}",
         "TEST_NODE_CLOCKS": json.dumps({str(node): shifts for node, shifts in clocks.items()}),
     }
+
+
+def fail_one_after_the_other(run: LocalRun, coordinator: int, nodes: Sequence[int], *, round_index: int = 0) -> None:
+    """With nobody to act upon it before the workers of all `nodes` have failed."""
+    agent = run.agent(coordinator)
+    os.kill(agent.pid, signal.SIGSTOP)
+    try:
+        for node in nodes:
+            since = time.monotonic()
+            run.until(lambda since=since: time.monotonic() - since > APART, "later moment")
+            run.say(f"fail-{round_index}-{rank_on(run, node, round_index)}")
+            run.until(partial(told, run, "workers_stopping", node, round_index), f"word of the failure on node {node}")
+    finally:
+        os.kill(agent.pid, signal.SIGCONT)
+
+
+def told(run: LocalRun, name: str, node: int, round_index: int) -> list[dict[str, Any]]:
+    """A node's words about a round."""
+    found = [event for event in run.events(name) if event.get("round") == round_index]
+    return [event for event in found if event["node"] == node]
+
+
+def rank_on(run: LocalRun, node: int, round_index: int) -> int:
+    (event,) = told(run, "round_final", node, round_index)
+    return int(event["ranks"][0])

@@ -1,0 +1,38 @@
+"""Nodes whose clocks are an hour apart."""
+
+from __future__ import annotations
+
+from tests.rigs.failure_catalogue import MEET, Catalogue, Told
+from tests.rigs.wrong_clocks import fail_one_after_the_other, node_clocks
+
+
+def test_the_later_failure_has_the_earlier_stamp(catalogue: Catalogue) -> None:
+    """Node 1 is an hour ahead and fails first, node 2 an hour behind."""
+    script = (
+        MEET
+        + """
+wait_for(f"fail-{ROUND}-{RANK}")
+raise [RuntimeError("zero"), KeyError("one"), ValueError("two")][RANK]
+"""
+    )
+    clocks = node_clocks({1: (3600.0, 5000.0), 2: (-3600.0, -10.0)})
+    with catalogue.run(
+        script, options=["--rdzv-conf", "beat_silence=20"], nodes=3, environ=clocks, heartbeat_ttl=8.0
+    ) as run:
+        run.wait_moments("here", count=3)
+        fail_one_after_the_other(run, 0, [1, 2])
+        run.finish()
+        expected = Told(
+            exit_code=1,
+            cause="KeyError: 'one'",
+            rank=1,
+            host="node1",
+            failure_class="root",
+            category="worker",
+            retryable=True,
+            confidence="high",
+            evidence="first of 2 different failures, <N> s before the next "
+            "(rank 2 on node2; clocks known to within <N> ms)",
+            kind="an exception that nothing caught",
+        )
+        catalogue.check(run, "clocks-an-hour-apart", expected)
