@@ -25,7 +25,7 @@ _ASK_EACH = 4
 """One look of so many that find nothing new asks the file server for the folder, too."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """A position in an output."""
 
