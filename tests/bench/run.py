@@ -22,7 +22,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.bench import agent_numbers, evidence, heartbeat, leftovers, output, rendezvous_scale, report, stop_everywhere
+from tests.bench import (
+    agent_numbers,
+    evidence,
+    heartbeat,
+    inprocess,
+    leftovers,
+    output,
+    rendezvous_scale,
+    report,
+    stop_everywhere,
+)
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.scale_plot import plot
@@ -37,7 +47,7 @@ TABLES: dict[str, tuple[Any, tuple[str, str]]] = {
 }
 """Part → module, and the marks between which its table stands."""
 SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
-PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", *TABLES, "stop", "scale")
+PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", *TABLES, "stop", "inprocess", "scale")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if facts["torch"] == "none":
         print("torch is not installed: only our own plain figures can be taken", file=sys.stderr)
         systems = [system for system in systems if system is OURS]
-        options.parts = [part for part in options.parts if part != "torch"]
+        options.parts = [part for part in options.parts if part not in ("torch", "inprocess")]
     plan = [
         (system, kind, repetition)
         for kind, count in (("plain", options.plain), ("torch", options.torch))
@@ -83,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
     text = _report(facts, samples, helps, dict(sorted(left.items())), beats, costs, stops)
     print(text)
+    if "inprocess" in options.parts and OURS in systems and not _late(deadline, samples, "the in-process ring"):
+        print(inprocess.described(ranks=4, restarts=10 if options.quick else 40))
     if "scale" in options.parts and OURS in systems:
         _scale(facts, quick=options.quick, update=options.update_docs)
     for trouble in samples.troubles:
@@ -94,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if one.note:
                 print(f"{system_name}, {one.ending}: {one.note}", file=sys.stderr)
     _write_json(options.json, facts, samples, helps, left, beats, costs, stops, numbers)
-    if options.update_docs and not set(options.parts) <= {"scale", *TABLES}:
+    if options.update_docs and not set(options.parts) <= {"scale", "inprocess", *TABLES}:
         update_document(DOCUMENT, text)
     measured = samples.values or helps or left or beats or costs or stops or numbers
-    return 0 if measured or "scale" in options.parts else 1
+    return 0 if measured or {"scale", "inprocess"} & set(options.parts) else 1
 
 
 def _numbers(

@@ -69,7 +69,7 @@ def run_jobs(folder: Path, *jobs: str) -> list[Job]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=DEADLINE * len(jobs) + 60,
+        timeout=DEADLINE * len(jobs) + 3600,  # each ends itself
     )
     assert result.returncode == 0, result.stdout
     found = []
@@ -177,7 +177,7 @@ def _run_job(job: str, folder: Path, number: int) -> bool:
                 os._exit(status)
         ranks[pid] = rank
     os.close(output)
-    return _wait(ranks, folder)
+    return _wait(ranks, folder, seconds=float(options.get("deadline", DEADLINE)))
 
 
 def _serve_group_store() -> tuple[int, int]:
@@ -200,10 +200,10 @@ def _serve_group_store() -> tuple[int, int]:
         return pid, int(port.read())
 
 
-def _wait(ranks: dict[int, int], folder: Path) -> bool:
+def _wait(ranks: dict[int, int], folder: Path, *, seconds: float) -> bool:
     codes = [0] * len(ranks)
     left = dict(ranks)
-    deadline = time.monotonic() + DEADLINE
+    deadline = time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
