@@ -229,13 +229,22 @@ def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) ->
     log.write("one")
     log.close()
     planted = tmp_path / "events" / "agent-00009-x.jsonl"
+    line = b'{"event": "planted"}\n'
+    writer = -1
     if kind == "fifo":
         os.mkfifo(planted)
+        writer = os.open(planted, os.O_RDWR | os.O_NONBLOCK)
+        os.write(writer, line)
     elif kind == "link":
-        planted.symlink_to("/dev/zero")
+        (tmp_path / "elsewhere").write_bytes(line)
+        planted.symlink_to(tmp_path / "elsewhere")
     else:
         planted.mkdir()
-    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one"]
+    try:
+        assert [event["event"] for event in read_events(tmp_path / "events")] == ["one"]
+    finally:
+        if writer >= 0:
+            os.close(writer)
 
 
 def test_lines_across_pieces_of_a_file_and_between_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,12 +79,13 @@ def test_of_failures_that_are_alike_only_the_first_are_read(tmp_path: Path, look
     assert (verdict.failure.global_rank, bool(verdict.failure.traceback)) == (order[0], True)
 
 
-def test_the_first_by_time_is_read_whenever_its_event_was_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_wall_clock_alone", [True, False])
+def test_the_first_by_time_is_read_whenever_its_event_was_written(tmp_path: Path, is_wall_clock_alone: bool) -> None:
     """The event follows when the evidence has been gathered, which takes one agent longer than the other."""
     builder = begun(tmp_path, nodes=40)
     for rank in range(40):
         failure = make_failure(rank, at=60 - rank / 100, exception="ValueError: bad")
-        builder.fail(failure, told_at=70 + rank)
+        builder.fail(replace(failure, ended_uptime_ns=0) if is_wall_clock_alone else failure, told_at=70 + rank)
     verdict = verdict_of(ended(builder, at=200))
     assert verdict.failure is not None
     assert (verdict.failure.global_rank, bool(verdict.failure.traceback)) == (39, True)
@@ -127,13 +128,21 @@ def test_where_none_is_left_each_says_so(tmp_path: Path) -> None:
     assert ["missing" in failure.problem for failure in part.failures] == [False] * 3 + [True] * 37
 
 
-def test_no_folder_is_looked_into_where_all_is_told(tmp_path: Path, looked_at: list[int]) -> None:
+def test_no_folder_is_looked_into_where_all_is_told(
+    tmp_path: Path, looked_at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed: list[str] = []
+    real = collect_evidence._indices
+    monkeypatch.setattr(
+        collect_evidence, "_indices", lambda folder, parse: [listed.append(Path(folder).name), *real(folder, parse)][1:]
+    )
     builder = begun(tmp_path)
     for rank in (1, 3):
         folder_of(builder, rank)
     builder.fail(make_failure(0, at=60, exitcode=3))
     ended(builder)
     assert looked_at == [0]
+    assert listed == ["attempt-000"]
 
 
 def cut_after_end(builder: RunBuilder) -> None:
@@ -153,6 +162,27 @@ def lose_a_line(builder: RunBuilder) -> None:
     path.write_text("".join(f"{line}\n" for line in lines if "workers_stopped" not in line))
 
 
+def lose_the_word(builder: RunBuilder) -> None:
+    """The line that tells of the failure itself is torn."""
+    builder.stopped(0, 0, at=88)
+    builder.event(0, "agent", 2, 89, "worker_failed", round=0, rank=2)
+    ended_by_agents(builder)
+    (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
+    lines = path.read_text().splitlines()
+    path.write_text("".join(f"{line}\n" for line in lines if "worker_failed" not in line))
+
+
+def leave_without_a_word(builder: RunBuilder) -> None:
+    """An agent that told its own end, and never that of its workers."""
+    builder.stopped(0, 0, at=88, without=(2,))
+    ended_by_agents(builder)
+
+
+def ended_by_agents(builder: RunBuilder) -> None:
+    for node in range(4):
+        builder.event(0, "agent", node, 90, "agent_ended", reason="end", code=1)
+
+
 def lose_the_file(builder: RunBuilder) -> None:
     ended(builder)
     (path,) = builder.paths.attempt(0).events.glob("agent-00002-*")
@@ -163,7 +193,9 @@ def still_running(builder: RunBuilder) -> None:
     """Nobody has told of any end yet."""
 
 
-@pytest.mark.parametrize("loss", [cut_after_end, lose_a_line, lose_the_file, still_running])
+@pytest.mark.parametrize(
+    "loss", [cut_after_end, lose_a_line, lose_the_word, leave_without_a_word, lose_the_file, still_running]
+)
 def test_a_failure_that_no_event_tells_of_is_found(tmp_path: Path, loss: object) -> None:
     builder = begun(tmp_path)
     inner = {"message": "ValueError: x", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1795000030"}}
@@ -195,3 +227,10 @@ def test_nothing_is_said_to_be_missing_of_a_whole_run(tmp_path: Path) -> None:
     assert collect_run(builder.root).attempts[0].problems == ()
     ended(builder)
     assert collect_run(builder.root).attempts[0].problems == ()
+
+
+def test_the_rank_that_did_not_fail_is_named_where_all_others_are_symptoms(tmp_path: Path) -> None:
+    builder = begun(tmp_path)
+    for rank in (0, 1, 3):
+        builder.fail(make_failure(rank, at=60 + rank, exception=f"RuntimeError: {GLOO.format(rank=rank)}"))
+    assert "Look at rank 2 on n3, which did not fail" in verdict_of(ended(builder)).evidence
