@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def test_the_true_first_is_named_though_its_stamp_is_two_hours_later(tmp_path: P
         assert run.finish() == 1
         at = {event["rank"]: event["ended_ns"] for event in run.events("worker_failed")}
         assert at[2] < at[1] - HOUR * 10**9, "the later failure has the earlier stamp"
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        uptimes = {event["rank"]: event["ended_uptime_ns"] / 1e9 for event in run.events("worker_failed")}
+        assert 0 < now + 5000 - uptimes[1] < 60
+        assert 0 < now - 10 - uptimes[2] < 60
         report = run.report()
         verdict = report["verdict"]
         assert verdict["failure"]["global_rank"] == 1

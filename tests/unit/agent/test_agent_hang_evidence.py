@@ -37,7 +37,16 @@ def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None, py
     paths = RankPaths(Path(mkdtemp(dir=folder)))
     paths.stderr.write_text(stderr)
     facts = ExitFacts(
-        attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=3, pid=7, exitcode=-6, ended_ns=5
+        attempt=0,
+        round=0,
+        host="n1",
+        node=0,
+        local_rank=0,
+        global_rank=3,
+        pid=7,
+        exitcode=-6,
+        ended_ns=5,
+        ended_uptime_ns=3,
     )
     return HungWorker(facts=facts, paths=paths, state=of or state("S"), py_spy=py_spy, why="no heartbeat for 9.0 s")
 
@@ -54,6 +63,11 @@ def test_two_hangs_at_the_same_place_have_one_name_and_elsewhere_another(tmp_pat
     assert here.fingerprint.startswith("hang:")
     assert may_be_a_bug(here.fingerprint)
     assert (here.failure_class, here.category) == (FailureClass.HANG, Category.WORKER)
+
+
+def test_it_failed_at_its_last_sign_of_life_by_both_clocks(tmp_path: Path) -> None:
+    failure = failure_of(worker(tmp_path))
+    assert (failure.ended_ns, failure.ended_uptime_ns) == (4, 2)
 
 
 def test_one_that_was_stopped_from_outside_has_a_name_that_is_no_bug(tmp_path: Path) -> None:
