@@ -27,7 +27,7 @@ from hpc_elastic.slurm.errors import (
     one_line,
 )
 from hpc_elastic.slurm.hostlist import compress
-from hpc_elastic.slurm.job_state import JobState, parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_show_job, parse_squeue
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -166,7 +166,7 @@ class SlurmClient(Protocol):
         ...
 
     def notify(self, job: JobId) -> None:
-        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. No error for an unknown job.
+        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. Nothing where none runs.
 
         Raises:
             SlurmPermissionError: another user's.
@@ -255,6 +255,9 @@ class CommandSlurmClient:
             pass  # some versions are silent about it, and it is what was wanted
 
     def notify(self, job: JobId) -> None:
+        state = self.job_state(job)
+        if state is None or state.phase in (JobPhase.PENDING, JobPhase.FINISHED):
+            return  # there is no script: scancel would try again for a minute and a half (22.05)
         try:
             self._run(f"giving job {job} notice", commands.scancel(job, signal="USR2", batch=True))
         except UnknownJobError:
