@@ -78,7 +78,7 @@ class StallWatch:
         else:
             if reading.automatic != last.automatic:
                 self._automatic_since = now
-            if reading.manual != last.manual or not last.armed:
+            if reading.manual != last.manual:
                 self._manual_since = now
         self._last = reading
         if now - self._automatic_since >= self._limit:

@@ -42,9 +42,8 @@ def filled_gaps(rank: int, world_size: int, terminated: Set[int]) -> int:
     left = world_size - len(terminated)
     if rank < left:
         return rank
-    gaps = sorted(each for each in terminated if each < left)
     healthy_before = rank - left - sum(left <= each < rank for each in terminated)
-    return gaps[healthy_before]
+    return sorted(terminated)[healthy_before]
 
 
 def shifted(rank: int, terminated: Set[int]) -> int:

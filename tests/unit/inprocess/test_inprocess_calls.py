@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import hpc_elastic.inprocess as inprocess
-from hpc_elastic.inprocess import wrap
+from hpc_elastic.inprocess import interrupt, wrap
 from hpc_elastic.inprocess.exception import HealthCheckError, RestartAbort, RestartError
 from hpc_elastic.inprocess.interrupt import SIGNAL, Interruptible, RankShouldRestart, SignalHandler
 from hpc_elastic.inprocess.store import StoreMixin
@@ -188,6 +190,57 @@ def test_what_ends_a_rank_is_raised_as_it_is(raising: dict[str, BaseException], 
     assert last is (caught.value.__cause__ if kind is HealthCheckError else caught.value)
 
 
+def test_what_fails_because_of_the_abort_is_no_fault_of_this_rank() -> None:
+    is_aborted = threading.Event()
+    script = Script()
+    hooks = script.arguments()
+    base: list[Any] = []
+
+    class Start(inprocess.initialize.Initialize):
+        def __call__(self, state: Any) -> Any:
+            base.append(state.store)
+            return state
+
+    class Stop(inprocess.abort.Abort):
+        def __call__(self, state: Any) -> Any:
+            part = interrupt.aborted()
+            assert part is not None
+            # As AbortTorchDistributed does: told to leave, then cut.
+            part._wanted = "test"
+            is_aborted.set()
+            part.wait_until_left(30)
+            return state
+
+    @wrapper(**{**hooks, "initialize": Start(), "abort": Stop()})
+    def function(call: inprocess.CallWrapper) -> int:
+        if call.iteration == 0:
+            base[-1].record_interrupted()
+            while not is_aborted.is_set():
+                pass
+            raise ConnectionError("closed by peer")
+        return call.iteration
+
+    assert function() == 1
+    assert "finalize None" in script.seen
+    assert base[0].get_interruption_records() == []
+
+
+def test_what_initialize_returns_takes_the_states_place() -> None:
+    given: list[Any] = []
+
+    class Start(inprocess.initialize.Initialize):
+        def __call__(self, state: Any) -> Any:
+            given.append(copy.copy(state))
+            return given[-1]
+
+    class Check(inprocess.health_check.HealthCheck):
+        def __call__(self, state: Any, train_ex: Exception | None = None) -> Any:
+            assert state is given[-1]
+            return state, train_ex
+
+    assert wrapper(initialize=Start(), health_check=Check())(lambda: len(given))() == 1
+
+
 def test_terminated_ranks_that_are_not_absorbed_end_the_rank() -> None:
     class Leave(inprocess.rank_assignment.RankAssignment):
         def __call__(self, state: Any, terminated_ranks: Any) -> Any:
@@ -297,6 +350,15 @@ def test_the_signal_raises_inside_the_part_alone() -> None:
         assert caught.value.owner is part
         part.interrupt("too late")
         signal.pthread_kill(main, SIGNAL)
+    part.close()
+
+
+def test_a_part_that_was_left_is_not_interrupted_although_it_has_not_said_so_yet() -> None:
+    part = Interruptible()
+    part.interrupt("why")
+    # As if the handler came between the end of the part and its `finally`.
+    part._frame = (lambda: sys._getframe())()
+    part._raise_if_inside(sys._getframe())
     part.close()
 
 
