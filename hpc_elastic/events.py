@@ -217,18 +217,23 @@ def _open_file(path: str, flags: int) -> int:
 
 
 def _read_lines(raw: bytes) -> Iterator[dict[str, Any]]:
-    try:
-        lines = raw.decode().split("\n")
-    except UnicodeDecodeError:
-        lines = raw.decode("utf-8", "replace").split("\n")
-    # Not json.loads: for lines as short as these, most of its time goes into finding out how they are encoded.
-    decode = json.JSONDecoder().raw_decode
-    for line in lines:
-        try:
-            value, end = decode(line)
-            if end != len(line):
-                value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
+    lines = [line for line in raw.decode("utf-8", "replace").split("\n") if line]
+    for value in _decode_at_once(lines) or map(_decode, lines):
         if isinstance(value, dict) and "event" in value:
             yield value
+
+
+def _decode_at_once(lines: list[str]) -> list[Any] | None:
+    """All lines' values, in a third of the time; None where one is torn or foreign."""
+    try:
+        values = json.loads(f"[{','.join(lines)}]")
+    except (ValueError, RecursionError):
+        return None
+    return values if len(values) == len(lines) else None
+
+
+def _decode(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

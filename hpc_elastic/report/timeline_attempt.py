@@ -59,7 +59,7 @@ class PlacedAttempt:
         }
         self._times: dict[int, list[NodeTimes]] = {}
         for told in attempt.times.nodes:
-            self._times.setdefault(told.node, []).append(self._shifted(told))
+            self._times.setdefault(told.node, []).append(self._shifted(told) if told.node in self.offsets else told)
         self.start_ns, self.end_ns = self._extent()
         self.stays = {
             node: make_stays(

@@ -259,3 +259,8 @@ def test_a_line_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(events, "_LONGEST_LINE", 5000)
     (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"}\n' + b"x" * 10_000 + b'\n{"event": "b"}\n')
     assert [event["event"] for event in read_events(tmp_path)] == ["a"]
+
+
+def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"\n"b": 1}\n{"event": "c"}\n')
+    assert list(read_events(tmp_path)) == [{"event": "c"}]
