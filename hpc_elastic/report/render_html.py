@@ -11,12 +11,12 @@ from base64 import b64encode
 from hpc_elastic.report.clock_text import NOTABLE_NS, milliseconds_text
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
+from hpc_elastic.report.render_html_goodput import goodput_part
 from hpc_elastic.report.render_html_markup import Markup, element
 from hpc_elastic.report.render_html_parts import (
     TextRoom,
     entry_parts,
     failures_part,
-    goodput_part,
     head_part,
     notes_part,
     rounds_part,

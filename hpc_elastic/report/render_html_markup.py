@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from hpc_elastic.failures.traceback_text import clean_text
@@ -46,6 +47,12 @@ def element(name: str, /, *content: str, **attributes: str | bool | None) -> Mar
     parts += [_source(piece) for piece in content]
     parts.append(f"</{name}>")
     return Markup("".join(parts))
+
+
+def table_head(*columns: str, numbers: Sequence[str] = ()) -> Markup:
+    """A table's first row; `numbers` are the columns that are flush right."""
+    cells = (element("th", name, scope="col", class_="n" if name in numbers else None) for name in columns)
+    return element("tr", *cells)
 
 
 def join(*pieces: str) -> Markup:

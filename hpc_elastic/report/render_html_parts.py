@@ -11,14 +11,13 @@ from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
-from hpc_elastic.report.render_html_markup import Markup, element, join
+from hpc_elastic.report.render_html_markup import Markup, element, join, table_head
 from hpc_elastic.report.render_html_words import clock_time, count, duration, names, ranks, shorten
 from hpc_elastic.report.render_text_cause import describe_class, describe_end
 from hpc_elastic.report.render_text_done import describe_after_round, describe_decision
 from hpc_elastic.report.render_text_past import describe_outcome
 from hpc_elastic.report.subject import Subject, verdict_of
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
-from hpc_elastic.report.timeline_goodput import Goodput
 from hpc_elastic.report.verdict import Cause
 
 TRACEBACK_CHARS = 12_000
@@ -26,7 +25,6 @@ TRACEBACK_TOTAL = 600_000
 MEMBERS = 40
 ROUNDS = 300
 STACKS = 60
-COSTS = 12
 
 
 @dataclass(slots=True)
@@ -148,73 +146,6 @@ def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
     return list(dict.fromkeys(line.replace(" -> ", " \u2192 ") for line in lines))
 
 
-def goodput_part(goodput: Goodput) -> Markup:
-    """How much of the time was training, and where the rest went."""
-    share = goodput.share
-    if share is None:
-        return Markup("")
-    parts = [
-        ("training", "all workers ran", goodput.training),
-        ("starting", "until they first ran", goodput.starting),
-        ("interrupted", "after failures, until all ran again", goodput.interrupted),
-        ("queued", "between attempts", goodput.queued),
-        ("ending", "ending", goodput.ending),
-    ]
-    parts = [part for part in parts if part[2] > 0]
-    bar = [element("i", class_=f"f-{key}", style=f"width:{100 * s / goodput.wall:.2f}%") for key, _, s in parts]
-    told = [
-        element("li", element("i", class_=f"f-{key}"), f"{words}: {duration(s)} ({100 * s / goodput.wall:.1f} %)")
-        for key, words, s in parts
-    ]
-    costs = sorted(goodput.costs, key=lambda cost: -cost.seconds)
-    rows = [
-        element(
-            "tr",
-            element("td", _lasted(cost.seconds, cost.queued, cost.recovered), class_="n"),
-            element("td", f"attempt {cost.attempt}, round {cost.round}", class_="w"),
-            element("td", shorten(cost.what, 300), class_="wide"),
-        )
-        for cost in costs[:COSTS]
-    ]
-    table: str = ""
-    if rows:
-        title = "What each interruption cost"
-        if len(costs) > len(rows):
-            title += f" (the {len(rows)} dearest of {len(costs)})"
-        table = element(
-            "details",
-            element("summary", title),
-            element("div", element("table", _head("cost", "where", "what", numbers=("cost",)), *rows), class_="scroll"),
-            open=len(costs) <= COSTS,
-        )
-    return element(
-        "section",
-        element("h2", "Goodput"),
-        element(
-            "div",
-            element("div", f"{100 * share:.1f} %", class_="number"),
-            element("div", *bar, class_="share", aria_hidden="true"),
-            element("ul", *told, class_="parts"),
-            class_="goodput",
-        ),
-        element(
-            "p",
-            f"of {duration(goodput.wall)} of wall time all workers of the round were running. "
-            "Steps that were computed again after a restart are not taken off.",
-            class_="muted",
-        ),
-        table,
-        class_="card",
-        aria_label="Goodput",
-    )
-
-
-def _lasted(seconds: float, queued: float, recovered: bool) -> str:
-    more = [f"{duration(queued)} in the queue"] if queued > 0.05 else []
-    more += [] if recovered else ["to the end"]
-    return duration(seconds) + (f" ({', '.join(more)})" if more else "")
-
-
 def failures_part(entries: Sequence[Entry], shown: frozenset[int]) -> Markup:
     """All failures, folded, each leading to its traceback."""
     if not entries:
@@ -243,7 +174,7 @@ def failures_part(entries: Sequence[Entry], shown: frozenset[int]) -> Markup:
     return element(
         "section",
         element("h2", "Failures"),
-        element("div", element("table", _head("kind", "first at", "where", "what"), *rows), class_="scroll"),
+        element("div", element("table", table_head("kind", "first at", "where", "what"), *rows), class_="scroll"),
         class_="card",
         aria_label="Failures",
     )
@@ -320,7 +251,7 @@ def _members(entry: Entry) -> Markup:
     more: str = ""
     if len(members) > MEMBERS:
         more = element("p", f"and {len(members) - MEMBERS} more, which report.json has", class_="muted")
-    table = element("table", _head("rank", "host", "time", "pid", numbers=("rank", "pid")), *rows)
+    table = element("table", table_head("rank", "host", "time", "pid", numbers=("rank", "pid")), *rows)
     return element(
         "details", element("summary", f"The same on {len(members)} ranks"), element("div", table, class_="scroll"), more
     )
@@ -423,7 +354,7 @@ def rounds_part(history: RunHistory) -> Markup:
     more: str = ""
     if skipped:
         more = element("p", f"The first {skipped} of {total} rounds are left out.", class_="muted")
-    head = _head("round", "began", "lasted", "who", "how it ended", numbers=("round", "lasted"))
+    head = table_head("round", "began", "lasted", "who", "how it ended", numbers=("round", "lasted"))
     return element(
         "section",
         element("h2", "Attempts and rounds"),
@@ -474,11 +405,6 @@ def notes_part(notes: Sequence[str]) -> Markup:
 def _facts(facts: Sequence[tuple[str, str]]) -> Markup:
     pairs = (join(element("dt", name), element("dd", value)) for name, value in facts)
     return element("dl", *pairs, class_="facts")
-
-
-def _head(*columns: str, numbers: Sequence[str] = ()) -> Markup:
-    cells = (element("th", name, scope="col", class_="n" if name in numbers else None) for name in columns)
-    return element("tr", *cells)
 
 
 def _opener(entry: int, words: str) -> Markup:
