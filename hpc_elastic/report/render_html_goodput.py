@@ -46,9 +46,7 @@ def goodput_part(goodput: Goodput) -> Markup:
         table = element(
             "details",
             element("summary", title),
-            element(
-                "div", element("table", table_head("cost", "where", "what", numbers=("cost",)), *rows), class_="scroll"
-            ),
+            element("div", element("table", head, *rows), class_="scroll"),
             open=len(costs) <= COSTS,
         )
     return element(
