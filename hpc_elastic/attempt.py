@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
-from hpc_elastic.light_dataclass import asdict, dataclass, field, fields
 
 VERSION = 1
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import struct
 from binascii import crc32
-
-from hpc_elastic.light_dataclass import dataclass
+from dataclasses import dataclass
 
 VARIABLE = "HPC_ELASTIC_HEARTBEAT"
 """In a worker's environment: the path of its file, on the node itself."""

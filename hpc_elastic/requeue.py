@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode, Outcome
 
 

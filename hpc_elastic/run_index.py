@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.run_paths import RunPaths
 
 VERSION = 1

@@ -22,9 +22,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-
-from hpc_elastic.light_dataclass import dataclass
 
 _ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
 _ROUND = re.compile(r"round-(\d{3,})\Z")

@@ -6,13 +6,13 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
-from hpc_elastic.light_dataclass import asdict, dataclass, field, fields
 from hpc_elastic.log_pieces import DEFAULT_PIECES, PieceLimit
 
 VERSION = 1

@@ -6,11 +6,11 @@ written to. For the process that gives a worker's heartbeats, as there; in any o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import CLOCK_BOOTTIME, clock_gettime_ns
 
 from hpc_elastic import worker_heartbeat
 from hpc_elastic.heartbeat_record import STEP_PENDING, NoticeRecord
-from hpc_elastic.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -16,7 +17,6 @@ from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
-from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.log_pieces import holds_at_end
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.cgroup import oom_kill_count

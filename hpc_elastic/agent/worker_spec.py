@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.run_spec import Entrypoint
 
 MAX_RESTARTS = 100

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run, node_names
@@ -15,7 +16,6 @@ from hpc_elastic.cli.run_end import RunEnd, RunWatch
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, tell, wants_colour
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.reading.clocks import clock_offsets_ns
 from hpc_elastic.reading.event_files import EventParser, ReadEvent, event_files, event_reader, merged_events
 from hpc_elastic.reading.event_text import KNOWN_EVENTS, describe_event, describe_time

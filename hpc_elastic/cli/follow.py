@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.cli.run_request import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
 from hpc_elastic.launch.result import load_result
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.output_reader import OutputReader
 from hpc_elastic.reading.screen_text import harmless

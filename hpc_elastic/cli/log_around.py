@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.reading.event_text import describe_time
 from hpc_elastic.reading.log_merge import Piece, first_lines, last_of
 from hpc_elastic.reading.log_streams import LogStream

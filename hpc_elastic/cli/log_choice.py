@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hpc_elastic.cli.rank_set import NumberSet, check_ranks
 from hpc_elastic.cli.run_argument import asked_nodes, check_rounds, node_names
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.log_times import STDERR, STDOUT
 from hpc_elastic.reading.log_streams import (
     LogStream,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import BinaryIO
 
 from hpc_elastic.cli.screen import BOLD, DIM, painted, rank_colour
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.processes.log_lines import with_prefix
 from hpc_elastic.reading.event_text import describe_time
 from hpc_elastic.reading.log_streams import LogStream

@@ -7,9 +7,9 @@ accepts abbreviations that the next version may make ambiguous.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 
 _ITEM = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?\Z", re.ASCII)
 _MOST_ITEMS = 10_000

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json
 from hpc_elastic.cli.rank_set import NumberSet
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 
 RUN_HELP = "a run id or its beginning, a Slurm job id, or a run's or attempt's directory"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.launch.result import load_result
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import dataclass
 
 from hpc_elastic.cli.run_argument import RUN_HELP, find_run_dir
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.reading.run_status import RunStatus, read_status
 from hpc_elastic.run_index import jobs_of
 from hpc_elastic.run_paths import RunPaths, attempt_number

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
-from hpc_elastic.light_dataclass import asdict
 from hpc_elastic.reading.run_status import RunState, RunStatus, StepStatus
 from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.report.fold import rank_ranges

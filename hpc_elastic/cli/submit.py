@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic.atomic_file import write_private
@@ -25,7 +26,6 @@ from hpc_elastic.cli.run_request import (
 )
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import NewRun, create_run, why_not_shared
-from hpc_elastic.light_dataclass import replace
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.self_command import own_command

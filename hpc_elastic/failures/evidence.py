@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from hpc_elastic.failures.traceback_text import (
     find_python_traceback,
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
-from hpc_elastic.light_dataclass import fields
 from hpc_elastic.log_pieces import EndReader
 
 __all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]

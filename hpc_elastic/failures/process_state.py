@@ -9,8 +9,7 @@ import _thread
 import os
 import platform
 from collections.abc import Mapping, Sequence
-
-from hpc_elastic.light_dataclass import dataclass
+from dataclasses import dataclass
 
 _THREADS = 64
 _CHILDREN = 8

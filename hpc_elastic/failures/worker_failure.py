@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from hpc_elastic.failures.kinds import Category, FailureClass
 from hpc_elastic.failures.traceback_text import clean_text, cut_end
-from hpc_elastic.light_dataclass import dataclass, fields
 
 VERSION = 1
 

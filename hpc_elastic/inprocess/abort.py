@@ -51,7 +51,9 @@ class AbortTorchDistributed(Abort):
         if part is not None:
             part.interrupt("torch.distributed is aborted")
             has_left = part.wait_until_left(BEFORE_CUT)
-        ledger.cut_groups()
+        if not has_left:
+            # Who has left waits in nothing; to cut while its last operation ends can hold up the group's own end.
+            ledger.cut_groups()
         if not has_left and part is not None and not part.wait_until_left(BEFORE_STORE_CUT):
             ledger.cut_stores()
         if dist.is_initialized():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
-
-from hpc_elastic.light_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json, write_json
-from hpc_elastic.light_dataclass import asdict, dataclass
 
 VERSION = 1
 

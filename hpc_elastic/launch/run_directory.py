@@ -6,11 +6,11 @@ import errno
 import os
 import secrets
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import make_private_dir, write_private
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.launch.launcher import Launcher
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec

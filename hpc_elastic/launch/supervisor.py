@@ -10,13 +10,13 @@ import logging
 import selectors
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.notice import Notice, seconds_to_save

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -25,7 +26,6 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses, choose_master_address
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import replace
 from hpc_elastic.pytorch.file_system_store import FileSystemStore
 from hpc_elastic.rendezvous import errors
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler

@@ -7,10 +7,10 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.reading.output_reader import OutputReader, chunk_for
 from hpc_elastic.run_paths import AttemptPaths
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.reading.output_reader import Chunk, OutputReader
 from hpc_elastic.reading.pace import next_interval
 

@@ -6,8 +6,8 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.reading.log_streams import LogStream
 from hpc_elastic.reading.output_reader import OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.reading.stream_marks import Block, RoundMarks, StreamMarks, timed_blocks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.log_times import STDERR, STDOUT
 from hpc_elastic.reading.event_files import events_named
 from hpc_elastic.run_paths import AttemptPaths, rank_index, round_index

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -14,7 +15,6 @@ from hpc_elastic.atomic_file import read_json
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status

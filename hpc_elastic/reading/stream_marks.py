@@ -6,9 +6,9 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.light_dataclass import dataclass, field
 from hpc_elastic.log_times import HEADER, LARGEST, read_marks, times_node
 from hpc_elastic.reading.output_reader import Chunk, Place
 

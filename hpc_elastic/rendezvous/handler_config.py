@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 
 

@@ -9,7 +9,8 @@ noticed within seconds.
 
 from __future__ import annotations
 
-from hpc_elastic.light_dataclass import dataclass
+from dataclasses import dataclass
+
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 
 OPERATIONS_PER_PERIOD = 12.5

@@ -7,9 +7,9 @@ import secrets
 import select
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass, fields, replace
 from hpc_elastic.rendezvous.growth import GrowPolicy
 
 

@@ -13,9 +13,9 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.light_dataclass import dataclass
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from hpc_elastic.clock_offset import drift_ns
-from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.report.collect_values import integer, text_of
 
 CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})

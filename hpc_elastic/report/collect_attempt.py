@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.light_dataclass import dataclass, field, replace
 from hpc_elastic.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder

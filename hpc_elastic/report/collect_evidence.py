@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
 
 from hpc_elastic.atomic_file import ask_about
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import replace
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import RoundBuilder

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
-from hpc_elastic.light_dataclass import dataclass, field
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of, whole_numbers
 from hpc_elastic.report.history import (
     NodeLoss,

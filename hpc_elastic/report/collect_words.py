@@ -6,7 +6,7 @@ server.
 
 from __future__ import annotations
 
-from hpc_elastic.light_dataclass import dataclass, field
+from dataclasses import dataclass, field
 
 _ENDS = ("workers_stopped", "workers_succeeded")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.order import moment_of_failure
 

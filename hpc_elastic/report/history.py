@@ -6,10 +6,10 @@ subtracted across hosts; durations were measured on one host.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import dataclass, field
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.output_losses import OutputLoss
 from hpc_elastic.report.timeline_times import AttemptTimes

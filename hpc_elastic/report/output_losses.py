@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.fold import rank_ranges
 
 _MOST_STREAMS = 1000

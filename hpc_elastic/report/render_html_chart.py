@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from hpc_elastic.light_dataclass import dataclass, field
 from hpc_elastic.report.render_html_markup import Markup, element, join
 from hpc_elastic.report.render_html_words import clock_time, count, duration, names, ranks, shorten
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Mark, MarkKind, Row, Timeline

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.clock_text import whose_clock
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from hpc_elastic.failures.classify import FailureClass
-from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
 

@@ -7,11 +7,11 @@ for a picture to look at; which failure was first is decided elsewhere (`verdict
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.clocks import ClockOffset
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RunHistory

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-
-from hpc_elastic.light_dataclass import dataclass, field
+from dataclasses import dataclass, field
 
 _GAP_SHARE = 0.035
 _LEAST_SHARE = 0.05

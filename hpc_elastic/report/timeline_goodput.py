@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundTimes, place_attempts

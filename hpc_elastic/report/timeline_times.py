@@ -6,9 +6,8 @@ Nanoseconds since the epoch by the wall clock of the node that told it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-
-from hpc_elastic.light_dataclass import dataclass, field
 
 
 class NodeTimes(NamedTuple):

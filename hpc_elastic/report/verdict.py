@@ -8,11 +8,11 @@ are times of hosts whose clocks nobody compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.light_dataclass import dataclass, replace
 from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
 from hpc_elastic.report.fold import rank_ranges

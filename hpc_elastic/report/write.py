@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import write_private
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import is_cheap, render_html

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.cluster_facts import PartitionNodes, SlurmConfig, parse_show_config, parse_sinfo_nodes
 from hpc_elastic.slurm.commands import JobId

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-
-from hpc_elastic.light_dataclass import dataclass
+from dataclasses import dataclass
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_environment import in_job
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.slurm.hostlist import HostlistError, expand
 from hpc_elastic.slurm.time_limit import parse_time_limit
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclass import dataclass, fields
 from hpc_elastic.slurm.commands import SHAPE_VARIABLES
 from hpc_elastic.slurm.node_range import parse_nodes
 from hpc_elastic.slurm.time_limit import check_time_option

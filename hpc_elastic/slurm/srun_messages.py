@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.slurm.hostlist import HostlistError, expand
 
 

@@ -15,10 +15,10 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.light_dataclass import dataclass
 from hpc_elastic.store.base import Store, StoreError
 
 KEPT_VERSIONS = 1024
