@@ -54,10 +54,15 @@ def short_timeouts(**other: Any) -> dict[str, Any]:
     }
 
 
-def join_group(folder: Path, name: str) -> None:
-    """A gloo group of the ranks that are active now, over the rig's server: as under an agent, which serves a store."""
+def join_group(folder: Path, name: str, store: dist.Store | None = None) -> None:
+    """A gloo group of the ranks that are active now, over the rig's server: as under an agent, which serves a store.
+
+    Args:
+        folder, name: Of the job, and of the iteration.
+        store: A connection that is there already. (torch 2.13 takes 5 s for a new one now and then.)
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(
+    store = store or dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["GROUP_STORE_PORT"]),
         world_size,
@@ -469,7 +474,7 @@ def restart_times(rank: int, folder: Path, options: Options) -> dict[str, Any]:
         if iteration in (count // 10, count):
             resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
             sizes.append([resident, threading.active_count(), len(os.listdir("/proc/self/fd"))])
-        join_group(folder, str(iteration))
+        join_group(folder, str(iteration), moments)
         summed()
         if iteration < count:
             if rank == iteration % int(os.environ["WORLD_SIZE"]):
