@@ -98,10 +98,12 @@ def counted_run(folder: Path, name: str, fault: Callable[[], None] | None, argum
     def function(call: inprocess.CallWrapper) -> list[float]:
         if seconds:
             seconds[0] = time.monotonic() - seconds[0]
+        else:
+            seconds.append(time.monotonic())  # another rank's fault may come while this one is still on its way
         join_group(folder, f"{name}-{call.iteration}")
         together = summed()
         if call.iteration == 0:
-            seconds.append(time.monotonic())
+            seconds[0] = time.monotonic()
             if fault is not None:
                 fault()
             summed()  # never comes about: a rank is missing
