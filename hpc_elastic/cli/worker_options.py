@@ -175,7 +175,7 @@ def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
         UsageError: no script, or one that does not exist or can't be read.
     """
     if not parsed.command:
-        raise UsageError("no script was given; write it after the options, as in: submit --nodes 4 train.py --lr 0.1")
+        raise UsageError("no script was given; write it after the options, as in --nodes 4 train.py --lr 0.1")
     target, args = parsed.command[0], parsed.command[1:]
     module, command = parsed.flag("module"), parsed.flag("no_python")
     if module and command:
