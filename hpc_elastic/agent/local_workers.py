@@ -398,7 +398,7 @@ class LocalWorkers:
 
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
-        from hpc_elastic.failures.classify import Category
+        from hpc_elastic.failures.classify import Category, FailureClass
         from hpc_elastic.failures.evidence import WorkerFailure, write_evidence
 
         local_rank = min(len(self._slots), self.layout.local_world_size - 1)
@@ -416,6 +416,8 @@ class LocalWorkers:
             message=str(error),
             exception_type=type(error).__name__,
             fingerprint=f"start:{type(error).__name__}",
+            # Too few descriptors or too little memory are no bug in the script, however often they happen.
+            failure_class=FailureClass.INFRASTRUCTURE if retryable else FailureClass.ROOT,
             category=Category.INFRASTRUCTURE if retryable else Category.INPUT,
             reason="the worker's process could not be started",
             retryable=retryable,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from hpc_elastic.agent.local_workers import LocalWorkers, _Slot
@@ -9,6 +12,7 @@ from hpc_elastic.agent.node_failure import sum_up
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.processes.spawn import ExitStatus
+from hpc_elastic.run_paths import AttemptPaths
 from tests.rigs.fake_clock import FakeClock
 
 ROOT, SYMPTOM, MACHINE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
@@ -115,3 +119,18 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
     assert (first.exitcode, second.exitcode) == (1, 2)
     assert (first.noticed_ns, first.noticed_uptime_ns) == (second.noticed_ns, second.noticed_uptime_ns)
     assert not workers.poll()
+
+
+@pytest.mark.parametrize(("retryable", "fingerprint"), [(True, ""), (False, "start:OSError")])
+def test_what_this_node_lacks_to_start_workers_is_no_bug_in_the_script(retryable: bool, fingerprint: str) -> None:
+    workers = object.__new__(LocalWorkers)
+    workers._clock = FakeClock()
+    workers._slots = []
+    workers._files = SimpleNamespace(post=lambda action: None)  # type: ignore[assignment]
+    attempt = AttemptPaths(Path("/r/attempt-000"))
+    workers._place = SimpleNamespace(attempt=attempt, host="n0", node=0)  # type: ignore[assignment]
+    workers.round = 3
+    workers.layout = SimpleNamespace(first_rank=4, local_world_size=2)  # type: ignore[assignment]
+    found = workers.describe_start_failure(OSError(24, "Too many open files"), retryable=retryable)
+    assert (found.global_rank, found.retryable) == (4, retryable)
+    assert sum_up([found], node=0, seconds=0.0).fingerprint == fingerprint
