@@ -40,10 +40,10 @@ def store_of(folder: Path, options: Options, port_offset: int = 0) -> dict[str, 
 
 
 def short_timeouts(**other: Any) -> dict[str, Any]:
-    """Of a rank that hangs: a second to the interruption, two and a half to the kill."""
+    """Of a rank that hangs: a second to the interruption, six to the kill (a busy machine must kill no healthy one)."""
     return {
         "soft_timeout": timedelta(seconds=1),
-        "hard_timeout": timedelta(seconds=2.5),
+        "hard_timeout": timedelta(seconds=6),
         "heartbeat_timeout": timedelta(seconds=20),
         "barrier_timeout": timedelta(seconds=40),
         "progress_watchdog_interval": timedelta(seconds=0.1),
@@ -54,21 +54,25 @@ def short_timeouts(**other: Any) -> dict[str, Any]:
     }
 
 
+def connect() -> dist.TCPStore:
+    """To the rig's server, for the groups of one scenario: before it begins, where that is no part of what is tried.
+
+    torch 2.13 takes 5 s for a new connection now and then: longer than a healthy rank may show no progress here.
+    """
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["GROUP_STORE_PORT"]), is_master=False, timeout=GLOO_TIMEOUT
+    )
+
+
 def join_group(folder: Path, name: str, store: dist.Store | None = None) -> None:
     """A gloo group of the ranks that are active now, over the rig's server: as under an agent, which serves a store.
 
     Args:
         folder, name: Of the job, and of the iteration.
-        store: A connection that is there already. (torch 2.13 takes 5 s for a new one now and then.)
+        store: A connection that is there already; without, a new one is made.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = store or dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["GROUP_STORE_PORT"]),
-        world_size,
-        is_master=False,
-        timeout=GLOO_TIMEOUT,
-    )
+    store = store or connect()
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"{folder.name}/{name}", store),
@@ -93,6 +97,7 @@ def counted_run(folder: Path, name: str, fault: Callable[[], None] | None, argum
         fault to the function's next start.
     """
     seconds: list[float] = []
+    store = connect()
 
     @inprocess.Wrapper(**arguments)
     def function(call: inprocess.CallWrapper) -> list[float]:
@@ -100,7 +105,7 @@ def counted_run(folder: Path, name: str, fault: Callable[[], None] | None, argum
             seconds[0] = time.monotonic() - seconds[0]
         else:
             seconds.append(time.monotonic())  # another rank's fault may come while this one is still on its way
-        join_group(folder, f"{name}-{call.iteration}")
+        join_group(folder, f"{name}-{call.iteration}", store)
         together = summed()
         if call.iteration == 0:
             seconds[0] = time.monotonic()
@@ -301,12 +306,13 @@ def deaths(rank: int, folder: Path, options: Options) -> Any:
     faults = options["faults"].split(",")
     first = int(os.environ["WORLD_SIZE"])
     seen: list[list[int]] = []
+    store = connect()
 
     @inprocess.Wrapper(**short_timeouts(), **store_of(folder, options))
     def function(call: inprocess.CallWrapper) -> list[list[int]]:
         world = int(os.environ["WORLD_SIZE"])
         seen.append([call.iteration, int(os.environ["RANK"]), world])
-        join_group(folder, str(call.iteration))
+        join_group(folder, str(call.iteration), store)
         summed()
         if call.iteration < len(faults):
             victim = int(options["victim"]) if "victim" in options else first - 1 - call.iteration
@@ -465,7 +471,7 @@ def restart_times(rank: int, folder: Path, options: Options) -> dict[str, Any]:
     count = int(options["restarts"])
     seconds: list[float] = []
     sizes: list[list[float]] = []
-    moments = dist.TCPStore("127.0.0.1", int(os.environ["GROUP_STORE_PORT"]), is_master=False)
+    moments = connect()
 
     @inprocess.Wrapper(**store_of(folder, options))
     def function(call: inprocess.CallWrapper) -> None:
