@@ -53,9 +53,9 @@ def test_the_function_restarts_in_its_processes_until_the_ring_gives_up(tmp_path
                 assert {value["total"] for value in mine} == {2.0}
                 assert len({value["pid"] for value in mine}) == 1, "the processes stay"
         assert [value["iteration"] for value in run.moments("result")] == [1, 1]
-        # What the ring gave up with is the evidence of the agents' restart.
+        # What the ring gave up with is the evidence of the agents' restart: of one rank, or of both at once.
         roots = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
-        assert [event["round"] for event in roots] == [0]
+        assert {event["round"] for event in roots} == {0}
         error = (run.rank(roots[0]["rank"]).stderr).read_text()
         assert "RestartAbort: no further restart within the processes: iteration 3 with max_iterations=3" in error
         run.check_nothing_left(within=10)
