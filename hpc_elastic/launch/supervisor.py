@@ -186,6 +186,8 @@ class Supervisor:
         found += [self._relaunch_at(due) for due in self._due.values()]
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
+        if not self._is_ending():
+            found.append(self._notice_ends)
         if self._launcher.running() or self._due:
             found.append(self._end_by)
         elif self._orphaned_since is not None:

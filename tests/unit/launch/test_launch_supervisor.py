@@ -662,14 +662,16 @@ def test_a_notice_before_a_round_has_begun_ends_the_attempt(stage: Callable[...,
 
 def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stage]) -> None:
     s = stage()
+    due: list[float | None] = []
 
     def freeze() -> None:
         for agent in s.agents.of.values():
             agent.frozen = True
         s.signals.append(signal.SIGUSR2)
 
-    result = s.run(3.0, freeze, 88.0, lambda: [setattr(a, "frozen", False) for a in s.agents.of.values()])
-    assert result.outcome is Outcome.PREEMPTED
+    result = s.run(3.0, freeze, 40.0, lambda: due.append(s.supervisor.due()))
+    assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "notice; the nodes did not answer in time")
+    assert due == [s.supervisor._notice_ends], "it wakes up for that though nothing comes"
 
 
 @pytest.mark.parametrize("meaning", [Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.PREEMPTED])
