@@ -33,26 +33,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
 
 
+def find_paths(args: argparse.Namespace) -> RunPaths:
+    """The run that is meant, whichever of its attempts was named. Raises UsageError where RUN means none."""
+    folder = find_run_dir(args.run, args.runs_dir)
+    return RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
+
+
+def job_of(status: RunStatus) -> JobId | None:
+    """The run's newest job; None where this account knows of none."""
+    if status.job_id is not None:
+        return JobId(status.job_id)
+    known = jobs_of(status.run_dir)
+    return JobId(known[0].job_id) if known else None
+
+
 def find_run_job(args: argparse.Namespace) -> RunJob:
     """The run that is meant, and its job.
 
     Raises:
         UsageError: RUN means none, or one that has no job.
     """
-    folder = find_run_dir(args.run, args.runs_dir)
-    paths = RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
+    paths = find_paths(args)
     status = read_status(paths, clock=SystemClock())
     if status.cluster == "local":
         raise UsageError(f"run {status.run_id} is no job: it runs where it was started; press Ctrl-C there")
-    job_id = status.job_id
-    if job_id is None:
-        known = jobs_of(str(paths.root))
-        job_id = known[0].job_id if known else None
-    if job_id is None:
+    job = job_of(status)
+    if job is None:
         raise UsageError(f"run {status.run_id} has no job that this account knows of; see squeue --me")
-    return RunJob(paths=paths, status=status, job=JobId(job_id))
+    return RunJob(paths=paths, status=status, job=job)
 
 
-def slurm_client() -> SlurmClient:
+def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
     """This cluster's."""
-    return CommandSlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=SLURM_SECONDS)
+    return CommandSlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=timeout)

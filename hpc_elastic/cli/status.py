@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
-import time
 
-from hpc_elastic.cli.run_argument import RUN_HELP, find_run_dir
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, tell
 from hpc_elastic.cli.status_text import status_json, status_lines
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
-from hpc_elastic.run_index import jobs_of
-from hpc_elastic.run_paths import RunPaths, attempt_number
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
-from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
-from hpc_elastic.slurm.job_state import JobState
+from hpc_elastic.slurm.job_state import JobState, seconds_until_end
 
 WATCH_SECONDS = 5.0
 """Between two looks of ``--watch``: some file operations, and one squeue."""
@@ -30,8 +25,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's arguments."""
-    parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+    run_job.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "-w", "--watch", action="store_true", help=f"again each {WATCH_SECONDS:g} s, until the run has ended"
@@ -45,10 +39,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: RUN means none.
     """
-    folder = find_run_dir(args.run, args.runs_dir)
-    paths = RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
+    paths = run_job.find_paths(args)
     clock = SystemClock()
-    client = None if args.no_slurm else CommandSlurmClient(SubprocessRunner(os.environ), clock, timeout=SLURM_SECONDS)
+    client = None if args.no_slurm else run_job.slurm_client(timeout=SLURM_SECONDS)
     while True:
         try:
             status = read_status(paths, clock=clock)
@@ -65,14 +58,11 @@ def ask_slurm(client: SlurmClient, status: RunStatus) -> JobState | None:
     """What Slurm says of the run's job; None where it knows nothing of it, or can't be asked: then that is said."""
     if status.cluster != "slurm" or status.state is RunState.ENDED:
         return None
-    job_id = status.job_id
-    if job_id is None:
-        known = jobs_of(status.run_dir)
-        job_id = known[0].job_id if known else None
-    if job_id is None:
+    job = run_job.job_of(status)
+    if job is None:
         return None
     try:
-        states = client.queue_states([JobId(job_id)])
+        states = client.queue_states([job])
     except SlurmMissingError:
         return None
     except SlurmError as error:
@@ -82,12 +72,9 @@ def ask_slurm(client: SlurmClient, status: RunStatus) -> JobState | None:
 
 
 def seconds_left(job: JobState | None, clock: Clock) -> float | None:
-    """Until the job's time limit, by this host's wall clock and time zone; None where there is none."""
-    try:
-        end = time.mktime(time.strptime(job.end_time if job and job.end_time else "", "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
-    return max(0.0, end - clock.time_ns() / 1e9)
+    """Until the job's time limit, never below 0; None where there is none."""
+    left = seconds_until_end(job, now_ns=clock.time_ns())
+    return None if left is None else max(0.0, left)
 
 
 def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bool, clears: bool) -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, Subprocess
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.job_environment import JobEnvironment
+from hpc_elastic.slurm.job_state import seconds_until_end
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,12 @@ class SlurmSite:
         # Slurm gives the notice up to a minute early. One that somebody sent by hand has nothing to do with the limit.
         try:
             state = self._hurried.job_state(self._id)
-            left = _until(state.end_time if state else None, self._clock)
+            left = seconds_until_end(state, now_ns=self._clock.time_ns())
         except SlurmError:
             left = None
-        return left if left is not None and left <= spec.signal_grace + EARLY_NOTICE else float(spec.signal_grace)
+        if left is None or left > spec.signal_grace + EARLY_NOTICE:
+            return float(spec.signal_grace)
+        return max(1.0, left)
 
     def requeue(self) -> str:
         # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
@@ -158,15 +160,6 @@ class SlurmSite:
         except SlurmError:
             return False
         return state is not None and state.restarts > self._job.restart_count
-
-
-def _until(moment: str | None, clock: Clock) -> float | None:
-    """Seconds until a time as ``scontrol`` gives it, in this host's time zone; at least 1."""
-    try:
-        at = time.mktime(time.strptime(moment or "", "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
-    return max(1.0, at - clock.time_ns() / 1e9)
 
 
 def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clock | None = None) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from hpc_elastic.rendezvous.notice import NoticeWord, decode_word
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, decode_failure
 from hpc_elastic.rendezvous.uid import node_of
 from hpc_elastic.store.base import Store, get_many
+
+T = TypeVar("T")
 
 
 class ClaimKind(str, Enum):
@@ -112,16 +113,32 @@ class FailureReader:
                 self._read[kind, uid] = failure
 
 
-class LeaveReader:
-    """Why nodes take themselves out of a round. What was read once is not read again: claims never change."""
+class ClaimReader(Generic[T]):
+    """What nodes say in claims of one kind. What was read once is not read again: claims never change."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self,
+        store: Store,
+        kind: ClaimKind,
+        decode: Callable[[Mapping[str, Any]], T | None],
+        *,
+        unreadable: T | None = None,
+    ) -> None:
+        """Args:
+        store: Where they are.
+        kind: Which ones.
+        decode: What such a claim says; None where it makes no sense.
+        unreadable: What stands for one that can't be read; None: it is left out.
+        """
         self._store = store
+        self._kind = kind
+        self._decode = decode
+        self._unreadable = unreadable
         self._round = -1
-        self._read: dict[str, str] = {}
+        self._read: dict[str, T] = {}
 
-    def read(self, round_index: int, claims: Claims) -> dict[str, str]:
-        """Uid → reason.
+    def read(self, round_index: int, claims: Claims) -> dict[str, T]:
+        """Uid → what it says.
 
         Args:
             round_index: Which round's.
@@ -129,40 +146,21 @@ class LeaveReader:
         """
         if round_index != self._round:
             self._round, self._read = round_index, {}
-        leaving = claims.get(ClaimKind.LEAVE.value, ())
-        unread = [uid for uid in leaving if uid not in self._read]
-        keys = [claim_key(round_index, ClaimKind.LEAVE, uid) for uid in unread]
+        uids = claims.get(self._kind.value, ())
+        unread = [uid for uid in uids if uid not in self._read]
+        keys = [claim_key(round_index, self._kind, uid) for uid in unread]
         for uid, raw in zip(unread, get_many(self._store, keys), strict=True):
             value = decode_object(raw)
-            if value is not None:
-                self._read[uid] = str(value.get("reason", ""))
-        return {uid: self._read.get(uid, "") for uid in leaving}
+            found = self._decode(value) if value is not None else None
+            if found is not None:
+                self._read[uid] = found
+        found_in = {uid: self._read.get(uid, self._unreadable) for uid in uids}
+        return {uid: word for uid, word in found_in.items() if word is not None}
 
 
-class NoticeReader:
-    """Where members' workers stand when there is a notice. What was read once is not read again."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._round = -1
-        self._read: dict[str, NoticeWord] = {}
-
-    def read(self, round_index: int, claims: Claims) -> dict[str, NoticeWord]:
-        """Uid → its word.
-
-        Args:
-            round_index: Which round's.
-            claims: What its folder's listing gave.
-        """
-        if round_index != self._round:
-            self._round, self._read = round_index, {}
-        unread = [uid for uid in claims.get(ClaimKind.NOTED.value, ()) if uid not in self._read]
-        keys = [claim_key(round_index, ClaimKind.NOTED, uid) for uid in unread]
-        for uid, raw in zip(unread, get_many(self._store, keys), strict=True):
-            word = decode_word(decode_object(raw))
-            if word is not None:
-                self._read[uid] = word
-        return dict(self._read)
+def decode_reason(value: Mapping[str, Any]) -> str:
+    """Why a node takes itself out."""
+    return str(value.get("reason", ""))
 
 
 def read_failures(store: Store, round_index: int, claims: Claims) -> dict[str, NodeFailure]:

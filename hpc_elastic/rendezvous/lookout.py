@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_elastic.rendezvous.claims import (
+    ClaimKind,
+    ClaimReader,
     Claims,
     FailureReader,
-    LeaveReader,
-    NoticeReader,
     claim_folder,
+    decode_reason,
     read_claims,
     read_confirmed,
 )
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
 from hpc_elastic.rendezvous.life_signs import LifeSigns
+from hpc_elastic.rendezvous.notice import decode_word
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.view import View
@@ -37,9 +39,9 @@ class Lookout:
         self._peers = peers
         self._life = life
         self._failures = FailureReader(store)
-        self._leaving = LeaveReader(store)
+        self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
         self._growth = GrowthSigns(store)
-        self._noted = NoticeReader(store)
+        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_word)
         self._dead: frozenset[str] = frozenset()
         self._status_since = life.mark
         self._lost_since = life.mark

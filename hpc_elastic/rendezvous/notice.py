@@ -49,16 +49,11 @@ class NoticeWord:
         return {"heeds": self.heeds, "step": self.step, "rate": round(self.rate, 3)}
 
 
-def decode_word(value: Mapping[str, Any] | None) -> NoticeWord | None:
+def decode_word(value: Mapping[str, Any]) -> NoticeWord | None:
     """A node's word, or None where it makes no sense."""
     try:
-        return (
-            None
-            if value is None
-            else NoticeWord(
-                heeds=bool(value["heeds"]), step=int(value["step"]), rate=min(1e9, max(0.0, float(value["rate"])))
-            )
-        )
+        rate = min(1e9, max(0.0, float(value["rate"])))
+        return NoticeWord(heeds=bool(value["heeds"]), step=int(value["step"]), rate=rate)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 

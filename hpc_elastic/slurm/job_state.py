@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -90,6 +91,20 @@ class JobState:
         return self.phase is JobPhase.PENDING and (
             self.reason.startswith("JobHeld") or self.reason.endswith((" held", "held state"))
         )
+
+
+def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
+    """Until the job's time limit; None where there is none, or it is not known. Below 0 when it is over.
+
+    Args:
+        job: As Slurm told it on this host, in this host's time zone.
+        now_ns: This host's wall clock.
+    """
+    try:
+        end = time.mktime(time.strptime(job.end_time if job and job.end_time else "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+    return end - now_ns / 1e9
 
 
 def parse_show_job(text: str) -> tuple[JobState, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.rendezvous.claims import ClaimKind, LeaveReader, claim_key, read_claims
+from hpc_elastic.rendezvous.claims import ClaimKind, ClaimReader, claim_key, decode_reason, read_claims
 from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.state import Outcome, Status
 from hpc_elastic.rendezvous.transitions import RoundEvent
@@ -55,7 +55,7 @@ def test_the_reason_is_read_once() -> None:
     store = MemoryStore()
     store.put_if_absent(claim_key(2, ClaimKind.LEAVE, uid(3)), '{"reason":"no GPU"}')
     store.put_if_absent(claim_key(2, ClaimKind.LEAVE, uid(1)), "nonsense")
-    reader = LeaveReader(store)
+    reader = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
     assert reader.read(2, read_claims(store, 2)) == {uid(3): "no GPU", uid(1): ""}
     store.delete(claim_key(2, ClaimKind.LEAVE, uid(3)))
     assert reader.read(2, {"leave": [uid(3)]}) == {uid(3): "no GPU"}

@@ -35,7 +35,7 @@ def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
     with_notice = replace(FINAL, notice=replace(NOTICE, step=7))
     assert decode_record(with_notice.number, with_notice.to_json(), run_id="r") == with_notice
     assert decode_word(HEEDS.to_json()) == HEEDS
-    for wrong in (None, {}, {"heeds": True}, {"heeds": True, "step": "x", "rate": 1}):
+    for wrong in ({}, {"heeds": True}, {"heeds": True, "step": "x", "rate": 1}):
         assert decode_word(wrong) is None
 
 
