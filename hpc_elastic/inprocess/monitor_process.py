@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
+from hpc_elastic.readable import wait_readable
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +308,7 @@ class _Monitor:
     def _mourn(self, cause: Interruption) -> None:
         """Do the dead rank's part in its iteration, and in the next one where it had got past this one's end."""
         # What it said last may still be in the pipe.
-        while select.select([self._reader], [], [], 0)[0] and self._take_news():
+        while wait_readable([self._reader], 0) and self._take_news():
             pass
         place, store = self._place, self._store
         if place is None or self._has_goodbye:
