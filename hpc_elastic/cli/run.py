@@ -7,15 +7,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpc_elastic.cli import job_options
-from hpc_elastic.cli.option_table import Parsed
-from hpc_elastic.cli.run_request import (
+from hpc_elastic.cli.command_line import read_command_line, say
+from hpc_elastic.configuration import job_options
+from hpc_elastic.configuration.option_table import Parsed
+from hpc_elastic.configuration.run_request import (
     asked_cluster,
     build_spec,
     notice_seconds,
-    read_command_line,
     runs_directory,
-    say,
     working_directory,
 )
 from hpc_elastic.errors import UsageError

@@ -11,9 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from hpc_elastic.cli import job_options, option_table, worker_options
 from hpc_elastic.cli import main as cli
 from hpc_elastic.cli.arguments import argument_parser
+from hpc_elastic.configuration import job_options, option_table, worker_options
 from hpc_elastic.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent.parent

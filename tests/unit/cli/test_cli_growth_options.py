@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli import job_options, worker_options
-from hpc_elastic.cli.option_table import Parsed, parse
 from hpc_elastic.cli.run import _nodes_of
+from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic.configuration.option_table import Parsed, parse
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.run_spec import RunSpec

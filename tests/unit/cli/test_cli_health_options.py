@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.option_table import parse
-from hpc_elastic.cli.worker_options import OPTIONS, REFUSED, worker_fields
+from hpc_elastic.configuration.option_table import parse
+from hpc_elastic.configuration.worker_options import OPTIONS, REFUSED, worker_fields
 from hpc_elastic.errors import UsageError
 
 

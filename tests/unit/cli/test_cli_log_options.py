@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.option_table import parse
-from hpc_elastic.cli.worker_options import OPTIONS, REFUSED, worker_fields
+from hpc_elastic.configuration.option_table import parse
+from hpc_elastic.configuration.worker_options import OPTIONS, REFUSED, worker_fields
 from hpc_elastic.errors import UsageError
 from hpc_elastic.log_pieces import PieceLimit
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, load_run_spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.option_table import Option, Parsed, parse, render_help
+from hpc_elastic.configuration.option_table import Option, Parsed, parse, render_help
 from hpc_elastic.errors import UsageError
 
 TABLE = (

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli import job_options, worker_options
-from hpc_elastic.cli.option_table import Parsed, parse
-from hpc_elastic.cli.run_request import (
+from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic.configuration.option_table import Parsed, parse
+from hpc_elastic.configuration.run_request import (
     asked_cluster,
     build_spec,
     notice_seconds,

@@ -10,7 +10,7 @@ from typing import Any
 from hpc_elastic.agent.hang import parse_section_timeouts
 from hpc_elastic.agent.health import parse_health_checks, parse_health_command
 from hpc_elastic.agent.metrics import metrics_from_option
-from hpc_elastic.cli.option_table import Option, Parsed
+from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.log_pieces import parse_count, parse_size
 from hpc_elastic.processes.std_streams import parse_local_ranks, parse_std_streams

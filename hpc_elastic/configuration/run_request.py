@@ -1,4 +1,4 @@
-"""From a command line to a `RunSpec`: what `submit` and `run` have in common."""
+"""From options to a `RunSpec`: what `submit`, `run` and Python programs have in common."""
 
 from __future__ import annotations
 
@@ -7,42 +7,18 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_elastic.cli import job_options, worker_options
-from hpc_elastic.cli.option_table import Parsed, parse, render_help
+from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic.configuration.option_table import Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_index import DEFAULT_RUNS_DIR
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
-_GROUPS = {
-    worker_options.GROUP: "workers, as in torchrun (names with _ too; [PET_...]: a variable that gives the default)",
-    job_options.GROUP: "job, as in sbatch",
-    job_options.OWN_GROUP: "run",
-}
 _CLUSTERS = ("auto", "slurm", "local")
 _MAX_GRACE = 65535  # sbatch's own limit for --signal
-
-
-def read_command_line(
-    argv: Sequence[str], *, subcommand: str, description: str, env: Mapping[str, str]
-) -> Parsed | None:
-    """Read it; None where ``--help`` was asked for and printed.
-
-    Raises:
-        UsageError: an option that is unknown, refused or without its value.
-    """
-    options = (*worker_options.OPTIONS, *job_options.OPTIONS)
-    if subcommand == "run":
-        options = tuple(option for option in options if option.dest not in job_options.SUBMIT_ONLY)
-    parsed = parse(argv, options, refused=worker_options.REFUSED, env=env)
-    if not parsed.help:
-        return parsed
-    usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
-    sys.stdout.write(render_help(usage, description, options, _GROUPS))
-    return None
 
 
 def asked_cluster(parsed: Parsed) -> str:
@@ -133,12 +109,6 @@ def notice_seconds(parsed: Parsed) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_GRACE):
         raise UsageError(f"--grace {text}: give whole seconds from 1 to {_MAX_GRACE}")
     return int(text)
-
-
-def say(text: str) -> None:
-    """One line for the person, on stderr: stdout is for what was asked for."""
-    sys.stderr.write(f"hpc-elastic: {text}\n")
-    sys.stderr.flush()
 
 
 def _site_says_no_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:

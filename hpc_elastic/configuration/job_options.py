@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.cli.option_table import Option, Parsed
+from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.node_range import MAX_NODES
 from hpc_elastic.slurm.sbatch import SbatchOptions
