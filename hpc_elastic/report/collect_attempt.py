@@ -32,6 +32,8 @@ class AttemptBuilder:
     decision: str = ""
     rounds: dict[int, RoundBuilder] = field(default_factory=dict)
     agent_ends: list[AgentEnd] = field(default_factory=list)
+    replaced_ends: list[AgentEnd] = field(default_factory=list)
+    """Those after which another agent was started on the node: they were there, and took part."""
     relaunched: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     output_lost: list[OutputLoss] = field(default_factory=list)
@@ -83,7 +85,7 @@ class AttemptBuilder:
         self._tell_once_who_left()
         bad_ends: dict[int, list[AgentEnd]] = {}
         for end in self.agent_ends:
-            if end.code != 0:
+            if end.code != 0 and (end.code is not None or end in self.replaced_ends):
                 bad_ends.setdefault(end.node, []).append(end)
         cut_short = {node: self._cut_short(node) for node in bad_ends}
         # A round that was opened but never became final had no workers: it is only what came after the one before.
@@ -122,7 +124,7 @@ class AttemptBuilder:
         self, part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
     ) -> RoundHistory:
         """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
-        lost = [self._named(loss, bad_ends) for loss in part.lost_nodes]
+        lost = [self._named(loss, bad_ends, cut_short) for loss in part.lost_nodes]
         if bad_ends:
             lost += _dead_agents(part, bad_ends, cut_short)
         if lost:
@@ -145,12 +147,16 @@ class AttemptBuilder:
         mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
         return [index for index in mine[:-1] if node not in self.rounds[index].ended]
 
-    def _named(self, loss: NodeLoss, bad_ends: Mapping[int, Sequence[AgentEnd]]) -> NodeLoss:
+    def _named(
+        self, loss: NodeLoss, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
+    ) -> NodeLoss:
         host = loss.host or self.name_of(loss.node)
-        code = next((end.code for end in bad_ends.get(loss.node, ())), None)
-        if code is None or loss.left:
+        ends = bad_ends.get(loss.node, ())
+        # Its agent may have died and been started again before: each end goes with a round of its own.
+        earlier = [index for index in cut_short.get(loss.node, ()) if index < loss.round]
+        if len(earlier) >= len(ends) or loss.left:
             return replace(loss, host=host)
-        return replace(loss, host=host, detail=_code_text(code))
+        return replace(loss, host=host, detail=_end_text(ends[len(earlier)]))
 
 
 def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:
@@ -179,7 +185,7 @@ def _dead_agents(
                 node=node.node,
                 host=node.host,
                 seen_ns=end.seen_ns,
-                detail=_code_text(end.code),
+                detail=_end_text(end),
                 agent_only=True,
                 observer=SUPERVISOR,
             )
@@ -187,11 +193,13 @@ def _dead_agents(
     return lost
 
 
-def _code_text(code: int) -> str:
-    if code == UNHEALTHY_CODE:
+def _end_text(end: AgentEnd) -> str:
+    if end.code is None:
+        return end.detail or "its agent ended"
+    if end.code == UNHEALTHY_CODE:
         return "its agent took it out: a health check failed"
-    name = signal_name(signal_of(code))
-    return f"its agent was ended by {name}" if name else f"its agent ended with code {code}"
+    name = signal_name(signal_of(end.code))
+    return f"its agent was ended by {name}" if name else f"its agent ended with code {end.code}"
 
 
 def _attempt_started(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
@@ -201,17 +209,20 @@ def _attempt_started(builder: AttemptBuilder, event: dict[str, Any], when: int) 
 
 
 def _agent_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    code = integer(event.get("code"))
-    if code is None:
+    code, detail = integer(event.get("code")), text_of(event.get("detail"))
+    if code is None and not detail:
         return
     name, node = text_of(event.get("name")), integer(event.get("node"))
     if name in builder.nodes and (node is None or node < 0):
         node = builder.nodes.index(name)
-    builder.agent_ends.append(AgentEnd(node=-1 if node is None else node, name=name, code=code, seen_ns=when))
+    end = AgentEnd(node=-1 if node is None else node, name=name, code=code, seen_ns=when, detail=detail)
+    builder.agent_ends.append(end)
 
 
 def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.relaunched.append(text_of(event.get("name")))
+    name = text_of(event.get("name"))
+    builder.relaunched.append(name)
+    builder.replaced_ends += [end for end in reversed(builder.agent_ends) if end.name == name][:1]
 
 
 def _notice(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:

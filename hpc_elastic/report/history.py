@@ -158,8 +158,11 @@ class AgentEnd:
 
     node: int
     name: str
-    code: int
+    code: int | None
+    """None: its step ended, and nobody told with what it ended itself."""
     seen_ns: int
+    detail: str = ""
+    """In words, as ``its step ended, srun: SIGKILL``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

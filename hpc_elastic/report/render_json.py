@@ -132,7 +132,8 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         "notices": list(attempt.notices),
         "output_lost": losses_json(attempt.output_lost),
         "agents_ended": [
-            {"node": end.node, "name": end.name, "code": end.code, "seen_ns": end.seen_ns} for end in attempt.agent_ends
+            {"node": end.node, "name": end.name, "code": end.code, "detail": end.detail or None, "seen_ns": end.seen_ns}
+            for end in attempt.agent_ends
         ],
         "agents_relaunched": list(attempt.relaunched),
         "problems": list(attempt.problems),

@@ -8,7 +8,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clock_text import whose_clock
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.fold import rank_ranges
-from hpc_elastic.report.history import AttemptHistory, RoundHistory
+from hpc_elastic.report.history import AgentEnd, AttemptHistory, RoundHistory
 from hpc_elastic.report.render_text_words import (
     clean_line,
     clean_lines,
@@ -58,7 +58,7 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         reason = shown.reason if shown is not None and shown.reason else describe_end(shown)
         found = [f"  none of the workers: {verdict.evidence}", *wrapped("reason", reason, width)]
         ends = [end for end in shown.agent_ends if end.code != 0] if shown is not None else []
-        found += [fit(f"  the agent on {clean_line(end.name)} ended with code {end.code}", width) for end in ends[:3]]
+        found += [fit(f"  the agent on {clean_line(end.name)} ended{_with_code(end)}", width) for end in ends[:3]]
         return found
     fields = [
         *headline(failure.headline, width),
@@ -81,6 +81,10 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         fields += [fit(text_field("caused by", clean_line(cause)), width) for cause in found_text.causes[:2]]
     left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(fields)))
     return fields + _traceback(failure, width, left, lost=_lost_stderr(subject.attempt, failure))
+
+
+def _with_code(end: AgentEnd) -> str:
+    return f" with code {end.code}" if end.code is not None else f": {clean_line(end.detail)}"
 
 
 def _whose_clock(subject: Subject, failure: WorkerFailure) -> str:

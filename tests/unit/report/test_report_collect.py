@@ -130,6 +130,35 @@ def test_an_agent_that_died_and_was_started_again(builder: RunBuilder) -> None:
     assert first.decision.action == "continue"
 
 
+def test_agents_whose_srun_was_killed_are_told_and_take_no_later_death_for_theirs(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for node in range(4):
+        ended = {"name": f"n{node + 1}", "code": None, "detail": "its step ended, srun: SIGKILL"}
+        builder.event(0, "supervisor", node, 30, "agent_ended", **ended)
+        builder.event(0, "supervisor", node, 30.2, "agent_relaunched", name=f"n{node + 1}")
+    builder.round(0, 1, at=31, reason="n1 has a new agent")
+    builder.event(0, "supervisor", 2, 50, "agent_ended", name="n3", code=-9, detail="Killed")
+    builder.event(0, "supervisor", 2, 50.2, "agent_relaunched", name="n3")
+    for node in (0, 1, 3):
+        builder.event(0, "agent", node, 50.3, "workers_stopped", round=1, seconds=0.1)
+    builder.round(0, 2, at=51, reason="n3 has a new agent")
+    builder.event(0, "agent", 0, 70, "node_lost", round=2, node=2, host="n3", age=3.5)
+    for node in (0, 1, 3):
+        builder.event(0, "agent", node, 70.3, "workers_stopped", round=2, seconds=0.1)
+    # It never got there, and took part in nothing.
+    builder.event(0, "supervisor", 3, 71, "agent_ended", name="n4", code=None, detail="Task launch failed")
+    told = [
+        [(loss.host, loss.agent_only, loss.detail) for loss in part.lost_nodes]
+        for part in collect_run(builder.root).attempts[0].rounds
+    ]
+    assert told == [
+        [(f"n{node}", True, "its step ended, srun: SIGKILL") for node in (1, 2, 3, 4)],
+        [("n3", True, "its agent was ended by SIGKILL")],
+        [("n3", False, "")],
+    ]
+
+
 def test_agents_that_end_with_their_run_are_no_losses(builder: RunBuilder) -> None:
     two_rounds(builder)
     for node in range(4):

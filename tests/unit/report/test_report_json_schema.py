@@ -106,7 +106,7 @@ ATTEMPT: dict[str, Any] = {
             "streams": [STREAM],
         }
     ],
-    "agents_ended": [{"node": INT, "name": TEXT, "code": INT, "seen_ns": INT}],
+    "agents_ended": [{"node": INT, "name": TEXT, "code": "int?", "detail": "str?", "seen_ns": INT}],
     "agents_relaunched": [TEXT],
     "problems": [TEXT],
     "clocks": (
