@@ -1,4 +1,4 @@
-"""Writes the pages that follow from the code: cli.md, states.md and known-failures.md in docs/reference.
+"""Writes the pages of docs/reference that follow from the code: cli, configuration, states and known-failures.
 
 ::
 
@@ -25,6 +25,9 @@ sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
 from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
+from hpc_elastic.configuration.all_options import ALL_OPTIONS  # noqa: E402
+from hpc_elastic.configuration.defaults import default_of  # noqa: E402
+from hpc_elastic.configuration.keys import Keys, key_of, variable_of  # noqa: E402
 from hpc_elastic.failures import known_words  # noqa: E402
 from hpc_elastic.rendezvous import transitions  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
@@ -50,6 +53,44 @@ CLI_INTRODUCTION = """\
 Long options are taken with `-` and with `_`. The script, or `--`, ends our options: what follows is the script's own,
 untouched. A variable in brackets, as in `[PET_NNODES]`, gives the value where the option is not there. Wrong usage is
 one line on stderr and exit code 2; the other codes are [here](exit-codes.md).
+"""
+
+CONFIGURATION_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by docs/generate.py from the tables of options in hpc_elastic/configuration/; do not edit. -->
+
+Every option of `submit` and `run` can be given outside the command line, too. A later layer wins:
+
+1. defaults, as below
+2. the site's file: the first `hpc_elastic/config.toml` in `$XDG_CONFIG_DIRS` (default `/etc/xdg`);
+   `$HPC_ELASTIC_SITE_CONFIG` names another
+3. the user's: `$XDG_CONFIG_HOME/hpc_elastic/config.toml` (default `~/.config`); `$HPC_ELASTIC_USER_CONFIG` names another
+4. the project's: `hpc_elastic.toml`, or `[tool.hpc-elastic]` in `pyproject.toml`, the first from the working directory
+   upwards, as far as the folder with `.git` or your home; `$HPC_ELASTIC_PROJECT_CONFIG` names another
+5. a profile: the tables `[profile.NAME]` of these files, in their order, where `--profile NAME`, `$HPC_ELASTIC_PROFILE`
+   or a file's `default-profile = "NAME"` asks for it
+6. the environment: `HPC_ELASTIC_...` as below; where that is unset, torchrun's `PET_...`, and for the job sbatch's own
+   `SBATCH_...`
+7. the [command line](cli.md), or in Python the arguments
+
+A variable that names a file and is empty means: no such file. A value replaces those of lower layers whole, lists too;
+an empty string, an empty list and `exclusive = false` mean that the option is not given at all.
+
+`hpc-elastic config` shows every value with the file and line, variable or option that it comes from. With `--json` it
+is one object: `profile`, `files` (`layer`, `path`, `state`), and in `settings` by key the `value`, its `layer`, `where`
+and `profile`. What is wrong is one line on stderr, and exit code 2: an unknown key, with the nearest name; a value of
+the wrong type; a value that the option refuses.
+
+In files, keys are written with `-` or `_`, and values are TOML's: strings in quotes, numbers plain, `true` or `false`
+for switches, an array of strings for what may be repeated. In `runs-dir`, `chdir` and `python`, `~` and `$NAME` are
+expanded; in the project's file they are relative to that file, in the others to the working directory.
+
+What files say is executed in your name. So a file must belong to you, to root, or to whom its folder belongs; another
+one is refused with one line, and not skipped in silence.
+
+Agents and workers read none of this: what holds for a run is in its run.json, on every node and in every attempt.
+
 """
 
 STATES_INTRODUCTION = """\
@@ -101,6 +142,22 @@ def cli_page() -> str:
         shown[module] = name
         parts.append(f"## {name}\n\n```text\n{help_text(name)}\n```\n")
     return "\n".join(parts)
+
+
+def configuration_page() -> str:
+    """Every key, as a table."""
+    lines = ["| key | variable | value | default | |", "| --- | --- | --- | --- | --- |"]
+    for option in Keys(ALL_OPTIONS).options():
+        if not option.in_files:
+            continue
+        variables = [f"`{name}`" for name in (variable_of(option), option.env) if name]
+        value = "true or false" if option.metavar is None else f"`{option.metavar}`".replace("|", "\\|")
+        value += ", or several" if option.repeatable else ", or true" if option.optional_value else ""
+        default = default_of(option)
+        shown = "" if default is None else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        text = option.help.replace("|", "\\|")
+        lines.append(f"| `{key_of(option)}` | {', '.join(variables)} | {value} | {shown} | {text} |")
+    return "\n".join([CONFIGURATION_INTRODUCTION + "## Keys\n", *lines, ""])
 
 
 def diagram(table: Mapping[Enum, Mapping[Enum, Enum]], first: Enum) -> str:
@@ -164,6 +221,7 @@ def known_failures_page() -> str:
 
 PAGES = {
     "docs/reference/cli.md": cli_page,
+    "docs/reference/configuration.md": configuration_page,
     "docs/reference/states.md": states_page,
     "docs/reference/known-failures.md": known_failures_page,
 }

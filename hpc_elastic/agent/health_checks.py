@@ -47,7 +47,7 @@ from hpc_elastic.processes.tags import TAG_VARIABLE
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.self_command import module_command
 
-TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_CHECK"
+TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_TOKEN"
 """Marks a check's process and all that it starts; another value each time."""
 AGAIN_SECONDS = 1.0
 """A lack of room or memory is looked at again so much later: what ended workers held may still be on its way back."""

@@ -6,31 +6,35 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
 from hpc_elastic.configuration.option_table import Parsed, parse, render_help
+from hpc_elastic.configuration.resolve import resolve
+from hpc_elastic.configuration.run_request import current_directory
 
-_GROUPS = {
+GROUPS = {
     worker_options.GROUP: "workers, as in torchrun (names with _ too; [PET_...]: a variable that gives the default)",
     job_options.GROUP: "job, as in sbatch",
-    job_options.OWN_GROUP: "run",
+    job_options.OWN_GROUP: "run (each option can also be set in a file, or as HPC_ELASTIC_MAX_RESTARTS; "
+    "hpc-elastic config shows where its value comes from)",
 }
 
 
 def read_command_line(
     argv: Sequence[str], *, subcommand: str, description: str, env: Mapping[str, str]
 ) -> Parsed | None:
-    """Read it; None where ``--help`` was asked for and printed.
+    """Read it, and the layers below it; None where ``--help`` was asked for and printed.
 
     Raises:
-        UsageError: an option that is unknown, refused or without its value.
+        UsageError: an option that is unknown, refused or without its value; something is wrong in a file.
     """
-    options = (*worker_options.OPTIONS, *job_options.OPTIONS)
-    if subcommand == "run":
-        options = tuple(option for option in options if option.dest not in job_options.SUBMIT_ONLY)
-    parsed = parse(argv, options, refused=worker_options.REFUSED, env=env)
-    if not parsed.help:
-        return parsed
+    left_out = job_options.SUBMIT_ONLY if subcommand == "run" else ()
+    options = tuple(option for option in ALL_OPTIONS if option.dest not in left_out)
+    given = parse(argv, options, refused=worker_options.REFUSED, env={})
+    if not given.help:
+        here = current_directory(env)
+        return resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
     usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
-    sys.stdout.write(render_help(usage, description, options, _GROUPS))
+    sys.stdout.write(render_help(usage, description, options, GROUPS))
     return None
 
 

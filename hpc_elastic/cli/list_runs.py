@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.status_text import status_json
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
@@ -23,7 +24,9 @@ MOST = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The subcommand's arguments."""
     states = "|".join(state.value for state in RunState)
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+    )
     parser.add_argument("--state", metavar=states, help="only runs in one of these states, as in training,meeting")
     parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id has this in it")
     parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """
     wanted = _states(args.state)
     most = _limit(args.limit)
-    folder = os.path.abspath(args.runs_dir or DEFAULT_RUNS_DIR)
+    folder = os.path.abspath(runs_folder(args.runs_dir) or DEFAULT_RUNS_DIR)
     try:
         names = sorted(os.listdir(folder), reverse=True)  # ids begin with the time
     except OSError as error:

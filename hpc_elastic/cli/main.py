@@ -28,6 +28,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "list": ("list_runs", "the runs in a folder, each with its state"),
     "cancel": ("cancel", "end a run's job: its workers get SIGTERM, and the report is written"),
     "requeue": ("requeue", "have a run's workers save and its job requeued; or start one that has ended again"),
+    "config": ("config", "what every option's value is, and where it comes from: files, variables, command line"),
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
 _HIDDEN: dict[str, str] = {"batch": "batch"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_elastic.cli.command_line import read_command_line, say
 from hpc_elastic.configuration import job_options
-from hpc_elastic.configuration.option_table import Parsed
+from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import (
     asked_cluster,
     build_spec,
@@ -36,12 +36,13 @@ def main(argv: Sequence[str]) -> int:
     parsed = read_command_line(argv, subcommand="run", description=DESCRIPTION, env=env)
     if parsed is None:
         return 0
-    cluster = asked_cluster(parsed)
-    if cluster == "slurm" and not in_job(env):
-        raise UsageError("--cluster slurm: this is no Slurm allocation; use hpc-elastic submit, or salloc first")
-    if cluster == "local" or not in_job(env):
-        return run_here(parsed, env)
-    return _run_in_allocation(parsed, env)
+    with explaining(parsed):
+        cluster = asked_cluster(parsed)
+        if cluster == "slurm" and not in_job(env):
+            raise UsageError("--cluster slurm: this is no Slurm allocation; use hpc-elastic submit, or salloc first")
+        if cluster == "local" or not in_job(env):
+            return run_here(parsed, env)
+        return _run_in_allocation(parsed, env)
 
 
 def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -> int:

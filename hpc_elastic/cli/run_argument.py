@@ -50,7 +50,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, attempt_help: str) -> 
     """RUN, ``--attempt`` and ``--runs-dir``."""
     parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
     parser.add_argument("--attempt", type=whole_number, metavar="N", help=attempt_help)
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+    )
 
 
 def asked_run(args: argparse.Namespace) -> AskedRun:
@@ -100,11 +102,24 @@ def find_run_dir(text: str, runs_dir: str | None) -> Path:
             return path
         from hpc_elastic.run_index import find
 
-        return find(text, Path(runs_dir) if runs_dir is not None else None)
+        return find(text, runs_folder(runs_dir))
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} can't be read: {error.strerror}; a run's files are their owner's alone: ask for a copy"
         ) from None
+
+
+def runs_folder(given: str | None) -> Path | None:
+    """``--runs-dir``, or where the configuration says that runs are; None: nowhere.
+
+    Raises:
+        UsageError: something is wrong in a configuration file.
+    """
+    if given is None:
+        from hpc_elastic.configuration.resolve import configured_runs_dir
+
+        given = configured_runs_dir(os.environ, Path.cwd())
+    return Path(given) if given is not None else None
 
 
 def _is_run_dir(path: Path) -> bool:

@@ -30,7 +30,9 @@ class RunJob:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """RUN and ``--runs-dir``."""
     parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
-    parser.add_argument("--runs-dir", metavar="DIR", help="where runs are (default: ./runs)")
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+    )
 
 
 def find_paths(args: argparse.Namespace) -> RunPaths:

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpc_elastic.atomic_file import write_private
 from hpc_elastic.cli.command_line import read_command_line, say
 from hpc_elastic.configuration import job_options
-from hpc_elastic.configuration.option_table import Parsed
+from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import (
     asked_cluster,
     build_spec,
@@ -46,17 +46,18 @@ def main(argv: Sequence[str]) -> int:
     parsed = read_command_line(argv, subcommand="submit", description=DESCRIPTION, env=env)
     if parsed is None:
         return 0
-    cluster = asked_cluster(parsed)
-    have_sbatch = shutil.which("sbatch", path=env.get("PATH")) is not None
-    if cluster == "auto":
-        cluster = "slurm" if have_sbatch else "local"
-        if not have_sbatch:
-            say("no sbatch here, so the run is done on this machine (--cluster local)")
-    if cluster == "local":
-        from hpc_elastic.cli.run import run_here
+    with explaining(parsed):
+        cluster = asked_cluster(parsed)
+        have_sbatch = shutil.which("sbatch", path=env.get("PATH")) is not None
+        if cluster == "auto":
+            cluster = "slurm" if have_sbatch else "local"
+            if not have_sbatch:
+                say("no sbatch here, so the run is done on this machine (--cluster local)")
+        if cluster == "local":
+            from hpc_elastic.cli.run import run_here
 
-        return run_here(parsed, env, dry_run=parsed.flag("dry_run"))
-    return _submit(parsed, env, have_sbatch=have_sbatch)
+            return run_here(parsed, env, dry_run=parsed.flag("dry_run"))
+        return _submit(parsed, env, have_sbatch=have_sbatch)
 
 
 def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int:

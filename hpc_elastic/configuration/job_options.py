@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.node_range import MAX_NODES
-from hpc_elastic.slurm.sbatch import SbatchOptions
+from hpc_elastic.slurm.sbatch import SbatchOptions, sbatch_variables
 from hpc_elastic.slurm.time_limit import check_time_option
 
 GROUP = "job"
@@ -73,19 +75,23 @@ OPTIONS = (
         help="an option for the srun that starts the agents; repeatable",
     ),
     Option(
+        names=("--profile",), dest="profile", metavar="NAME", group=OWN_GROUP, in_files=False,
+        help="take the [profile.NAME] tables of the configuration files as well [HPC_ELASTIC_PROFILE]",
+    ),
+    Option(
         names=("--cluster",), dest="cluster", metavar="auto|slurm|local", group=OWN_GROUP,
         help="where it runs: auto takes Slurm where there is one, else this machine",
     ),
     Option(
         names=("--runs-dir", "--log-dir"), dest="runs_dir", metavar="DIR", group=OWN_GROUP, env="PET_LOG_DIR",
-        help="where run directories are made (default ./runs); all nodes must see it",
+        path=True, help="where run directories are made (default ./runs); all nodes must see it",
     ),
     Option(
         names=("--run-id", "--rdzv-id"), dest="run_id", metavar="ID", group=OWN_GROUP, env="PET_RDZV_ID",
-        help="the run directory's name (default: time, name and four random digits); must be new",
+        in_files=False, help="the run directory's name (default: time, name and four random digits); must be new",
     ),
     Option(
-        names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=OWN_GROUP,
+        names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=OWN_GROUP, path=True,
         help="the workers' working directory (default: this one)",
     ),
     Option(
@@ -93,7 +99,7 @@ OPTIONS = (
         help="accept a run directory that looks as if only this machine saw it",
     ),
     Option(
-        names=("--dry-run",), dest="dry_run", group=OWN_GROUP,
+        names=("--dry-run",), dest="dry_run", group=OWN_GROUP, in_files=False,
         help="print the script and the command, and change nothing",
     ),
     Option(
@@ -102,6 +108,13 @@ OPTIONS = (
     ),
     Option(names=("--follow",), dest="follow", group=OWN_GROUP, help="--wait, and print the job log as it grows"),
 )  # fmt: skip
+
+SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    **{dest: sbatch_variables(dest) for dest in (names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN)},
+    "exclusive": ("SBATCH_EXCLUSIVE",),
+    "requeue": ("SBATCH_NO_REQUEUE", "SBATCH_REQUEUE"),
+}
+"""`Option.dest` → the variables by which sbatch is given the same."""
 
 SUBMIT_ONLY = ("dry_run", "wait", "follow", "allow_local_runs_dir")
 """What `run` does not take."""
@@ -174,7 +187,9 @@ def wants_requeue(parsed: Parsed) -> bool:
 
 
 def only_for_slurm(parsed: Parsed) -> list[str]:
-    """The options given that mean nothing without Slurm, as the user wrote them.
+    """The options on the command line that mean nothing without Slurm, as the user wrote them.
+
+    What a configuration file says of the cluster is not meant for this run.
 
     Raises:
         UsageError: one is wrong in any case: ``-t 0:3`` was meant for torchrun's ``--tee``.
@@ -184,4 +199,4 @@ def only_for_slurm(parsed: Parsed) -> list[str]:
         check_time_option(time_limit, option=parsed.sources["time"])
     meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
     meaningless |= {"exclusive", "sbatch_args", "srun_args", "wait", "follow"}
-    return [source for dest, source in parsed.sources.items() if dest in meaningless]
+    return [source for dest, source in parsed.sources.items() if dest in meaningless and parsed.from_command_line(dest)]

@@ -6,7 +6,8 @@ accepts abbreviations that the next version may make ambiguous.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from hpc_elastic.errors import UsageError
@@ -29,7 +30,11 @@ class Option:
     """``--exclusive`` and ``--exclusive=user``."""
     repeatable: bool = False
     env: str | None = None
-    """The variable that gives the value where the option is not there."""
+    """torchrun's variable that gives the value where the option is not there; ours follows from the name."""
+    path: bool = False
+    """A file or folder: ``~`` and variables are expanded where it stands in a configuration file."""
+    in_files: bool = True
+    """Whether it may stand in a configuration file: not where it holds for one run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,8 @@ class Parsed:
     command: tuple[str, ...]
     """The script and its arguments, untouched."""
     help: bool = False
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
 
     def get(self, dest: str) -> str | None:
         """The last value given, or None."""
@@ -58,6 +65,33 @@ class Parsed:
     def source(self, dest: str, default: str) -> str:
         """How the user called the option, for a message about its value."""
         return self.sources.get(dest, default)
+
+    def from_command_line(self, dest: str) -> bool:
+        """Whether the option was given there, and not by a file or a variable."""
+        return self.sources.get(dest, "").startswith("-")
+
+    def explained(self, error: UsageError) -> UsageError:
+        """The same error, naming what the user wrote where it names an option that a file or a variable gave.
+
+        Whoever checks a value far from here knows its option alone: ``--mem 3X: …`` → ``hpc.toml:4: mem = 3X: …``.
+        """
+        name, blank, rest = str(error).partition(" ")
+        written = self.named.get(name.removesuffix(":"))
+        if written is None or type(error) is not UsageError:
+            return error
+        return UsageError(f"{written}{':' if name.endswith(':') else ''}{blank}{rest}")
+
+
+@contextmanager
+def explaining(parsed: Parsed) -> Iterator[None]:
+    """Within, a UsageError about an option names what gave it (`Parsed.explained`)."""
+    try:
+        yield
+    except UsageError as error:
+        explained = parsed.explained(error)
+        if explained is error:
+            raise
+        raise explained from None
 
 
 @dataclass(slots=True)

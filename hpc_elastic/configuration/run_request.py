@@ -15,6 +15,8 @@ from hpc_elastic.configuration.option_table import Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_index import DEFAULT_RUNS_DIR
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.slurm.node_range import parse_nodes
+from hpc_elastic.slurm.sbatch import sbatch_arguments, sbatch_line
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _CLUSTERS = ("auto", "slurm", "local")
@@ -29,8 +31,8 @@ def asked_cluster(parsed: Parsed) -> str:
     return cluster
 
 
-def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
-    """Where the workers run: absolute, by the name that the shell uses, which is the one that all nodes know.
+def current_directory(env: Mapping[str, str]) -> Path:
+    """This process' own: absolute, by the name that the shell uses, which is the one that all nodes know.
 
     (A home may be mounted at another path on each host, with one symbolic link for people.)
     """
@@ -40,8 +42,13 @@ def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
             here = os.getcwd()
     except OSError:
         here = os.getcwd()
+    return Path(here)
+
+
+def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
+    """Where the workers run: absolute, by the name that all nodes know."""
     chosen = parsed.get("chdir")
-    path = Path(os.path.normpath(os.path.join(here, chosen or "")))
+    path = Path(os.path.normpath(current_directory(env) / (chosen or "")))
     if not path.is_dir():
         raise UsageError(f"--chdir {chosen}: no such folder")
     return path
@@ -88,6 +95,23 @@ def build_spec(
         srun_args=parsed.all("srun_args"),
         **worker_options.worker_fields(parsed),
     )
+
+
+def check_values(parsed: Parsed) -> None:
+    """Everything that can be told of the options without a script.
+
+    Raises:
+        UsageError: a value that can't be right.
+    """
+    nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
+    asked_cluster(parsed)
+    job_options.segment_nodes(parsed, nodes)
+    worker_options.worker_fields(parsed)
+    options = job_options.sbatch_options(
+        parsed, nodes=nodes, job_name=parsed.get("job_name") or "run", grace=notice_seconds(parsed)
+    )
+    for argument in sbatch_arguments(options):
+        sbatch_line(argument)
 
 
 def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:

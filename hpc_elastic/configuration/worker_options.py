@@ -92,7 +92,7 @@ OPTIONS = (
         help="accepted as in torchrun: a script always runs as __main__",
     ),
     Option(
-        group=GROUP, names=("--python",), dest="python", metavar="PATH",
+        group=GROUP, names=("--python",), dest="python", metavar="PATH", path=True,
         help="the workers' interpreter (default: the one that runs this command)",
     ),
     Option(

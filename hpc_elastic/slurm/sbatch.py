@@ -86,8 +86,7 @@ class SbatchOptions:
         names = ["SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"]
         names += ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_SIGNAL", "SBATCH_WAIT"]
         for name in _given(self):
-            names.append(f"SBATCH_{name.upper()}")
-            names += _OTHER_VARIABLES.get(name, ())
+            names += sbatch_variables(name)
         return tuple(dict.fromkeys(names))
 
 
@@ -97,6 +96,13 @@ _OTHER_VARIABLES = {
     "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
     "gpus_per_node": ("SBATCH_GPUS",),
 }
+
+
+def sbatch_variables(name: str) -> tuple[str, ...]:
+    """The variables from which sbatch takes what `SbatchOptions` calls `name`."""
+    return (f"SBATCH_{name.upper()}", *_OTHER_VARIABLES.get(name, ()))
+
+
 _OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive"))  # not simply --name=value
 
 

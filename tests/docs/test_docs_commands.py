@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from hpc_elastic.cli import config
 from hpc_elastic.cli import main as cli
 from hpc_elastic.cli.arguments import argument_parser
 from hpc_elastic.configuration import job_options, option_table, worker_options
@@ -52,8 +53,9 @@ def parse(command: str) -> None:
     if name in ("--help", "--version"):
         return
     assert name in cli._SUBCOMMANDS, f"{name} is no subcommand"
-    if name in ("submit", "run"):
-        option_table.parse(argv, RUN_OPTIONS, refused=worker_options.REFUSED, env={})
+    if name in ("submit", "run", "config"):
+        options = config.OPTIONS if name == "config" else RUN_OPTIONS
+        option_table.parse(argv, options, refused=worker_options.REFUSED, env={})
         return
     module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
     if argv and hasattr(module, "add_arguments"):
@@ -87,7 +89,9 @@ def test_options_that_are_named_exist(page: Path) -> None:
     assert not named - known
 
 
-@pytest.mark.parametrize("name", ["docs/reference/cli.md", "docs/reference/states.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/reference/cli.md", "docs/reference/configuration.md", "docs/reference/states.md"]
+)
 def test_generated_pages_are_those_of_this_code(name: str) -> None:
     module = generator()
     assert (ROOT / name).read_text(encoding="utf-8") == module.PAGES[name](), "run: python docs/generate.py"

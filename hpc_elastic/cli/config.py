@@ -1,0 +1,130 @@
+"""``hpc-elastic config``: every option's value, and which file, variable or option it comes from."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hpc_elastic.cli.command_line import GROUPS
+from hpc_elastic.configuration import worker_options
+from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
+from hpc_elastic.configuration.defaults import default_of
+from hpc_elastic.configuration.keys import Keys, key_of
+from hpc_elastic.configuration.layers import Layer
+from hpc_elastic.configuration.option_table import Option, explaining, parse, render_help
+from hpc_elastic.configuration.resolve import Origin, Resolved, resolve
+from hpc_elastic.configuration.run_request import check_values, current_directory
+from hpc_elastic.errors import UsageError
+
+DESCRIPTION = (
+    "Shows what submit and run would work with when they are given the same options here and now, and where each "
+    "value comes from. A later layer wins: defaults, the site's file, the user's, the project's, the tables of a "
+    "profile, the environment, the command line. KEY shows some settings alone. Everything is checked as submit would."
+)
+_GROUP = "config"
+OPTIONS = (
+    Option(names=("--json",), dest="json", group=_GROUP, in_files=False, help="one JSON object"),
+    Option(names=("--all",), dest="all", group=_GROUP, in_files=False, help="also settings without any value"),
+    *(option for option in ALL_OPTIONS if option.dest != "dry_run"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print. Returns 0.
+
+    Raises:
+        UsageError: something that submit would refuse, but for the script.
+    """
+    given = parse(argv, OPTIONS, refused=worker_options.REFUSED, env={})
+    if given.help:
+        groups = {_GROUP: "what is shown", **GROUPS}
+        sys.stdout.write(render_help("hpc-elastic config [options] [KEY...]", DESCRIPTION, OPTIONS, groups))
+        return 0
+    env = os.environ
+    found = resolve(given, ALL_OPTIONS, env=env, here=current_directory(env), yields=YIELDS)
+    with explaining(found.parsed):
+        check_values(found.parsed)
+    shown = _asked(given.command)
+    if given.flag("json"):
+        sys.stdout.write(json.dumps(_as_json(found, shown, env), indent=2) + "\n")
+    else:
+        sys.stdout.write(_as_text(found, shown, env, everything=given.flag("all") or bool(given.command)))
+    return 0
+
+
+def _asked(names: Sequence[str]) -> list[Option]:
+    keys = Keys(option for option in ALL_OPTIONS if option.in_files)
+    if not names:
+        return keys.options()
+    found = []
+    for name in names:
+        option = keys.find(name)
+        if option is None:
+            nearest = keys.nearest(name)
+            raise UsageError(f"no setting {name}{f'; did you mean {nearest}?' if nearest else ''}")
+        found.append(option)
+    return found
+
+
+def _value(found: Resolved, option: Option, env: Mapping[str, str]) -> tuple[Any, Origin | None]:
+    """As JSON has it; None: none. And where it comes from; None: from nowhere."""
+    origin = found.origins.get(option.dest)
+    if option.dest not in found.parsed.values:
+        if origin is not None:
+            return None, origin
+        default = default_of(option)
+        return default, None if default is None else Origin(layer=Layer.DEFAULT, where="")
+    if option.metavar is None:
+        return found.parsed.flag(option.dest), origin
+    return (list(found.parsed.all(option.dest)) if option.repeatable else found.parsed.get(option.dest)), origin
+
+
+def _as_json(found: Resolved, shown: Sequence[Option], env: Mapping[str, str]) -> dict[str, Any]:
+    settings = {}
+    for option in shown:
+        value, origin = _value(found, option, env)
+        settings[key_of(option)] = {
+            "value": value,
+            "layer": origin.layer.value if origin is not None else None,
+            "where": (origin.where or None) if origin is not None else None,
+            "profile": origin.profile if origin is not None else None,
+        }
+    files = [{"layer": file.layer.value, "path": str(file.path), "state": file.state} for file in found.files]
+    return {"version": 1, "profile": found.profile, "files": files, "settings": settings}
+
+
+def _as_text(found: Resolved, shown: Sequence[Option], env: Mapping[str, str], *, everything: bool) -> str:
+    lines = []
+    project = [file for file in found.files if file.layer is Layer.PROJECT]
+    for file in found.files:
+        if file.layer is not Layer.PROJECT or file.state not in ("not there", "no [tool.hpc-elastic] in it"):
+            lines.append(f"{file.layer.value:<9}{file.path} ({file.state})")
+    if project and not any(file.state == "read" for file in project):
+        lines.append(f"{Layer.PROJECT.value:<9}none, from {project[0].path.parent} upwards")
+    lines.append(f"{'profile':<9}{found.profile or 'none'}")
+    rows = []
+    for option in shown:
+        value, origin = _value(found, option, env)
+        if value is None and origin is None and not everything:
+            continue
+        rows.append((key_of(option), _shown(value), _from(origin)))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    lines += ["", *(f"{key:<{widths[0]}}  {value:<{min(widths[1], 30)}}  {source}" for key, value, source in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return " ".join(value) if isinstance(value, list) else value or "true"
+
+
+def _from(origin: Origin | None) -> str:
+    if origin is None:
+        return "not set"
+    return f"{origin.where or origin.layer.value}{f' [profile.{origin.profile}]' if origin.profile else ''}"

@@ -1,0 +1,185 @@
+"""One configuration file: read, checked against the keys, and each value with its line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.configuration.keys import Keys, key_of, texts_of
+from hpc_elastic.errors import UsageError
+
+PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
+_MAX_BYTES = 1 << 20
+_PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value of a file."""
+
+    texts: tuple[str, ...]
+    """As on the command line; empty: as if it was given nowhere."""
+    called: str
+    """``/etc/hpc.toml:3: nodes =``: how a message about the value names it."""
+    where: str
+    """``/etc/hpc.toml:3``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsFile:
+    """What a file says, by `Option.dest`."""
+
+    path: Path
+    base: Mapping[str, Setting] = field(default_factory=dict)
+    profiles: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    default_profile: str | None = None
+
+
+def read_settings(path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...] = ((),)) -> SettingsFile | None:
+    """Read a file.
+
+    Args:
+        path: Of a TOML file.
+        keys: What may stand in it.
+        tables: Where in the file our keys are, by the path of the table: the first that is there.
+
+    Returns:
+        None where the file has no such table.
+
+    Raises:
+        UsageError: it can't be read, is no TOML, or says something that can't be right; with file and line.
+    """
+    data = read_bytes(path)
+    # A pyproject.toml that does not mention us need not be understood.
+    if not any(not table or table[-1].encode() in data for table in tables):
+        return None
+    value = _parse(path, data)
+    for table in tables:
+        found: Any = value
+        for name in table:
+            found = found.get(name) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return _Reader(path, data.decode("utf-8"), keys, table).read(found)
+        if found is not None:
+            raise UsageError(f"{path}: {'.'.join(table)} is no table; write [{'.'.join(table)}]")
+    return None
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file, which is no larger than a person writes. Raises UsageError; FileNotFoundError is the caller's."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(f"the configuration {path} can't be read: {error.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"the configuration {path} is larger than {_MAX_BYTES} bytes")
+    return data
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    import sys
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        value: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+        return value
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}:{line}: no UTF-8, so no TOML") from None
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r" \(at line (\d+), column \d+\)", str(error))
+        where = f"{path}:{found[1]}" if found else str(path)
+        why = str(error)[: found.start()] if found else str(error)
+        raise UsageError(f"{where}: no TOML: {why}; strings stand in quotes") from None
+    except RecursionError:
+        raise UsageError(f"{path}: nested too deeply") from None
+
+
+class _Reader:
+    def __init__(self, path: Path, text: str, keys: Keys, table: tuple[str, ...]) -> None:
+        self._path, self._keys, self._table = path, keys, table
+        self._lines = _lines_of_keys(text)
+
+    def read(self, value: Mapping[str, Any]) -> SettingsFile:
+        default = None
+        base: dict[str, Any] = {}
+        profiles: dict[str, Mapping[str, Setting]] = {}
+        for name, item in value.items():
+            plain = name.replace("_", "-")
+            if plain == DEFAULT_PROFILE:
+                if not (isinstance(item, str) and item):
+                    raise UsageError(f"{self._at((), name)}: {name} = {item}: give a profile's name")
+                default = item
+            elif plain == PROFILES:
+                profiles = self._profiles(name, item)
+            else:
+                base[name] = item
+        return SettingsFile(path=self._path, base=self._settings((), base), profiles=profiles, default_profile=default)
+
+    def _profiles(self, key: str, value: object) -> dict[str, Mapping[str, Setting]]:
+        where = self._at((), key)
+        if not isinstance(value, dict):
+            raise UsageError(f"{where}: {key} is no table; write [{'.'.join((*self._table, key))}.NAME]")
+        for name, item in value.items():
+            if not _PROFILE_NAME.match(name) or not isinstance(item, dict):
+                wrong = "its name has letters, digits, '.', '_' and '-'" if isinstance(item, dict) else "it is no table"
+                raise UsageError(f"{self._at((key,), name)}: {key}.{name}: {wrong}; write [{key}.NAME]")
+        return {name: self._settings((key, name), item) for name, item in value.items()}
+
+    def _settings(self, inner: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Setting]:
+        found: dict[str, Setting] = {}
+        for name, value in values.items():
+            where = self._at(inner, name)
+            option = self._keys.find(name)
+            if option is None:
+                others = () if inner else (PROFILES, DEFAULT_PROFILE)
+                nearest = self._keys.nearest(name, others)
+                hint = f"did you mean {nearest}?" if nearest else "hpc-elastic config --all lists them"
+                raise UsageError(f"{where}: unknown key {name}; {hint}")
+            if not option.in_files:
+                raise UsageError(f"{where}: {name} {_COMMAND_LINE_ONLY}")
+            if option.dest in found:
+                raise UsageError(f"{where}: {name} is {key_of(option)} once more; give one of them")
+            texts = texts_of(option, value, called=f"{where}: {name}")
+            found[option.dest] = Setting(texts=texts, called=f"{where}: {name} =", where=where)
+        return found
+
+    def _at(self, inner: tuple[str, ...], name: str) -> str:
+        line = self._lines.get((*self._table, *inner, name))
+        return f"{self._path}:{line}" if line else str(self._path)
+
+
+_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
+
+
+def _lines_of_keys(text: str) -> dict[tuple[str, ...], int]:
+    """Where each key stands: tomllib does not say. What is inside of a multi-line string may hide one, no more."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.match(line)
+        if header:
+            table = _parts(header[1])
+            for end in range(1, len(table) + 1):
+                lines.setdefault(table[:end], number)
+            continue
+        key = _KEY.match(line)
+        if key:
+            lines.setdefault((*table, *_parts(key[1])), number)
+    return lines
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part[1] or part[2] or part[3] for part in _PART.finditer(dotted))

@@ -1,0 +1,325 @@
+"""Which layer gives a value, and what is said where a layer is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
+from hpc_elastic.configuration.defaults import default_of
+from hpc_elastic.configuration.keys import Keys, key_of, variable_of
+from hpc_elastic.configuration.layers import Layer, is_trusted
+from hpc_elastic.configuration.option_table import explaining, parse
+from hpc_elastic.configuration.resolve import (
+    NOT_SETTINGS,
+    Resolved,
+    arguments,
+    configured_runs_dir,
+    resolve,
+)
+from hpc_elastic.configuration.run_request import check_values
+from hpc_elastic.errors import UsageError
+
+
+class Place:
+    """A machine with a site's, a user's and a project's file."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.here = root / "project" / "deep"
+        self.here.mkdir(parents=True)
+        self.env: dict[str, str] = {
+            "HOME": str(root / "home"),
+            "XDG_CONFIG_DIRS": str(root / "etc"),
+            "USER": "me",
+        }
+
+    def write(self, layer: str, text: str) -> Path:
+        path = {
+            "site": self.root / "etc" / "hpc_elastic" / "config.toml",
+            "user": self.root / "home" / ".config" / "hpc_elastic" / "config.toml",
+            "project": self.root / "project" / "hpc_elastic.toml",
+            "pyproject": self.root / "project" / "pyproject.toml",
+        }[layer]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    def resolve(self, *argv: str, left_out: tuple[str, ...] = (), **env: str) -> Resolved:
+        given = parse(argv, ALL_OPTIONS, refused=worker_options.REFUSED, env={})
+        environ: Mapping[str, str] = {**self.env, **env}
+        return resolve(given, ALL_OPTIONS, env=environ, here=self.here, left_out=left_out, yields=YIELDS)
+
+    def refused(self, *argv: str, **env: str) -> str:
+        with pytest.raises(UsageError) as caught:
+            found = self.resolve(*argv, **env).parsed
+            with explaining(found):
+                check_values(found)
+        return str(caught.value)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_each_layer_wins_over_those_below(place: Place) -> None:
+    assert place.resolve().parsed.get("max_restarts") is None
+    for number, layer in enumerate(("site", "user", "project")):
+        path = place.write(layer, f"max-restarts = {number}\n")
+        found = place.resolve()
+        assert found.parsed.get("max_restarts") == str(number)
+        assert (found.origins["max_restarts"].layer.value, found.origins["max_restarts"].where) == (layer, f"{path}:1")
+    by_torchrun = place.resolve(PET_MAX_RESTARTS="3")
+    assert (by_torchrun.parsed.get("max_restarts"), by_torchrun.origins["max_restarts"].where) == (
+        "3",
+        "PET_MAX_RESTARTS",
+    )
+    ours = {"PET_MAX_RESTARTS": "3", "HPC_ELASTIC_MAX_RESTARTS": "4"}
+    assert place.resolve(**ours).origins["max_restarts"].where == "HPC_ELASTIC_MAX_RESTARTS"
+    given = place.resolve("--max-restarts", "5", **ours)
+    assert (given.parsed.get("max_restarts"), given.parsed.source("max_restarts", "")) == ("5", "--max-restarts")
+    assert given.origins["max_restarts"].layer is Layer.COMMAND_LINE
+
+
+def test_layers_complete_each_other(place: Place) -> None:
+    place.write("site", "partition = 'gpu'\naccount = 'everybody'\n")
+    place.write("user", "account = 'mine'\nmail_user = 'me@example.org'\n")
+    parsed = place.resolve("-N4").parsed
+    assert [parsed.get(dest) for dest in ("partition", "account", "mail_user", "nodes")] == [
+        "gpu", "mine", "me@example.org", "4",
+    ]  # fmt: skip
+
+
+def test_a_profile_wins_over_every_file_and_loses_to_the_environment(place: Place) -> None:
+    site = place.write("site", "partition = 'cpu'\n[profile.a100]\npartition = 'a100'\nmem = '100G'\n")
+    place.write("project", "partition = 'short'\nmem = '1G'\n[profile.a100]\nmem = '200G'\n[profile.h200]\n")
+    assert place.resolve().parsed.get("partition") == "short"
+    found = place.resolve("--profile", "a100")
+    assert [found.parsed.get("partition"), found.parsed.get("mem"), found.profile] == ["a100", "200G", "a100"]
+    origin = found.origins["partition"]
+    assert (origin.layer, origin.where, origin.profile) == (Layer.SITE, f"{site}:3", "a100")
+    assert place.resolve(HPC_ELASTIC_PROFILE="a100").parsed.get("mem") == "200G"
+    assert place.resolve("--profile=h200", HPC_ELASTIC_PROFILE="a100").parsed.get("mem") == "1G"
+    assert place.resolve("--profile=a100", HPC_ELASTIC_MEM="7G").parsed.get("mem") == "7G"
+    place.write("user", "default-profile = 'a100'\n")
+    assert place.resolve().parsed.get("mem") == "200G"
+    assert "--profile a10: no file has a [profile.a10]; did you mean a100?" in place.refused("--profile=a10")
+    assert "HPC_ELASTIC_PROFILE x: no file has a [profile.x]; there are a100, h200" in place.refused(
+        HPC_ELASTIC_PROFILE="x"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("# a comment\nmax-restart = 3", ":2: unknown key max-restart; did you mean max-restarts?"),
+        ("ndoes = 4", ":1: unknown key ndoes; did you mean nodes?"),
+        ("xyzzy = 1", ":1: unknown key xyzzy; hpc-elastic config --all lists them"),
+        ("[profiles.a100]\nmem='1G'", ":1: unknown key profiles; did you mean profile?"),
+        ("[profile.a100]\n\nmme='1G'", ":3: unknown key mme; did you mean mem?"),
+        ("nodes = true", ":1: nodes = true: give N|MIN-MAX, not a boolean"),
+        ("nodes = [4]", ":1: nodes = [4]: give N|MIN-MAX, not an array"),
+        ("rdzv-conf = {a = 1}", ":1: rdzv-conf = {'a': 1}: give KEY=VALUE,..., not a table"),
+        ("requeue = 'yes'", ":1: requeue = yes: give true or false"),
+        ("sbatch-arg = [1]", ":1: sbatch-arg = [1]: give an array of strings (ARG each)"),
+        ("nodes = 4\nnnodes = 5", ":2: nnodes is nodes once more; give one of them"),
+        ("run-id = 'x'", ":1: run-id belongs on the command line"),
+        ("no-requeue = true", ":1: unknown key no-requeue; did you mean requeue?"),
+        ("default-profile = 3", ":1: default-profile = 3: give a profile's name"),
+        ("profile = 'a100'", ":1: profile is no table; write [profile.NAME]"),
+        ("partition = gpu", ":1: no TOML: Invalid value; strings stand in quotes"),
+        # What the checks of the values say, which know the option alone.
+        ("\nmax-restarts = 'many'", ":2: max-restarts = many: give a whole number from 0 to 1000000"),
+        ("max-restarts = -1", ":1: max-restarts = -1: give a whole number"),
+        ("spares = 'x'", ":1: spares = x: give a number of nodes, 0 or more"),
+        ("grow = 'maybe'", ":1: grow = maybe: give one of checkpoint, now, never"),
+        ("grace = 1.5", ":1: grace = 1.5: give whole seconds"),
+        ("nodes = '4-2'", ":1: nodes = 4-2"),
+        ("time = 'soon'", ":1: time = soon"),
+        ("cluster = 'mine'", ":1: cluster = mine: give one of auto, slurm, local"),
+        ("sbatch-arg = ['--wrap=x']", ":1: sbatch-arg = --wrap=x: not possible here"),
+        ("rdzv-conf = 'timeout'", ":1: rdzv-conf = timeout: 'timeout' is not of the form key=value"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named_with_its_line(place: Place, text: str, says: str) -> None:
+    path = place.write("user", text)
+    assert place.refused().startswith(f"{path}{says}")
+
+
+def test_a_wrong_variable_is_named_as_the_user_wrote_it(place: Place) -> None:
+    assert place.refused(HPC_ELASTIC_SPARES="x").startswith("HPC_ELASTIC_SPARES x: give a number of nodes")
+    assert place.refused(HPC_ELASTIC_REQUEUE="maybe") == "HPC_ELASTIC_REQUEUE=maybe: give 1 or 0"
+    assert place.refused("--spares", "x").startswith("--spares x: give")
+    near = place.refused(HPC_ELASTIC_MAX_RESTART="3")
+    assert near.startswith("unknown variable HPC_ELASTIC_MAX_RESTART; did you mean HPC_ELASTIC_MAX_RESTARTS?")
+    place.resolve(HPC_ELASTIC_SOMETHING_ELSE="1", **dict.fromkeys(NOT_SETTINGS - {"HPC_ELASTIC_PROFILE"}, ""))
+    for name in NOT_SETTINGS - {name for name in NOT_SETTINGS if name.endswith(("_CONFIG", "PROFILE"))}:
+        place.resolve(**{name: "1"})
+
+
+def test_no_variable_of_ours_means_two_things() -> None:
+    assert not NOT_SETTINGS & {variable_of(option) for option in Keys(ALL_OPTIONS).options() if option.in_files}
+
+
+def test_switches_lists_and_times(place: Place) -> None:
+    place.write(
+        "site",
+        "requeue = false\nexclusive = true\nwait = true\nmodule = true\nsbatch-arg = ['--licenses=m', '-Lx']\n"
+        "time = 04:00:00\nbegin = 2026-12-01T10:00:00\nrestart-window = 1.5\n",
+    )
+    parsed = place.resolve().parsed
+    assert not job_options.wants_requeue(parsed)
+    assert parsed.get("exclusive") == ""
+    assert parsed.flag("wait")
+    assert parsed.flag("module")
+    assert parsed.all("sbatch_args") == ("--licenses=m", "-Lx")
+    assert (parsed.get("time"), parsed.get("begin")) == ("04:00:00", "2026-12-01T10:00:00")
+    assert parsed.get("restart_window") == "1.5"
+    place.write("user", "requeue = true\nexclusive = false\nwait = false\nsbatch-arg = []\nbegin = ''\n")
+    parsed = place.resolve().parsed
+    assert job_options.wants_requeue(parsed)
+    assert parsed.get("exclusive") is None
+    assert not parsed.flag("wait")
+    assert parsed.all("sbatch_args") == ()
+    assert parsed.get("begin") is None
+    parsed = place.resolve(HPC_ELASTIC_REQUEUE="no", HPC_ELASTIC_SBATCH_ARG="'--comment=a b' -Ly").parsed
+    assert not job_options.wants_requeue(parsed)
+    assert parsed.all("sbatch_args") == ("--comment=a b", "-Ly")
+
+
+def test_what_sbatch_reads_from_the_environment_wins_over_files_alone(place: Place) -> None:
+    place.write("user", "partition = 'mine'\ntime = '1:00'\n")
+    found = place.resolve(SBATCH_PARTITION="theirs", SBATCH_TIMELIMIT="5")
+    assert found.parsed.get("partition") is None
+    assert found.parsed.get("time") is None
+    assert found.origins["partition"].where == "SBATCH_PARTITION, which sbatch reads"
+    assert place.resolve("-p", "x", SBATCH_PARTITION="theirs").parsed.get("partition") == "x"
+    ours = place.resolve(SBATCH_PARTITION="theirs", HPC_ELASTIC_PARTITION="y").parsed
+    assert ours.get("partition") == "y"
+
+
+def test_paths_in_files(place: Place) -> None:
+    place.write("site", "runs-dir = '$SCRATCH/runs/${USER}'\npython = '~/venv/bin/python'\nchdir = 'sub'\n")
+    parsed = place.resolve(SCRATCH="/scratch").parsed
+    assert parsed.get("runs_dir") == "/scratch/runs/me"
+    assert parsed.get("python") == f"{place.root}/home/venv/bin/python"
+    assert parsed.get("chdir") == "sub"
+    assert place.refused().endswith("config.toml:1: runs-dir = $SCRATCH/runs/${USER}: the variable SCRATCH is not set")
+    place.write("project", "runs-dir = 'out'\npython = '.venv/bin/python'\nchdir = '.'\n")
+    parsed = place.resolve(SCRATCH="/scratch").parsed
+    project = place.root / "project"
+    assert [parsed.get(dest) for dest in ("runs_dir", "python", "chdir")] == [
+        f"{project}/out", f"{project}/.venv/bin/python", str(project),
+    ]  # fmt: skip
+    place.write("project", "python = 'python3.12'\n")
+    assert place.resolve(SCRATCH="/s").parsed.get("python") == "python3.12"
+    assert place.resolve("--runs-dir", "$HOME", SCRATCH="/s").parsed.get("runs_dir") == "$HOME", "the shell's business"
+
+
+def test_the_projects_file_is_the_first_one_upwards(place: Place) -> None:
+    (place.root / "hpc_elastic.toml").write_text("nodes = 9\n")
+    pyproject = place.write("pyproject", "[tool.other]\nx = 1\n")
+    assert place.resolve().parsed.get("nodes") == "9"
+    pyproject.write_text("[tool.hpc-elastic]\nnodes = 2\n[tool.hpc-elastic.profile.big]\nnodes = 8\n")
+    assert place.resolve().origins["nodes"].where == f"{pyproject}:2"
+    assert place.resolve("--profile=big").origins["nodes"].where == f"{pyproject}:4"
+    pyproject.write_text("[tool.hpc_elastic]\nnode = 2\n")
+    assert place.refused().startswith(f"{pyproject}:2: unknown key node; did you mean nodes?")
+    pyproject.write_text("[tool.hpc-elastic]\nnodes = 2\n")
+    place.write("project", "nodes = 3\n")
+    found = place.resolve()
+    assert found.parsed.get("nodes") == "3"
+    states = {file.path: file.state for file in found.files}
+    assert states[pyproject].startswith("not read, ")
+    (place.here / ".git").mkdir()
+    assert place.resolve().parsed.get("nodes") is None, "a repository ends the search"
+
+
+def test_a_pyproject_that_is_not_ours_is_not_judged(place: Place) -> None:
+    place.write("pyproject", "this is no TOML at all")
+    place.resolve()
+
+
+def test_variables_name_other_files_or_none(place: Place, tmp_path: Path) -> None:
+    place.write("site", "nodes = 1\n")
+    place.write("project", "spares = 1\n")
+    other = tmp_path / "other.toml"
+    other.write_text("nodes = 5\n")
+    found = place.resolve(HPC_ELASTIC_SITE_CONFIG=str(other), HPC_ELASTIC_PROJECT_CONFIG="")
+    assert found.parsed.get("nodes") == "5"
+    assert found.parsed.get("spares") is None
+    missing = place.refused(HPC_ELASTIC_SITE_CONFIG="/nowhere/x.toml")
+    assert missing == "HPC_ELASTIC_SITE_CONFIG=/nowhere/x.toml: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("uid", "folder", "trusted"), [(5, 5, True), (0, 9, True), (7, 7, True), (7, 0, False), (7, 5, False)]
+)
+def test_a_file_that_a_stranger_put_there_is_not_trusted(uid: int, folder: int, trusted: bool) -> None:
+    assert is_trusted(uid, folder_uid=folder, me=5) is trusted
+
+
+def test_a_strangers_file_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = place.write("project", "python = '/evil'\n")
+    monkeypatch.setattr("hpc_elastic.configuration.layers.is_trusted", lambda uid, folder_uid, me: False)
+    assert place.refused().startswith(f"{path} belongs to uid ")
+    assert place.resolve(HPC_ELASTIC_PROJECT_CONFIG=str(path)).parsed.get("python") == "/evil"
+
+
+def test_what_a_subcommand_does_not_take_is_checked_and_left_out(place: Place) -> None:
+    place.write("user", "wait = true\nfollow = true\n")
+    assert not place.resolve(left_out=job_options.SUBMIT_ONLY).parsed.flag("wait")
+    place.write("user", "wait = 'long'\n")
+    assert "wait = long: give true or false" in place.refused()
+
+
+def test_files_ask_for_nothing_on_this_machine(place: Place) -> None:
+    place.write("user", "partition = 'gpu'\n")
+    assert job_options.only_for_slurm(place.resolve("-t", "5").parsed) == ["-t"]
+
+
+def test_arguments_of_a_program_are_the_top_layer(place: Place) -> None:
+    path = place.write("project", "max-restarts = 1\nspares = 2\npartition = 'gpu'\n")
+    given = arguments({"max_restarts": 5, "partition": None, "requeue": False}, ALL_OPTIONS, prefix="elastic_")
+    found = resolve(given, ALL_OPTIONS, env=place.env, here=place.here)
+    assert (found.parsed.get("max_restarts"), found.parsed.get("spares")) == ("5", "2")
+    assert found.parsed.get("partition") == "gpu"
+    assert not job_options.wants_requeue(found.parsed)
+    assert found.origins["spares"].where == f"{path}:2"
+    with pytest.raises(UsageError, match="unknown parameter elastic_max_restart; did you mean elastic_max_restarts"):
+        arguments({"max_restart": 5}, ALL_OPTIONS, prefix="elastic_")
+    with pytest.raises(UsageError, match=r"elastic_nodes = true: give N\|MIN-MAX, not a boolean"):
+        arguments({"nodes": True}, ALL_OPTIONS, prefix="elastic_")
+    wrong = resolve(arguments({"spares": "x"}, ALL_OPTIONS, prefix="elastic_"), ALL_OPTIONS, env={}, here=place.here)
+    with pytest.raises(UsageError, match="elastic_spares = x: give a number"), explaining(wrong.parsed):
+        check_values(wrong.parsed)
+
+
+def test_where_runs_are_for_those_that_look_at_them(place: Place) -> None:
+    assert configured_runs_dir(place.env, place.here) is None
+    place.write("user", "runs-dir = '~/runs'\n")
+    assert configured_runs_dir(place.env, place.here) == f"{place.root}/home/runs"
+    assert configured_runs_dir({**place.env, "PET_LOG_DIR": "/x"}, place.here) == "/x"
+
+
+@pytest.mark.parametrize("option", Keys(ALL_OPTIONS).options(), ids=key_of)
+def test_the_default_that_the_help_tells_is_the_true_one(option) -> None:  # type: ignore[no-untyped-def]
+    import re
+
+    told = re.search(r"\(default (\d+)[);]", option.help)
+    if told is not None:
+        assert default_of(option) == told[1]
+    elif "(default: never" in option.help or "(default: none" in option.help:
+        assert default_of(option) is None
+
+
+def test_names_outside_the_command_line_are_unambiguous() -> None:
+    keys = Keys(ALL_OPTIONS)
+    assert {"nodes", "nnodes", "runs-dir", "log-dir", "max-restarts", "requeue"} <= set(keys.by_name)
+    variables = [variable_of(option) for option in keys.options()]
+    assert len(set(variables)) == len(variables)
+    assert {option.dest for option in keys.options()} == {option.dest for option in ALL_OPTIONS}
