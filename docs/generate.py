@@ -65,7 +65,8 @@ Every option of `submit` and `run` can be given outside the command line, too. A
 1. defaults, as below
 2. the site's file: the first `hpc_elastic/config.toml` in `$XDG_CONFIG_DIRS` (default `/etc/xdg`);
    `$HPC_ELASTIC_SITE_CONFIG` names another
-3. the user's: `$XDG_CONFIG_HOME/hpc_elastic/config.toml` (default `~/.config`); `$HPC_ELASTIC_USER_CONFIG` names another
+3. the user's: `$XDG_CONFIG_HOME/hpc_elastic/config.toml` (default `~/.config`); `$HPC_ELASTIC_USER_CONFIG` names
+   another
 4. the project's: `hpc_elastic.toml`, or `[tool.hpc-elastic]` in `pyproject.toml`, the first from the working directory
    upwards, as far as the folder with `.git` or your home; `$HPC_ELASTIC_PROJECT_CONFIG` names another
 5. a profile: the tables `[profile.NAME]` of these files, in their order, where `--profile NAME`, `$HPC_ELASTIC_PROFILE`
