@@ -47,7 +47,9 @@ class Tier:
     budget: float
     """Seconds on two cores."""
     processes: int = 1
-    """pytest processes that share the tier's files: for tests that mostly wait, on processes and timeouts."""
+    """pytest processes that share the tier's tests: for tests that mostly wait, on processes and timeouts."""
+    sharing: str = "loadfile"
+    """How they share them (pytest-xdist's ``--dist``): by files, or by single tests (``worksteal``)."""
 
 
 TIERS = (
@@ -55,7 +57,7 @@ TIERS = (
     Tier(name="store", folders=("tests/contract", "tests/model"), budget=360),
     Tier(name="faults", folders=("tests/integration",), budget=900, processes=2),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
-    Tier(name="slurm", folders=("tests/slurm",), budget=900),
+    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=2, sharing="worksteal"),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
 )
 BENCH_BUDGET = 520.0
@@ -157,7 +159,7 @@ def run_tier(tier: Tier, outcome: Outcome, *, long: bool) -> None:
         xml = Path(temporary) / "junit.xml"
         argv = [sys.executable, "-m", "pytest", "-q", *folders, "-rfE", f"--junitxml={xml}", "--durations=3"]
         if tier.processes > 1:
-            argv += ["-n", str(tier.processes), "--dist", "loadfile"]
+            argv += ["-n", str(tier.processes), "--dist", tier.sharing]
         if not long:
             argv += ["-m", "not slow"]
         code, stopped = run_limited(argv, None if long else tier.budget * STOP_FACTOR)

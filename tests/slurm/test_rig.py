@@ -140,7 +140,7 @@ def test_a_power_cut_is_noticed_and_the_node_comes_back(fast_cluster: SlurmClust
     cluster.kill_node("n2")
     cluster.kill_node("n2")
     assert cluster.node_pids("n2") == []
-    assert cluster.run(["bash", "-c", "ping -c1 -W1 n2 || exec 3<>/dev/tcp/n2/6818"], timeout=20).returncode != 0
+    assert cluster.run(["timeout", "1", "bash", "-c", "exec 3<>/dev/tcp/n2/6818"]).returncode != 0
     with pytest.raises(RigError, match=r"'n2' of rig auto\d+ is off"):
         cluster.run(["true"], node="n2")
     cluster.wait_node("n2", {"down"}, timeout=40)
@@ -185,6 +185,72 @@ def test_heal_undoes_what_a_test_did(cluster: SlurmCluster) -> None:
     cluster.heal()
     assert set(cluster.node_states().values()) == {"idle"}
     assert cluster.run(["srun", "-N4", "true"]).returncode == 0
+
+
+def test_a_frozen_node_does_nothing_until_it_is_thawed(cluster: SlurmCluster) -> None:
+    program = "i=0; while true; do i=$((i+1)); echo $i > tick.new; mv tick.new tick; sleep 0.02; done"
+    folder = make_folder(cluster, "frozen")
+    process = cluster.popen(["bash", "-c", program], node="n2", cwd=folder, stdout=None, stderr=None)
+    wait_until((folder / "tick").exists, timeout=20, what="it runs")
+    cluster.freeze_node("n2")
+    frozen_at = (folder / "tick").read_text()
+    assert cluster.run(["timeout", "1", "bash", "-c", "exec 3<>/dev/tcp/n2/6818"]).returncode != 0
+    assert (folder / "tick").read_text() == frozen_at
+    cluster.thaw_node("n2")
+    wait_until(lambda: (folder / "tick").read_text() != frozen_at, timeout=20, what="it goes on")
+    cluster.freeze_node("n2")
+    cluster.kill_node("n2")  # a frozen process dies all the same
+    process.wait(timeout=20)
+    assert cluster.node_pids("n2") == []
+
+
+def test_a_cluster_becomes_another_site_until_it_is_healed(cluster: SlurmCluster) -> None:
+    def setting(name: str) -> str:
+        lines = cluster.run(["scontrol", "show", "config"], check=True).stdout.splitlines()
+        return next(line.split("=", 1)[1].strip() for line in lines if line.split("=")[0].strip() == name)
+
+    job = sbatch(cluster, "sleep 300", "-N1")
+    cluster.wait_job(job, "RUNNING")
+    refused = cluster.run(["scontrol", "requeue", str(job)], user="mallory")
+    cluster.reconfigure(
+        {"SlurmdTimeout": 300, "JobRequeue": 0}, extra_lines=["PartitionName=high Nodes=ALL PriorityTier=9"]
+    )
+    assert (setting("SlurmdTimeout"), setting("JobRequeue")) == ("300 sec", "0")
+    assert "high" in cluster.run(["sinfo", "-ho", "%R"]).stdout.split()
+    cluster.reconfigure({"AccountingStorageType": "accounting_storage/none"}, restart=True)
+    assert setting("AccountingStorageType") == "accounting_storage/none"
+    assert setting("SlurmdTimeout") == "20 sec", "changes are from the rig's own, not from those before"
+    assert cluster.job_state(job) == "RUNNING"
+    cluster.refuse_requeue()
+    # As Slurm itself says it to who may not.
+    denied = cluster.run(["scontrol", "requeue", str(job)])
+    assert (denied.returncode, denied.stderr) == (refused.returncode, refused.stderr)
+    assert denied.returncode != 0
+    cluster.heal()
+    assert (setting("SlurmdTimeout"), setting("JobRequeue")) == ("20 sec", "1")
+    assert cluster.run(["sinfo", "-ho", "%R"]).stdout.split() == ["main"]
+    again = sbatch(cluster, "sleep 300", "-N1")
+    cluster.wait_job(again, "RUNNING")
+    assert cluster.run(["scontrol", "requeue", str(again)]).returncode == 0
+    wait_until(lambda: bool(cluster.sacct(again)), timeout=20, what="the accounting is there again", interval=0.2)
+
+
+def test_nodes_with_control_groups_hold_a_step_to_its_memory(slurm_can_run: None) -> None:
+    program = "x = bytearray(300 << 20); print('has it all')"
+    with SlurmCluster(1, accounting=False, python=False, cgroups=True) as cluster:
+        groups = Path("/sys/fs/cgroup/memory", cluster.layout.netns("n1"))
+        assert groups.is_dir()
+        enough = cluster.run(["srun", "--mem=500", "python3", "-c", program])
+        assert (enough.returncode, enough.stdout) == (0, "has it all\n"), enough.stderr
+        short = cluster.run(["srun", "--mem=100", "python3", "-c", program])
+        assert short.returncode != 0
+        assert "oom-kill event" in short.stderr, short
+        cluster.wait_node("n1", {"idle"})  # else the job's end is lost with the power, and the next one waits for it
+        cluster.kill_node("n1")
+        cluster.start_node("n1")
+        again = cluster.run(["srun", "--mem=100", "python3", "-c", program])
+        assert "oom-kill event" in again.stderr, again
+    assert not groups.exists()
 
 
 def test_commands_end_when_they_are_told_to(cluster: SlurmCluster) -> None:

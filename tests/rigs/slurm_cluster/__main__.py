@@ -24,6 +24,18 @@ from .prerequisites import install_prerequisites, missing_prerequisites
 
 _DEFAULT_NAME = "hand"
 _ME = "python -m tests.rigs.slurm_cluster"
+_NODE_COMMANDS = {
+    "kill-node": "cut the node's power",
+    "start-node": "boot it again",
+    "drain": "let Slurm start nothing new on it",
+    "undrain": "let Slurm use it again",
+    "cut-link": "pull its network cable",
+    "heal-link": "plug it in again",
+    "freeze-node": "stop all on it, as a kernel that hangs",
+    "thaw-node": "let it go on",
+    "reboot-node": "cut its power and boot it at once",
+    "stop-slurmd": "crash its slurmd alone (start-node starts it again)",
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--no-python", action="store_true", help="without the Python environment for jobs")
     up.add_argument("--cpus", type=int, default=4, help="CPUs that each node claims (default: %(default)s)")
     up.add_argument("--gpus", type=int, default=0, help="fake GPUs that each node claims (default: %(default)s)")
+    up.add_argument("--cgroups", action="store_true", help="nodes hold jobs to the memory that they asked for")
     up.add_argument("--cred-expire", type=int, default=5, help="seconds a requeued job waits (default: %(default)s)")
     up.add_argument("--max-time", default="UNLIMITED", help="the partition's time limit")
     up.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a line of slurm.conf; repeatable")
@@ -64,14 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--cwd", help="in which folder (default: the shared one)")
     run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND …")
 
-    for name, help_text in (
-        ("kill-node", "cut the node's power"),
-        ("start-node", "boot it again"),
-        ("drain", "let Slurm start nothing new on it"),
-        ("undrain", "let Slurm use it again"),
-        ("cut-link", "pull its network cable"),
-        ("heal-link", "plug it in again"),
-    ):
+    for name, help_text in _NODE_COMMANDS.items():
         commands.add_parser(name, help=help_text).add_argument("node")
     commands.add_parser("install", help="install the Debian packages that the rig needs")
     return parser
@@ -110,6 +116,7 @@ def _up(options: argparse.Namespace) -> int:
         settings=settings,
         cpus=options.cpus,
         gpus=options.gpus,
+        cgroups=options.cgroups,
         cred_expire=options.cred_expire,
         max_time=options.max_time,
         fs=caches_of(options.fs_caches) if options.fs == "emulated" else None,
@@ -174,15 +181,8 @@ def _logs(options: argparse.Namespace) -> int:
 
 def _node_command(options: argparse.Namespace) -> int:
     cluster = SlurmCluster.attach(options.name)
-    actions: dict[str, Callable[[str], None]] = {
-        "kill-node": cluster.kill_node,
-        "start-node": cluster.start_node,
-        "drain": cluster.drain,
-        "undrain": cluster.undrain,
-        "cut-link": cluster.cut_link,
-        "heal-link": cluster.heal_link,
-    }
-    actions[options.command](options.node)
+    action: Callable[[str], None] = getattr(cluster, options.command.replace("-", "_"))
+    action(options.node)
     return 0
 
 
@@ -193,7 +193,7 @@ _COMMANDS = {
     "run": _run,
     "logs": _logs,
     "install": lambda options: 0,
-    **dict.fromkeys(("kill-node", "start-node", "drain", "undrain", "cut-link", "heal-link"), _node_command),
+    **dict.fromkeys(_NODE_COMMANDS, _node_command),
 }
 
 if __name__ == "__main__":

@@ -7,9 +7,11 @@ import pwd
 import re
 import signal
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
 
-from . import services
+from . import files, services
 from .layout import LOGIN, RigError
 from .processes import command_line, owner_of, wait_until
 from .rig import HEALTHY_STATES, Rig
@@ -35,13 +37,16 @@ class SlurmCluster(Rig):
         accounting: Whether slurmdbd and MariaDB run.
         python: Whether jobs get a Python environment (`environment`).
         settings: Lines of slurm.conf that override the rig's own; ``None`` leaves a line out.
-        options: The other fields of `Settings`: cpus, memory_mb, gpus, cred_expire, max_time, fs, extra_lines.
+        options: The other fields of `Settings`: cpus, memory_mb, gpus, cred_expire, max_time, cgroups, fs, extra_lines.
 
     Attributes:
         layout: Where its files lie.
         settings: What it was started with.
         environment: The Python environment for jobs, or ``None``.
     """
+
+    _changed: Literal["nothing", "what it reads again", "what a start reads"] = "nothing"
+    """Of slurm.conf, since the start or the last `heal`."""
 
     # Nodes -----------------------------------------------------------------------------------------------------------
 
@@ -79,6 +84,27 @@ class SlurmCluster(Rig):
     def heal_link(self, name: str) -> None:
         """Plug the host's network cable in again."""
         self._hosts.set_link(name, up=True)
+
+    def freeze_node(self, name: str) -> None:
+        """Stop everything on the node at once, as a kernel that hangs: nothing runs, no packet is answered."""
+        self._hosts.freeze(self._node(name))
+
+    def thaw_node(self, name: str) -> None:
+        """Let a frozen node go on where it was; one that is not frozen is fine."""
+        self._hosts.thaw(self._node(name))
+
+    def stop_slurmd(self, name: str) -> None:
+        """Crash the node's slurmd alone: running steps go on, launches fail; `start_node` starts it again."""
+        services.stop_slurmd(self._hosts, self._node(name))
+
+    def kill_stepd(self, name: str, job_id: int | str, step: str = "0") -> None:
+        """Kill the node's slurmstepd of one step; the step's tasks go on there, and its srun waits for ever."""
+        self.kill_process(self._node(name), rf"\Aslurmstepd: \[{job_id}\.{step}\]")
+
+    def reboot_node(self, name: str, *, booted: bool = True) -> None:
+        """Cut the node's power and boot it again at once; back before Slurm has missed it. See `start_node`."""
+        self.kill_node(name)
+        self.start_node(name, booted=booted, wait=False)
 
     def drain(self, name: str, *, reason: str = "drained by the rig") -> None:
         """Let Slurm start nothing new on the node."""
@@ -204,12 +230,63 @@ class SlurmCluster(Rig):
         """
         services.stop_slurmctld(self._hosts)
 
+    def reconfigure(
+        self, changes: Mapping[str, str | int | None], *, extra_lines: Sequence[str] = (), restart: bool = False
+    ) -> None:
+        """Make the living cluster another site's, until `heal` makes it its own again. Jobs go on.
+
+        Args:
+            changes: Lines of slurm.conf beside those that it was started with; ``None`` leaves one out.
+            extra_lines: Further whole lines, such as partitions.
+            restart: Whether slurmctld is started anew, as some settings need (accounting, plugins); else it reads them
+                again (``scontrol reconfigure``).
+        """
+        own = self.settings
+        there = dataclasses.replace(
+            own, slurm_conf={**own.slurm_conf, **changes}, extra_lines=(*own.extra_lines, *extra_lines)
+        )
+        if restart or self._changed == "nothing":
+            self._changed = "what a start reads" if restart else "what it reads again"
+        if restart:
+            self.stop_slurmctld()
+        files.write_slurm_conf(self.layout, there)
+        if restart:
+            self.start_slurmctld()
+        else:
+            self._root("scontrol", "reconfigure")
+
+    def refuse_requeue(self) -> None:
+        """Let no user's ``scontrol requeue`` through, as sites do that keep it for operators; `heal` undoes it.
+
+        Slurm has no setting for that: a program of that name comes first on everybody's PATH.
+        """
+        program = self._refusing_scontrol()
+        program.write_text(
+            '#!/bin/sh\nif [ "$1" = requeue ]; then echo "Access/permission denied for job $2" >&2; exit 1; fi\n'
+            'exec /usr/bin/scontrol "$@"\n'
+        )
+        program.chmod(0o755)
+
+    def _refusing_scontrol(self) -> Path:
+        if self.environment is None:
+            raise RigError("a rig without a Python environment has no folder for programs of its own")
+        return self.environment.bin / "scontrol"
+
     def heal(self) -> None:
         """Bring the rig back to how it was after its start, but for what lies in `shared` and the homes."""
+        if self.environment is not None:
+            self._refusing_scontrol().unlink(missing_ok=True)
+        if self._changed != "nothing":
+            files.write_slurm_conf(self.layout, self.settings)
+        if self._changed == "what a start reads":
+            self.stop_slurmctld()
         self.start_slurmctld()
+        if self._changed == "what it reads again":
+            self._root("scontrol", "reconfigure")
+        self._changed = "nothing"
         for name in self.node_names:
             if self._hosts.is_on(name):
-                self.heal_link(name)
+                self.thaw_node(name)  # and its link is healed
             self.start_node(name, wait=False)
         if self.settings.fs:
             for host in (LOGIN, *self.node_names):

@@ -23,6 +23,8 @@ class Settings:
         gpus: GPUs that each node claims; the device files are plain ttys, enough for CUDA_VISIBLE_DEVICES.
         cred_expire: Seconds; a requeued job waits one more than these before it may start again (Slurm's default 120).
         max_time: The partition's time limit, in Slurm's words.
+        cgroups: Whether each node holds its jobs to the memory they asked for (task/cgroup, ConstrainRAMSpace), so that
+            one that takes more meets the kernel's OOM killer.
         fs: Each host's own caching mount of what they share; ``None``: all see one folder, as if nothing were cached.
         slurm_conf: Lines of slurm.conf that override the rig's own; ``None`` leaves the line out.
         extra_lines: Further whole lines of slurm.conf, such as partitions.
@@ -34,6 +36,7 @@ class Settings:
     gpus: int = 0
     cred_expire: int = 10
     max_time: str = "UNLIMITED"
+    cgroups: bool = False
     fs: MountSettings | None = None
     slurm_conf: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
     extra_lines: Sequence[str] = ()
@@ -80,6 +83,13 @@ def slurm_conf(layout: Layout, settings: Settings) -> str:
         "AccountingStorageHost": CONTROLLER if settings.accounting else None,
         "AccountingStoragePort": DATABASE_PORT if settings.accounting else None,
     }
+    if settings.cgroups:
+        values |= {
+            "ProctrackType": "proctrack/cgroup",
+            "TaskPlugin": "task/cgroup",
+            "JobAcctGatherType": "jobacct_gather/cgroup",
+            "SelectTypeParameters": "CR_Core_Memory",
+        }
     values.update(settings.slurm_conf)
     gres = f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
     lines = [f"{key}={value}" for key, value in values.items() if value is not None]
@@ -119,8 +129,10 @@ def gres_conf(settings: Settings) -> str:
     return f"Name=gpu File=/dev/tty[0-{settings.gpus - 1}]\n" if settings.gpus > 1 else "Name=gpu File=/dev/tty0\n"
 
 
-def cgroup_conf(version: tuple[int, int]) -> str:
+def cgroup_conf(version: tuple[int, int], settings: Settings) -> str:
     """Render cgroup.conf: from Slurm 23.11 on slurmd wants a cgroup plugin unless told that there is none."""
+    if settings.cgroups:
+        return "CgroupPlugin=cgroup/v1\nConstrainRAMSpace=yes\n"
     return "CgroupPlugin=disabled\n" if version >= (23, 11) else ""
 
 
@@ -130,7 +142,9 @@ def hosts_file(layout: Layout) -> str:
     return "\n".join(lines) + "\n"
 
 
-def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path], client: Sequence[str] = ()) -> str:
+def boot_script(
+    layout: Layout, host: str, *, mounts: Mapping[Path, Path], client: Sequence[str] = (), groups: Sequence[str] = ()
+) -> str:
     """Render the program that is process 1 of `host`.
 
     It gives the host its name, private /tmp, /var/tmp, /run and /dev/shm, and a munge daemon of its own; marks the host
@@ -141,6 +155,7 @@ def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path], clien
         host: Which host.
         mounts: Folders to bind: where to → what.
         client: Lines that mount what the hosts share, where each has a client of its own.
+        groups: Lines that put it into control groups of its own, where it has some.
     """
     binds = {Path("/etc/hosts"): layout.hosts_file, Path("/etc/slurm"): layout.etc}
     binds.update({Path("/home", user): layout.homes / user for user in USERS})
@@ -150,6 +165,7 @@ def boot_script(layout: Layout, host: str, *, mounts: Mapping[Path, Path], clien
         "#!/bin/bash",
         f"# Process 1 of host {host} of the rig {layout.name}.",
         "set -eu",
+        *groups,
         # A mount namespace starts with copies of all mounts; those of /run/netns would keep other hosts' networks.
         "umount --recursive --lazy /run/netns 2>/dev/null || true",
         f"echo {quote(host)} > /proc/sys/kernel/hostname",

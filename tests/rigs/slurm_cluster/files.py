@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import configuration, emulated_fs, services
+from . import cgroups, configuration, emulated_fs, services
 from .configuration import Settings
 from .layout import CONTROLLER, RIGS_FOLDER, USERS, Layout
 from .processes import call
@@ -59,13 +59,22 @@ def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[P
     key.touch(mode=0o400)
     key.write_bytes(secrets.token_bytes(1024))
     layout.hosts_file.write_text(configuration.hosts_file(layout))
-    (layout.etc / "slurm.conf").write_text(configuration.slurm_conf(layout, settings))
+    write_slurm_conf(layout, settings)
     (layout.etc / "gres.conf").write_text(configuration.gres_conf(settings))
-    (layout.etc / "cgroup.conf").write_text(configuration.cgroup_conf(services.slurm_version()))
+    (layout.etc / "cgroup.conf").write_text(configuration.cgroup_conf(services.slurm_version(), settings))
     database = layout.etc / "slurmdbd.conf"
     database.touch(mode=0o600)
     database.write_text(configuration.slurmdbd_conf(layout))
     for host in layout.host_names:
         mount = emulated_fs.mount_lines(layout, host, settings.fs) if settings.fs and host != CONTROLLER else ()
-        script = configuration.boot_script(layout, host, mounts=mounts, client=mount)
+        groups = cgroups.boot_lines(layout.netns(host)) if settings.cgroups and host in layout.node_names else ()
+        script = configuration.boot_script(layout, host, mounts=mounts, client=mount, groups=groups)
         (layout.boot / f"{host}.sh").write_text(script)
+
+
+def write_slurm_conf(layout: Layout, settings: Settings) -> None:
+    """Write what all daemons read, as a whole: one that reads it meanwhile sees the old or the new one."""
+    # The folder is bound on every host, so a file that is renamed in it is seen there.
+    fresh = layout.etc / "slurm.conf.new"
+    fresh.write_text(configuration.slurm_conf(layout, settings))
+    fresh.replace(layout.etc / "slurm.conf")

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from . import cgroups
 from .configuration import ready_mark
 from .layout import NETNS_PREFIX, RIGS_FOLDER, SWITCH, Layout, RigError
 from .processes import call, is_namespace_init, kill_all, namespace_of, pids_in_namespace, wait_until
@@ -64,9 +65,12 @@ def remove_namespaces(rig: str) -> None:
     def all_dead() -> bool:
         pids = survivors()
         kill_all(pids)
+        for name in names:
+            cgroups.thaw(name)  # a frozen process does not die
         return not pids
 
     wait_until(all_dead, timeout=_DEATH_TIMEOUT, what=f"the processes of rig {rig} die")
+    cgroups.remove(rig)
     for name in names:
         call(["ip", "netns", "delete", name], check=False)
 
@@ -96,7 +100,10 @@ class Hosts:
     def _plug_in(self, host: str) -> None:
         switch, netns = self.layout.netns(SWITCH), self.layout.netns(host)
         call(["ip", "netns", "add", netns])
-        call(["ip", "link", "add", host, "netns", switch, "type", "veth", "peer", "name", "eth0", "netns", netns])
+        # A host keeps its hardware address through a power cut, as a network card does: the others remember it.
+        card = "02:77:" + ":".join(f"{int(part):02x}" for part in self.layout.address(host).split("."))
+        peer = ["peer", "name", "eth0", "address", card, "netns", netns]
+        call(["ip", "link", "add", host, "netns", switch, "type", "veth", *peer])
         call(["ip", "-n", switch, "-batch", "-"], input=f"link set {host} master br0\nlink set {host} up\n")
         address = f"{self.layout.address(host)}/24"
         call(
@@ -157,12 +164,23 @@ class Hosts:
             pids = pids_in_namespace("net", inode)
             # Process 1 takes the others along; those that were sent in from outside may need it a second time.
             kill_all([pid for pid in pids if is_namespace_init(pid)] or pids)
+            cgroups.thaw(netns)  # a frozen process does not die
             return not pids
 
         wait_until(all_dead, timeout=_DEATH_TIMEOUT, what=f"the processes of {host} die", interval=0.01)
         call(unplug, check=False)
         call(["ip", "netns", "delete", netns])
         self._inits.pop(host, None)
+
+    def freeze(self, host: str) -> None:
+        """Stop the host as a kernel that hangs does: nothing runs there, and no packet is answered."""
+        self.set_link(host, up=False)
+        cgroups.freeze(self.layout.netns(host), lambda: self.pids(host))
+
+    def thaw(self, host: str) -> None:
+        """Let a frozen host go on; its link comes up first, as its kernel would answer before any process."""
+        self.set_link(host, up=True)
+        cgroups.thaw(self.layout.netns(host), self.pids(host))
 
     # Who is there ----------------------------------------------------------------------------------------------------
 
@@ -203,7 +221,8 @@ class Hosts:
 
     def enter_argv(self, host: str) -> list[str]:
         """What goes before a command for it to run on the host, as root, in its folder ``/``."""
-        return ["nsenter", "--target", str(self.init_pid(host)), "--net", "--uts", "--ipc", "--mount", "--pid", "--"]
+        namespaces = ("--net", "--uts", "--ipc", "--mount", "--pid", "--cgroup")
+        return ["nsenter", "--target", str(self.init_pid(host)), *namespaces, "--"]
 
     def start_daemon(self, host: str, argv: list[str], *, log: Path | None = None) -> None:
         """Run a command on the host as root with a daemon's environment, and wait until it has gone to the background.
@@ -213,7 +232,7 @@ class Hosts:
             argv: A command that returns when it has daemonised; with `log`, one that stays in the foreground.
             log: Where the output of a command that stays in the foreground goes.
         """
-        enter = [*self.enter_argv(host), "env", "-i", *_assignments()]
+        enter = [*self.enter_argv(host), *cgroups.joining(self.layout.netns(host)), "env", "-i", *_assignments()]
         if log is not None:
             program = 'exec 0</dev/null >"$1" 2>&1; shift; exec setsid --fork "$@"'
             argv = ["bash", "-c", program, "bash", str(log), *argv]

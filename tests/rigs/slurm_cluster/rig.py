@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.rigs.nfs_emulator import MountSettings
 
-from . import emulated_fs, files, services
+from . import cgroups, emulated_fs, files, services
 from .configuration import Settings
 from .hosts import Hosts, remove_namespaces
 from .layout import CONTROLLER, LOGIN, Layout, RigError
@@ -90,6 +90,8 @@ class Rig:
         try:
             if self.settings.fs:
                 emulated_fs.require()
+            if self.settings.cgroups:
+                cgroups.require()
             self._remove_everything()
             files.make_folders(self.layout)
             with ThreadPoolExecutor(2) as pool:

@@ -99,6 +99,13 @@ def start_slurmd(hosts: Hosts, nodes: Sequence[str], *, booted: bool) -> None:
         _wait_listening(hosts, node, NODE_PORT, "slurmd")
 
 
+def stop_slurmd(hosts: Hosts, node: str) -> None:
+    """Kill the node's slurmd alone, as a crash does: its jobs' steps go on, Slurm hears nothing more of the node."""
+    pids = _daemon_pids(hosts, node, "slurmd")
+    hosts.kill(node, pids)
+    wait_until(lambda: not _daemon_pids(hosts, node, "slurmd"), timeout=_DAEMON_TIMEOUT, what=f"no slurmd on {node}")
+
+
 def slurmd_runs(hosts: Hosts, node: str) -> bool:
     return bool(_daemon_pids(hosts, node, "slurmd"))
 
