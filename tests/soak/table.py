@@ -1,0 +1,54 @@
+"""The result as a table, for the screen and for docs/."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.soak.deeds import Deed
+from tests.soak.faults import Kind
+
+BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
+
+
+def table(deeds: Sequence[Deed]) -> str:
+    """Markdown: a line per kind of fault."""
+    by_kind: dict[Kind, list[Deed]] = defaultdict(list)
+    for deed in deeds:
+        by_kind[deed.fault.kind].append(deed)
+    lines = [
+        "| fault | times | trains again after, median | at most | explained |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for kind in Kind:
+        if kind not in by_kind:
+            continue
+        done = by_kind[kind]
+        seconds = [deed.seconds for deed in done if deed.seconds is not None]
+        explained = sum(bool(deed.explained) for deed in done)
+        words = "yes" if explained == len(done) else f"{explained} of {len(done)}"
+        stuck = len(done) - len(seconds)
+        middle = _seconds(statistics.median(seconds)) if seconds else "-"
+        most = f"never ({stuck} times)" if stuck else _seconds(max(seconds))
+        lines.append(f"| {kind.value} | {len(done)} | {middle} | {most} | {words} |")
+    return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return "no pause" if value == 0 else f"{value:.1f} s"
+
+
+def update(path: Path, text: str) -> None:
+    """Put `text` between the two marks of a page.
+
+    Raises:
+        ValueError: The page has no such marks.
+    """
+    page = path.read_text()
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no {BEGIN} … {END}")
+    path.write_text(f"{head}{BEGIN}\n\n{text}\n\n{END}{tail}")
