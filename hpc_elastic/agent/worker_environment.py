@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.slurm.job_environment import in_job
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 
@@ -87,6 +88,8 @@ def worker_environment(
             TAG_VARIABLE: facts.tag,
         }
     )
+    if in_job(base):
+        _tell_as_slurm_would(env, layout, local_rank)
     # torchrun's default; torch's own, without it, is another.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # A segmentation fault, and a SIGABRT from the agent, leave the Python stacks of all threads on stderr.
@@ -94,3 +97,29 @@ def worker_environment(
     if layout.local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env
+
+
+# Of the step that started the agents: no task of it is a worker.
+_AGENTS_OWN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GTIDS")
+
+
+def _tell_as_slurm_would(env: dict[str, str], layout: RankLayout, local_rank: int) -> None:
+    """What srun would say had it started each worker as a task.
+
+    To Slurm, the agents are the tasks: one on each node. A library or script that asks Slurm for its rank (Lightning's
+    SLURMEnvironment, `int(os.environ["SLURM_PROCID"])`) would have all workers of a node think that they are the same
+    one, and take the number of nodes for the world size; after a lost node, that of a node that is gone.
+    """
+    for name in _AGENTS_OWN:
+        env.pop(name, None)
+    env.update(
+        {
+            "SLURM_NTASKS": str(layout.world_size),
+            "SLURM_NPROCS": str(layout.world_size),
+            "SLURM_NNODES": str(layout.group_world_size),
+            "SLURM_NTASKS_PER_NODE": str(layout.local_world_size),
+            "SLURM_PROCID": str(layout.first_rank + local_rank),
+            "SLURM_LOCALID": str(local_rank),
+            "SLURM_NODEID": str(layout.group_rank),
+        }
+    )

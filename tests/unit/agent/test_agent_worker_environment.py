@@ -119,5 +119,43 @@ def test_the_variables_are_documented() -> None:
     assert set(environment()) <= documented
 
 
+AS_SLURM_WOULD = {
+    "SLURM_NTASKS": "9",
+    "SLURM_NPROCS": "9",
+    "SLURM_NNODES": "3",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+def an_agents_task(version: str) -> dict[str, str]:
+    """The environment of a task that srun started, recorded: one of the agents, to Slurm."""
+    (name, *_) = sorted((Path(__file__).parents[2] / "data/slurm" / version).glob("env-gpus-per-node-step-*"))
+    lines = (line.partition("=") for line in name.read_text().splitlines() if line.startswith("SLURM"))
+    return {key: value for key, _, value in lines}
+
+
+@pytest.mark.parametrize("version", ["20.11.4", "22.05.8", "24.11.5", "26.05.5"])
+def test_inside_slurm_each_worker_is_a_task(version: str) -> None:
+    """Lightning and others take SLURM_NTASKS for the world size and SLURM_PROCID for the rank: the agents'."""
+    base = an_agents_task(version)
+    assert {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"} <= base.keys()
+    env = environment(base)
+    assert {key: env.get(key) for key in AS_SLURM_WOULD} == AS_SLURM_WOULD
+    assert not env.keys() & {"SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GTIDS"}
+    kept = {"SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST", "SLURM_STEP_ID"}
+    assert {key: env[key] for key in kept & base.keys()} == {key: base[key] for key in kept & base.keys()}
+
+
+def test_outside_of_slurm_nothing_says_slurm() -> None:
+    assert not [key for key in environment() if key.startswith("SLURM")]
+
+
+def test_what_slurm_says_in_a_worker_is_documented() -> None:
+    assert set(AS_SLURM_WOULD) <= set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
+
+
 def test_the_tag_is_the_one_that_is_looked_for() -> None:
     assert module.TAG_VARIABLE == tags.TAG_VARIABLE
