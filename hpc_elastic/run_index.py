@@ -10,18 +10,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_paths import RunPaths, task_index
 
 VERSION = 1
 DEFAULT_RUNS_DIR = "runs"
 _CANDIDATES = 5
 _JOB_ID = re.compile(r"\d+(_\d+)?\Z", re.ASCII)
+_TASK_OF = re.compile(r"(.+)_(\d+)\Z", re.ASCII)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -89,7 +90,14 @@ def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] |
 
 
 def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEntry]:
-    """The jobs that were submitted with this run directory, newest first: one, but for a copy of a home."""
+    """The jobs that were submitted with this run directory, newest first: one, but for a copy of a home.
+
+    Of an array's task: ``ARRAYJOB_TASK``.
+    """
+    task = task_index(os.path.basename(run_dir))
+    if task is not None:
+        arrays = jobs_of(os.path.dirname(run_dir), env=env)
+        return [replace(entry, job_id=f"{entry.job_id}_{task}", run_dir=Path(run_dir)) for entry in arrays]
     folder = _folder(env)
     try:
         names = os.listdir(folder) if folder is not None else []
@@ -116,8 +124,14 @@ def _entry(value: Mapping[str, Any]) -> JobEntry | None:
         return None  # a newer format, or a torn one
 
 
+class UnknownRunError(UsageError):
+    """No run is known by what somebody gave."""
+
+
 def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path:
     """The run directory that `text` means: a path to it or into it, a run id (or its beginning), or a job id.
+
+    Of an array's task the ids are the array's and ``_TASK``.
 
     Args:
         text: As the user gave it.
@@ -128,7 +142,8 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
         An absolute path to a folder with a run.json.
 
     Raises:
-        UsageError: it means none, or several; it says where was looked.
+        UnknownRunError: it means none that is known here; it says where was looked.
+        UsageError: it means several, or one whose directory is gone.
     """
     given = Path(os.path.abspath(text))
     for folder in (given, *given.parents[:4]) if given.exists() else ():
@@ -136,25 +151,56 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
             return folder
     runs = Path(os.path.abspath(runs_dir or DEFAULT_RUNS_DIR))
     if "/" not in text and text not in ("", ".", ".."):
-        found = _by_run_id(text, runs)
+        found = _by_run_id(text, runs) or _by_task_of_run(text, runs)
         if found is not None:
             return found
-    if _JOB_ID.match(text):
-        known = entries(text, env=env)
-        for entry in known:
-            if RunPaths(entry.run_dir).run_json.is_file():
-                return entry.run_dir
+    if is_job_id(text):
+        known = [(entry, entry.run_dir) for entry in entries(text, env=env)]
+        array, _, task = text.partition("_")
+        if task:
+            known += [(entry, RunPaths(entry.run_dir).task(int(task)).root) for entry in entries(array, env=env)]
+        for _, run_dir in known:
+            if RunPaths(run_dir).run_json.is_file():
+                return run_dir
+        for entry, run_dir in known:
+            if run_dir != entry.run_dir and RunPaths(entry.run_dir).run_json.is_file():
+                raise UsageError(f"job {array} has no task {task}: hpc-elastic status {array} shows which it has")
         if known:
-            raise UsageError(f"the run directory of job {text} is gone: {known[0].run_dir}")
+            raise UsageError(f"the run directory of job {text} is gone: {known[0][1]}")
         if "/" not in text:
             found = _by_run_id(text, runs, digits=True)  # a run id begins with digits, too
             if found is not None:
                 return found
-        raise UsageError(
+        raise UnknownRunError(
             f"no run of job {text} is known on this account (submitted by another, or elsewhere?); "
             "give its run directory"
         )
-    raise UsageError(f"{text} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id")
+    raise UnknownRunError(
+        f"{text} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id"
+    )
+
+
+def is_job_id(text: str) -> bool:
+    """``70`` or ``70_3``."""
+    return _JOB_ID.match(text) is not None
+
+
+def array_tasks(paths: RunPaths) -> tuple[int, ...]:
+    """The tasks of the array of runs at `paths`, ascending; none where it is a single run, or can't be read."""
+    try:
+        found = map(task_index, os.listdir(paths.root))
+    except OSError:
+        return ()
+    return tuple(sorted(index for index in found if index is not None))
+
+
+def _by_task_of_run(text: str, runs: Path) -> Path | None:
+    match = _TASK_OF.match(text)
+    if match is None or _JOB_ID.match(text):
+        return None
+    array = _by_run_id(match.group(1), runs)
+    task = None if array is None else RunPaths(array).task(int(match.group(2)))
+    return task.root if task is not None and task.run_json.is_file() else None
 
 
 def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:

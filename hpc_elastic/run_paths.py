@@ -17,6 +17,9 @@
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
         result.json                      how the attempt ended, and what was decided (launch/result.py)
         report.json report.txt report.html
+
+An array's run directory has ``task-<k>/`` for each of its tasks, and each is a run directory of its own, with a
+run.json, a secret, a job.log and attempts.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pathlib import Path
 
 _ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
 _ROUND = re.compile(r"round-(\d{3,})\Z")
+_TASK = re.compile(r"task-(\d+)\Z", re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,})\Z")
 
 
@@ -113,7 +117,13 @@ class RunPaths:
 
     @property
     def run_id(self) -> str:
-        return self.root.name
+        """The folder's name; of an array's task ``<the array's>_<k>``, as Slurm writes such jobs."""
+        task = task_index(self.root.name)
+        return self.root.name if task is None else f"{self.root.parent.name}_{task}"
+
+    def task(self, index: int) -> RunPaths:
+        """The run of one task of this array."""
+        return RunPaths(self.root / f"task-{index}")
 
     @property
     def run_json(self) -> Path:
@@ -142,6 +152,12 @@ class RunPaths:
 def attempt_number(name: str) -> int | None:
     """``attempt-007`` → 7; None for any other name."""
     match = _ATTEMPT.match(name)
+    return int(match.group(1)) if match else None
+
+
+def task_index(name: str) -> int | None:
+    """``task-7`` → 7; None for any other name."""
+    match = _TASK.match(name)
     return int(match.group(1)) if match else None
 
 

@@ -121,6 +121,8 @@ class RunSpec:
     """Seconds before the time limit at which the notice signal is asked for."""
     preemption_signal: str = ""
     """``SIGUSR1``, say: workers are sent it when the job is going to be ended. Empty: none."""
+    array: str = ""
+    """``0-7%2``: this is an array of runs, one for each task, in a folder of its own; empty: it is a run."""
     sbatch_args: tuple[str, ...] = ()
     """What was passed to sbatch, for the record."""
     srun_args: tuple[str, ...] = ()
@@ -130,11 +132,11 @@ class RunSpec:
         """When the workers' output files are rotated; None: never."""
         return PieceLimit(size=self.log_max_size, count=self.log_max_files) if self.log_max_size else None
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path, *, durable: bool = True) -> None:
         """Write run.json."""
         value = asdict(self)
         value["entrypoint"]["kind"] = self.entrypoint.kind.value
-        write_json(path, {"version": VERSION, **value}, durable=True)
+        write_json(path, {"version": VERSION, **value}, durable=durable)
 
 
 def load_run_spec(path: Path) -> RunSpec:

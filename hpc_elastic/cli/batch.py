@@ -17,6 +17,6 @@ def main(argv: Sequence[str]) -> int:
         return finish_attempt(Path(argv[2]), int(argv[1]), os.environ)
     if len(argv) != 1 or argv[0].startswith("-"):
         raise UsageError("batch takes one run directory; it is called by the script that submit makes")
-    from hpc_elastic.launch.batch import run_batch
+    from hpc_elastic.launch.batch import run_batch, run_of_this_job
 
-    return run_batch(Path(argv[0]))
+    return run_batch(run_of_this_job(Path(argv[0]), os.environ))

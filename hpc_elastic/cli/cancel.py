@@ -8,6 +8,7 @@ import sys
 from hpc_elastic.cli.run_job import RunJob, add_arguments, find_run_job, slurm_client
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState
+from hpc_elastic.run_index import array_tasks
 from hpc_elastic.slurm.client import SlurmClient
 
 __all__ = ["add_arguments", "cancel", "run"]
@@ -20,13 +21,17 @@ def run(args: argparse.Namespace) -> int:
         UsageError: there is nothing to cancel.
         SlurmError: Slurm did not do it.
     """
-    sys.stdout.write(cancel(find_run_job(args), slurm_client()) + "\n")
+    sys.stdout.write(cancel(find_run_job(args, arrays=True), slurm_client()) + "\n")
     return 0
 
 
 def cancel(asked: RunJob, client: SlurmClient) -> str:
     """Cancel, and say what happens. Raises as `run`."""
     status = asked.status
+    tasks = array_tasks(asked.paths)
+    if tasks:
+        client.cancel(asked.job)
+        return f"job {asked.job} is cancelled: none of its {len(tasks)} runs begins any more, and those that run end"
     if status.state is RunState.ENDED:
         raise UsageError(f"run {status.run_id} has ended already: {status.outcome.replace('_', ' ')}")
     client.cancel(asked.job)

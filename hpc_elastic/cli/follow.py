@@ -15,6 +15,7 @@ from hpc_elastic.launch.result import load_result
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.output_reader import OutputReader
 from hpc_elastic.reading.screen_text import harmless
+from hpc_elastic.run_index import array_tasks
 from hpc_elastic.run_paths import RunPaths, attempt_number
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
@@ -72,7 +73,13 @@ def _code_of(state: JobState) -> int:
 
 
 def newest_result(paths: RunPaths) -> int | None:
-    """The exit code that the newest attempt stored; None where it stored none (yet)."""
+    """The exit code that the newest attempt stored; None where it stored none (yet). Of an array the worst one, once
+    all have ended."""
+    tasks = array_tasks(paths)
+    if tasks:
+        codes = [newest_result(paths.task(task)) for task in tasks]
+        known = [code for code in codes if code is not None and code != ExitCode.REQUEUED]
+        return max(known) if len(known) == len(codes) else None
     try:
         numbers = [number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None]
     except OSError:

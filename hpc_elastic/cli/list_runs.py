@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_elastic.cli.run_argument import runs_folder
@@ -15,7 +16,7 @@ from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
 from hpc_elastic.reading.screen_text import one_line
-from hpc_elastic.run_index import DEFAULT_RUNS_DIR
+from hpc_elastic.run_index import DEFAULT_RUNS_DIR, array_tasks
 from hpc_elastic.run_paths import RunPaths
 
 MOST = 20
@@ -48,10 +49,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir") from None
     clock = SystemClock()
     shown = 0
-    for name in names:
-        paths = RunPaths(Path(folder, name))
-        if not paths.run_json.is_file():
-            continue
+    for paths in _runs(folder, names):
         try:
             status = read_status(paths, clock=clock)
         except OSError:
@@ -63,14 +61,24 @@ def run(args: argparse.Namespace) -> int:
         if shown == most:
             sys.stderr.write("hpc-elastic: there are more; --limit all shows them\n")
             break
-        sys.stdout.write((_as_json(status) if args.json else _line(status)) + "\n")
+        sys.stdout.write((_as_json(status) if args.json else status_line(status)) + "\n")
         shown += 1
     if not shown:
         sys.stderr.write(f"hpc-elastic: no such run in {folder}\n")
     return 0
 
 
-def _line(status: RunStatus) -> str:
+def _runs(folder: str, names: Sequence[str]) -> Iterator[RunPaths]:
+    """Those in a folder, an array's one by one."""
+    for name in names:
+        paths = RunPaths(Path(folder, name))
+        if paths.run_json.is_file():
+            tasks = array_tasks(paths)
+            yield from map(paths.task, tasks) if tasks else (paths,)
+
+
+def status_line(status: RunStatus) -> str:
+    """A run's state in one line."""
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
     parts = [f"{status.state.value:<9}", created, status.run_id]
     if status.job_id:

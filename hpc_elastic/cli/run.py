@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hpc_elastic import run_index
 from hpc_elastic.cli.command_line import read_command_line, say
 from hpc_elastic.configuration import job_options
 from hpc_elastic.configuration.option_table import Parsed, explaining
@@ -18,10 +19,13 @@ from hpc_elastic.configuration.run_request import (
     working_directory,
 )
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.earlier import earlier_run
 from hpc_elastic.launch.run_directory import create_run, why_not_shared
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.outcome import ExitCode
+from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.slurm.node_range import parse_nodes
+from hpc_elastic.slurm.step_gpus import step_gpu_flags
 
 DESCRIPTION = (
     "Runs to the end and exits with the run's code: in a Slurm allocation (an sbatch script of your own, or salloc) "
@@ -72,58 +76,62 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
 def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     job = JobEnvironment.from_env(env)
     if job.task is not None and job.task.num_tasks > 1:
+        if job.task.procid:
+            return ExitCode.USAGE  # task 0 says why, once
         raise UsageError(
             f"run was started by srun on {job.task.num_tasks} tasks; start it once, without srun: it starts an "
-            "agent on each node itself"
+            "agent on each node itself (or srun hpc-elastic agent, with one task on each node)"
         )
     from hpc_elastic.launch.batch import run_batch
 
-    earlier = _earlier_attempt(job, env)
-    if earlier is not None:
-        return run_batch(earlier)
+    step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)
-    nodes = _nodes_of(parsed, len(job.nodes))
+    nodes = nodes_of(parsed, len(job.nodes), what="allocation")
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
     runs_dir = runs_directory(parsed, cwd)
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None
     if why is not None:
         raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
-    paths = create_run(spec, runs_dir).paths
-    _remember(job, paths, spec.created_ns, env)
-    return run_batch(paths.root)
+    return run_batch(create_run_in_job(job, spec, runs_dir, env))
 
 
-def _nodes_of(parsed: Parsed, allocated: int) -> tuple[int, int]:
+def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
+    """``--nodes``, or all that are there.
+
+    Args:
+        parsed: The command line.
+        allocated: How many there are.
+        what: Where: ``allocation`` or ``step``.
+
+    Raises:
+        UsageError: there are too few.
+    """
     given = parsed.get("nodes")
     if given is None:
         spares = job_options.spare_nodes(parsed)
         if spares >= allocated:
-            raise UsageError(f"--spares {spares}: this allocation has {allocated} nodes; at least 1 must work")
+            raise UsageError(f"--spares {spares}: this {what} has {allocated} nodes; at least 1 must work")
         return allocated - spares, allocated - spares
     option = parsed.source("nodes", "--nodes")
     least, most = parse_nodes(given, option=option)
     if least > allocated:
-        raise UsageError(f"{option} {given}: this allocation has {allocated} nodes")
+        raise UsageError(f"{option} {given}: this {what} has {allocated} nodes")
     return least, min(most, allocated)
 
 
-def _earlier_attempt(job: JobEnvironment, env: Mapping[str, str]) -> Path | None:
-    """The run that this very job began before it was requeued: the next attempt belongs to it."""
-    if not job.restart_count:
-        return None
-    from hpc_elastic import run_index
+def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path:
+    """The directory of a new run in this job; of a job that was requeued, that of the run which it goes on with.
 
-    for entry in run_index.entries(job.requeue_id, cluster=job.cluster, env=env):
-        if RunPaths(entry.run_dir).run_json.is_file():
-            return entry.run_dir
-    return None
-
-
-def _remember(job: JobEnvironment, paths: RunPaths, now_ns: int, env: Mapping[str, str]) -> None:
-    from hpc_elastic import run_index
-
+    Raises:
+        UsageError: it can't be made.
+    """
+    earlier = earlier_run(job, spec, runs_dir, env)
+    if earlier is not None:
+        return earlier
+    paths = create_run(spec, runs_dir).paths
     problem = run_index.record(
-        cluster=job.cluster or "", job_id=job.requeue_id, submitted_ns=now_ns, run_dir=paths.root, env=env
+        cluster=job.cluster or "", job_id=job.requeue_id, submitted_ns=spec.created_ns, run_dir=paths.root, env=env
     )
     if problem is not None:
-        say(f"a requeue will begin a new run, and this one can't be found by its job id: {problem}")
+        say(f"the run can't be found by its job id later, only by its directory: {problem}")
+    return paths.root

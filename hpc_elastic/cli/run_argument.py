@@ -60,6 +60,7 @@ def asked_run(args: argparse.Namespace) -> AskedRun:
     folder = find_run_dir(args.run, args.runs_dir)
     given = attempt_number(folder.name)
     if given is None:
+        check_single(RunPaths(folder))
         return AskedRun(paths=RunPaths(folder), attempt=args.attempt)
     if args.attempt not in (None, given):
         raise UsageError(f"--attempt {args.attempt}: {args.run} is attempt {given}; give its run's directory instead")
@@ -88,8 +89,13 @@ def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> lis
     return found
 
 
-def find_run_dir(text: str, runs_dir: str | None) -> Path:
+def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> Path:
     """The run directory that `text` means: a path (to an attempt's folder, too), a run id or a job id.
+
+    Args:
+        text: As the user gave it.
+        runs_dir: Where run ids are looked for.
+        ask_slurm: Whether Slurm may be asked about a job that is not known here.
 
     Raises:
         UsageError: it means none.
@@ -100,9 +106,14 @@ def find_run_dir(text: str, runs_dir: str | None) -> Path:
     try:
         if text and path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
             return path
-        from hpc_elastic.run_index import find
+        from hpc_elastic.run_index import UnknownRunError, find, is_job_id
 
-        return find(text, runs_folder(runs_dir))
+        try:
+            return find(text, runs_folder(runs_dir))
+        except UnknownRunError as error:
+            if not (ask_slurm and is_job_id(text)):
+                raise
+            return _by_slurm(text, error)
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} can't be read: {error.strerror}; a run's files are their owner's alone: ask for a copy"
@@ -120,6 +131,28 @@ def runs_folder(given: str | None) -> Path | None:
 
         given = configured_runs_dir(os.environ, Path.cwd())
     return Path(given) if given is not None else None
+
+
+def _by_slurm(job: str, unknown: UsageError) -> Path:
+    from hpc_elastic.cli.job_lookup import run_of_job
+    from hpc_elastic.cli.run_job import slurm_client
+    from hpc_elastic.slurm.errors import SlurmMissingError
+
+    try:
+        return run_of_job(job, slurm_client())
+    except SlurmMissingError:
+        raise unknown from None
+
+
+def check_single(paths: RunPaths) -> None:
+    """Raises UsageError, with how to name one, where `paths` is an array of runs."""
+    from hpc_elastic.run_index import array_tasks, jobs_of
+
+    tasks = array_tasks(paths)
+    if tasks:
+        known = jobs_of(str(paths.root))
+        names = f"{known[0].job_id}_{tasks[0]} or {paths.run_id}_{tasks[0]}" if known else f"{paths.run_id}_{tasks[0]}"
+        raise UsageError(f"{paths.run_id} is an array of {len(tasks)} runs; name one of them, as in {names}")
 
 
 def _is_run_dir(path: Path) -> bool:

@@ -6,7 +6,7 @@ import argparse
 import os
 from dataclasses import dataclass
 
-from hpc_elastic.cli.run_argument import RUN_HELP, find_run_dir
+from hpc_elastic.cli.run_argument import RUN_HELP, check_single, find_run_dir
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunStatus, read_status
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def find_paths(args: argparse.Namespace) -> RunPaths:
     """The run that is meant, whichever of its attempts was named. Raises UsageError where RUN means none."""
-    folder = find_run_dir(args.run, args.runs_dir)
+    folder = find_run_dir(args.run, args.runs_dir, ask_slurm=not getattr(args, "no_slurm", False))
     return RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
 
 
@@ -49,13 +49,19 @@ def job_of(status: RunStatus) -> JobId | None:
     return JobId(known[0].job_id) if known else None
 
 
-def find_run_job(args: argparse.Namespace) -> RunJob:
+def find_run_job(args: argparse.Namespace, *, arrays: bool = False) -> RunJob:
     """The run that is meant, and its job.
+
+    Args:
+        args: From `add_arguments`.
+        arrays: Whether it may be an array of runs.
 
     Raises:
         UsageError: RUN means none, or one that has no job.
     """
     paths = find_paths(args)
+    if not arrays:
+        check_single(paths)
     status = read_status(paths, clock=SystemClock())
     if status.cluster == "local":
         raise UsageError(f"run {status.run_id} is no job: it runs where it was started; press Ctrl-C there")

@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, tell
@@ -13,7 +15,10 @@ from hpc_elastic.cli.status_text import status_json, status_lines
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
+from hpc_elastic.run_index import array_tasks, jobs_of
+from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
 from hpc_elastic.slurm.job_state import JobState, seconds_until_end
 
@@ -43,13 +48,18 @@ def run(args: argparse.Namespace) -> int:
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=SLURM_SECONDS)
     while True:
+        clears = args.watch and is_terminal(sys.stdout)
         try:
-            status = read_status(paths, clock=clock)
+            if tasks := array_tasks(paths):
+                has_ended = _show_array(paths, tasks, client, clock, as_json=args.json, clears=clears)
+            else:
+                status = read_status(paths, clock=clock)
+                job = ask_slurm(client, status) if client is not None else None
+                _print(status, job, clock, as_json=args.json, clears=clears)
+                has_ended = status.state is RunState.ENDED
         except OSError as error:
             raise UsageError(f"{error.filename or paths.root} can't be read: {error.strerror}") from None
-        job = ask_slurm(client, status) if client is not None else None
-        _print(status, job, clock, as_json=args.json, clears=args.watch and is_terminal(sys.stdout))
-        if not args.watch or status.state is RunState.ENDED:
+        if not args.watch or has_ended:
             return 0
         clock.wait(threading.Event(), WATCH_SECONDS)
 
@@ -61,14 +71,46 @@ def ask_slurm(client: SlurmClient, status: RunStatus) -> JobState | None:
     job = run_job.job_of(status)
     if job is None:
         return None
-    try:
-        states = client.queue_states([job])
-    except SlurmMissingError:
+    return whole_job(_states(client, job))
+
+
+def whole_job(states: Sequence[JobState]) -> JobState | None:
+    """One state of what squeue says of a job: of a het job, the first component's with the nodes of all."""
+    if not states:
         return None
+    first = min(states, key=lambda state: state.het_offset)
+    nodes = tuple(node for state in sorted(states, key=lambda state: state.het_offset) for node in state.nodes)
+    return replace(first, nodes=nodes) if first.het_leader_id is not None else states[0]
+
+
+def _states(client: SlurmClient, job: JobId) -> tuple[JobState, ...]:
+    try:
+        return client.queue_states([job])
+    except SlurmMissingError:
+        return ()
     except SlurmError as error:
         tell(f"Slurm can't be asked: {error}")
-        return None
-    return states[0] if states else None
+        return ()
+
+
+def _show_array(
+    paths: RunPaths, tasks: Sequence[int], client: SlurmClient | None, clock: Clock, *, as_json: bool, clears: bool
+) -> bool:
+    from hpc_elastic.cli import status_array
+
+    runs = status_array.read_tasks(paths, tasks, clock=clock)
+    has_ended = all(status.state is RunState.ENDED for status in runs.values())
+    told = (status.job_id.partition("_")[0] for status in runs.values() if status.job_id)
+    number = next(told, None) or next((entry.job_id for entry in jobs_of(str(paths.root))), "")
+    asks = client is not None and number and not has_ended
+    jobs = status_array.states_by_task(_states(client, JobId(number))) if client is not None and asks else {}
+    if as_json:
+        text = json.dumps(status_array.array_json(paths, runs, jobs))
+    else:
+        text = "\n".join(status_array.array_lines(paths, runs, jobs, number))
+    sys.stdout.write((_CLEAR if clears and not as_json else "") + text + "\n")
+    sys.stdout.flush()
+    return has_ended
 
 
 def seconds_left(job: JobState | None, clock: Clock) -> float | None:

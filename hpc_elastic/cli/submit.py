@@ -14,6 +14,9 @@ from pathlib import Path
 
 from hpc_elastic.atomic_file import write_private
 from hpc_elastic.cli.command_line import read_command_line, say
+from hpc_elastic.cli.het import Component, het_components
+from hpc_elastic.cli.job_lookup import COMMENT_MARK
+from hpc_elastic.cli.template import read_template
 from hpc_elastic.configuration import job_options
 from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import (
@@ -24,10 +27,11 @@ from hpc_elastic.configuration.run_request import (
     working_directory,
 )
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.run_directory import NewRun, create_run, why_not_shared
+from hpc_elastic.launch.run_directory import NewRun, create_run, create_tasks, why_not_shared
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.self_command import own_command
+from hpc_elastic.slurm.array import parse_array
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, sbatch
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
@@ -62,10 +66,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int:
     cwd = working_directory(parsed, env)
+    template, parsed = read_template(parsed, cwd, env)
     runs_dir = runs_directory(parsed, cwd)
     nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
-    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
-    options, spec = _options(parsed, spec)
+    components = het_components(parsed)
+    all_nodes = (nodes[0] + sum(part.nodes[0] for part in components), nodes[1] + sum(p.nodes[1] for p in components))
+    spec = build_spec(parsed, cluster="slurm", nodes=all_nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    array = parsed.get("array") or env.get("SBATCH_ARRAY_INX") or ""
+    tasks = parse_array(array, option=parsed.source("array", "SBATCH_ARRAY_INX")) if array else ()
+    options, spec = _options(parsed, replace(spec, array=array), nodes, components)
     if not parsed.flag("allow_local_runs_dir"):
         why = why_not_shared(runs_dir)
         if why is not None:
@@ -74,7 +83,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int
                 "(or --allow-local-runs-dir where they can)"
             )
     paths = RunPaths(runs_dir / spec.run_id)
-    script = _script(options, paths)
+    script = _script(options, paths, template)
     if parsed.flag("dry_run"):
         sys.stdout.write(f"{script}\n# {shlex.join(sbatch(str(paths.script)))}\n")
         return 0
@@ -86,40 +95,50 @@ def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int
     client = CommandSlurmClient(SubprocessRunner(env, overruled=options.overruled_variables()), clock)
     _check_node_count(client, options, parse_nodes(options.nodes or "1")[0], env)
     with _interrupts_deferred():
-        job = _submit_run(client, spec, runs_dir, script)
+        job = _submit_run(client, spec, runs_dir, script, tasks)
         _remember(job, paths, clock.time_ns(), env)
     _say_where(job, paths, options)
     if not (parsed.flag("wait") or parsed.flag("follow")):
         return 0
     from hpc_elastic.cli.follow import follow
 
-    return follow(client, job, paths, clock=clock, show_log=parsed.flag("follow") and options.output is None)
+    if parsed.flag("follow") and tasks:
+        say(f"an array has a log for each task: hpc-elastic logs --follow {job}_{tasks[0]}, say")
+    shows_log = parsed.flag("follow") and options.output is None and not tasks
+    return follow(client, job, paths, clock=clock, show_log=shows_log)
 
 
-def _options(parsed: Parsed, spec: RunSpec) -> tuple[SbatchOptions, RunSpec]:
-    options = job_options.sbatch_options(
-        parsed, nodes=(spec.min_nodes, spec.max_nodes), job_name=spec.name, grace=spec.signal_grace
+def _options(
+    parsed: Parsed, spec: RunSpec, nodes: tuple[int, int], components: Sequence[Component]
+) -> tuple[SbatchOptions, RunSpec]:
+    options = job_options.sbatch_options(parsed, nodes=nodes, job_name=spec.name, grace=spec.signal_grace)
+    options = replace(
+        options,
+        requeue=spec.requeue,
+        array=spec.array or None,
+        components=tuple(component.arguments for component in components),
     )
-    options = replace(options, requeue=spec.requeue)
     if parsed.get("chdir") is not None:
         options = replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
-    spec = replace(spec, signal_grace=notice_grace(options), sbatch_args=tuple(sbatch_arguments(options)))
-    return options, spec
+    arguments = (*sbatch_arguments(options), *(word for part in options.components for word in ("hetjob", *part)))
+    return options, replace(spec, signal_grace=notice_grace(options), sbatch_args=arguments)
 
 
-def _script(options: SbatchOptions, paths: RunPaths) -> str:
+def _script(options: SbatchOptions, paths: RunPaths, template: str | None) -> str:
     """With the run directory in the job's comment, by which support staff find it."""
     run_dir = str(paths.root)
     if options.comment is None:
-        options = replace(options, comment=f"hpc-elastic {run_dir}")
-    return render_script(options, run_dir=run_dir, command=own_command("batch", run_dir))
+        options = replace(options, comment=f"{COMMENT_MARK}{run_dir}")
+    return render_script(options, run_dir=run_dir, command=own_command("batch", run_dir), template=template)
 
 
-def _submit_run(client: SlurmClient, spec: RunSpec, runs_dir: Path, script: str) -> JobId:
+def _submit_run(client: SlurmClient, spec: RunSpec, runs_dir: Path, script: str, tasks: Sequence[int]) -> JobId:
     run: NewRun = create_run(spec, runs_dir)
     try:
         write_private(run.paths.script, script)
-        write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
+        create_tasks(run.paths, spec, tasks)
+        if not tasks:
+            write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
         return client.submit(str(run.paths.script))
     except SlurmMissingError as error:
         run.discard()
@@ -191,13 +210,14 @@ def _remember(job: JobId, paths: RunPaths, now_ns: int, env: Mapping[str, str]) 
 
 
 def _say_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
-    log = options.output or (str(paths.root / "job-TASK.log") if options.array else str(paths.job_log))
+    task = "task-*/" if options.array else ""
+    log = options.output or f"{paths.root}/{task}job.log"
     sys.stdout.write(
         f"job             {job}{f' on cluster {job.cluster}' if job.cluster else ''}\n"
         f"run directory   {paths.root}\n"
         f"job log         {log}\n"
-        f"workers' logs   {paths.root}/attempt-*/round-*/rank-*/\n"
-        f"report          hpc-elastic report {job}\n"
+        f"workers' logs   {paths.root}/{task}attempt-*/round-*/rank-*/\n"
+        f"report          hpc-elastic report {job}{'_TASK' if options.array else ''}\n"
         f"cancel          scancel {job}\n"
     )
     sys.stdout.flush()

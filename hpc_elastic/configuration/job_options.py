@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
@@ -57,6 +58,14 @@ OPTIONS = (
         for names, metavar, text in _PLAIN
     ),
     Option(
+        names=("-G", "--gpus"), dest="gpus", metavar="[TYPE:]N", group=GROUP,
+        help="GPUs in all, the same number on each of a fixed number of nodes",
+    ),
+    Option(
+        names=("--het",), dest="het", metavar="'OPTIONS'", repeatable=True, group=GROUP,
+        help="one more component of a het job, as in --het '-N 2 -p gpu'; its nodes are in the same run; repeatable",
+    ),
+    Option(
         names=("--exclusive",), dest="exclusive", metavar="user|mcs", optional_value=True, group=GROUP,
         help="no other job on the nodes",
     ),
@@ -99,6 +108,10 @@ OPTIONS = (
         help="accept a run directory that looks as if only this machine saw it",
     ),
     Option(
+        names=("--template",), dest="template", metavar="FILE", group=OWN_GROUP,
+        help="a batch script of your own, with @SBATCH_LINES@ and @COMMAND@ where ours go",
+    ),
+    Option(
         names=("--dry-run",), dest="dry_run", group=OWN_GROUP, in_files=False,
         help="print the script and the command, and change nothing",
     ),
@@ -116,14 +129,28 @@ SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
 }
 """`Option.dest` → the variables by which sbatch is given the same."""
 
-SUBMIT_ONLY = ("dry_run", "wait", "follow", "allow_local_runs_dir")
+SUBMIT_ONLY = ("dry_run", "wait", "follow", "allow_local_runs_dir", "template", "het")
 """What `run` does not take."""
+_OURS = ("spares", "segment", "grace", "sbatch_args", "srun_args", "gpus", "het")
+
+
+def sbatchs_own() -> tuple[Option, ...]:
+    """Those that mean the same to sbatch, and ``--sbatch-arg``."""
+    return tuple(
+        option
+        for option in OPTIONS
+        if option.group == GROUP and (option.dest not in _OURS or option.dest == "sbatch_args")
+    )
 
 
 def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, grace: int) -> SbatchOptions:
     """The sbatch side of a command line. Values are checked when the script is rendered."""
-    plain = {names[-1][2:].replace("-", "_"): parsed.get(names[-1][2:].replace("-", "_")) for names, _, _ in _PLAIN}
+    plain: dict[str, Any] = {
+        names[-1][2:].replace("-", "_"): parsed.get(names[-1][2:].replace("-", "_")) for names, _, _ in _PLAIN
+    }
     plain["job_name"] = job_name
+    if parsed.get("gpus") is not None:
+        plain["gpus_per_node"] = gpus_on_each(parsed, nodes)
     return SbatchOptions(
         nodes=allocated_nodes(nodes, spare_nodes(parsed)),
         **plain,
@@ -132,6 +159,31 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
         grace=grace,
         extra=parsed.all("sbatch_args"),
     )
+
+
+def gpus_on_each(parsed: Parsed, nodes: tuple[int, int]) -> str:
+    """``--gpus``, a total, as ``--gpus-per-node``.
+
+    A step asks for the job's total again, of one node too (Slurm 22.05 then gives some agents fewer, or none).
+
+    Raises:
+        UsageError: it is not the same number on each node, or contradicts another option.
+    """
+    text = parsed.get("gpus") or ""
+    if parsed.get("gpus_per_node") is not None:
+        raise UsageError(f"--gpus {text}: --gpus-per-node is given too; leave one out")
+    kind, colon, number = text.rpartition(":")
+    if not (number.isascii() and number.isdigit() and int(number[:9]) > 0) or "," in text:
+        raise UsageError(f"--gpus {text}: give a number, as in 8 or a100:8")
+    count = int(number[:9])
+    least, most = nodes
+    spares = spare_nodes(parsed)
+    if least != most or count % (most + spares):
+        raise UsageError(
+            f"--gpus {text}: not the same number on each of {least if least == most else f'{least}-{most}'} nodes"
+            f"{f' and {spares} spares' if spares else ''}; give --gpus-per-node"
+        )
+    return f"{kind}{colon}{count // (most + spares)}"
 
 
 def spare_nodes(parsed: Parsed) -> int:
@@ -198,5 +250,5 @@ def only_for_slurm(parsed: Parsed) -> list[str]:
     if time_limit is not None:
         check_time_option(time_limit, option=parsed.sources["time"])
     meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
-    meaningless |= {"exclusive", "sbatch_args", "srun_args", "wait", "follow"}
+    meaningless |= {"exclusive", "sbatch_args", "srun_args", "wait", "follow", "gpus", "het", "template"}
     return [source for dest, source in parsed.sources.items() if dest in meaningless and parsed.from_command_line(dest)]

@@ -14,6 +14,7 @@ from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.option_table import Parsed
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_index import DEFAULT_RUNS_DIR
+from hpc_elastic.run_paths import attempt_number, task_index
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.slurm.node_range import parse_nodes
 from hpc_elastic.slurm.sbatch import sbatch_arguments, sbatch_line
@@ -146,4 +147,6 @@ def _run_id(parsed: Parsed) -> str | None:
             f"{parsed.source('run_id', '--run-id')} {given}: a run id has at most 100 letters, digits, '.', '_' "
             "and '-', a letter or digit first"
         )
+    if given is not None and (task_index(given) is not None or attempt_number(given) is not None):
+        raise UsageError(f"{parsed.source('run_id', '--run-id')} {given}: folders in a run directory are called so")
     return given

@@ -13,6 +13,7 @@ from hpc_elastic.agent.main import node_key
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
@@ -27,6 +28,7 @@ from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.job_state import seconds_until_end
+from hpc_elastic.slurm.step_gpus import step_gpu_flags
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +90,8 @@ class SlurmSite:
             return False, f"Slurm can't be asked: {error}"
         if state is None:
             return False, f"Slurm does not know job {self._id}"
+        if not state.is_batch:
+            return False, "this is an allocation of salloc's, and Slurm requeues batch jobs only"
         if not state.requeue:
             return False, "this job was submitted with --no-requeue, or the site has JobRequeue=0"
         return True, ""
@@ -102,7 +106,8 @@ class SlurmSite:
             ["env", mark, *agent],
             environment=self._env,
             min_nodes=spec.min_nodes,
-            extra=spec.srun_args,
+            components=self._job.components,
+            extra=(*step_gpu_flags(self._env), *spec.srun_args),
             umask=self._umask,
         )
 
@@ -180,6 +185,24 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     paths, spec = load_run(run_dir)
     site = slurm_site(env, clock, umask=umask)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
+
+
+def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
+    """The run directory of this job: `run_dir`, or in it that of this task of an array.
+
+    Raises:
+        UsageError: `run_dir` can't be read from here; or the array and the job don't fit.
+    """
+    paths, spec = load_run(run_dir)
+    task = env.get("SLURM_ARRAY_TASK_ID")
+    if spec.array and (task is None or not task.isdecimal()):
+        raise UsageError(f"{paths.root} is an array of runs ({spec.array}), and this job is no task of one")
+    if not spec.array and task is not None:
+        raise UsageError(
+            f"{paths.root} is one run, and this job is task {task} of an array: all tasks would write to it; "
+            "submit with hpc-elastic submit --array"
+        )
+    return paths.task(int(task)).root if spec.array and task is not None else run_dir
 
 
 def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int) -> SlurmSite:

@@ -6,7 +6,8 @@ import errno
 import os
 import secrets
 import stat
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.atomic_file import make_private_dir, write_private
@@ -78,6 +79,29 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
         run.discard()
         raise
     return run
+
+
+def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
+    """Make the run directory of each task, with its job log, in that of their array.
+
+    Args:
+        array: Just made by `create_run`.
+        spec: The array's.
+        tasks: Their numbers.
+
+    Raises:
+        UsageError: they can't be made; the caller discards the array.
+    """
+    for task in tasks:
+        paths = array.task(task)
+        try:
+            make_private_dir(paths.root, exist_ok=False)
+            write_private(paths.secret, secrets.token_hex(32) + "\n")
+            own = replace(spec, run_id=paths.run_id, uid=secrets.token_hex(16), array="")
+            own.save(paths.run_json, durable=False)
+            write_private(paths.job_log, "")
+        except OSError as error:
+            raise _failed(paths.root, error) from None
 
 
 def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:

@@ -29,8 +29,11 @@ _LAUNCH_TRIES = 3
 class _Step:
     """One running srun and the nodes that it was started for."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int], umask: int) -> None:
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int], umask: int, component: int | None
+    ) -> None:
         self.nodes = nodes
+        self.component = component
         self.ended: set[int] = set()
         self.bad: dict[int, str] = {}
         """Nodes that made the launch fail, with the reason."""
@@ -74,6 +77,7 @@ class SlurmLauncher:
         environment: Mapping[str, str],
         min_nodes: int,
         umask: int,
+        components: Sequence[Sequence[str]] = (),
         extra: Sequence[str] = (),
     ) -> None:
         """Args:
@@ -82,11 +86,14 @@ class SlurmLauncher:
         environment: The batch script's; scrubbed here of what would overrule srun's flags.
         min_nodes: A launch is made again without a dead node while so many are left.
         umask: The user's: srun hands it to the agents, and these to the workers.
+        components: Of a het job, the nodes of each: no step of srun's reaches beyond one without MPI's help, and
+            none needs to. Empty: the job is none.
         extra: The user's ``--srun-arg``s.
         """
         self._umask = umask
         self._nodes = list(nodes)
         self._index = {name: index for index, name in enumerate(self._nodes)}
+        self._components = [[self._index[name] for name in part] for part in components]
         self._command = list(command)
         self._environment = scrubbed_environment(environment)
         self._min_nodes = min_nodes
@@ -95,23 +102,32 @@ class SlurmLauncher:
         self._newest: dict[int, _Step] = {}
         """Node → the step that was started there last: what an older one tells of that node is no news."""
         self._unstarted: list[AgentEnded] = []
-        self._tries = 0
+        self._tries: dict[int | None, int] = {}
+        """Launches of each component."""
         self._ending = False
 
     def launch(self) -> None:
-        self._launch(set(range(len(self._nodes))))
+        for component, nodes in enumerate(self._components):
+            if nodes:
+                self._launch(set(nodes), component)
+        if not self._components:
+            self._launch(set(range(len(self._nodes))), None)
 
-    def _launch(self, wanted: set[int]) -> None:
-        self._tries += 1
-        left_out = [name for node, name in enumerate(self._nodes) if node not in wanted]
-        self._start(srun_agents(len(wanted), self._command, exclude=left_out, extra=self._extra), wanted)
+    def _launch(self, wanted: set[int], component: int | None) -> None:
+        self._tries[component] = self._tries.get(component, 0) + 1
+        places = range(len(self._nodes)) if component is None else self._components[component]
+        left_out = [self._nodes[node] for node in places if node not in wanted]
+        argv = srun_agents(len(wanted), self._command, exclude=left_out, component=component, extra=self._extra)
+        self._start(argv, wanted, component)
 
     def relaunch(self, node: int) -> None:
-        self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
+        component = next((index for index, nodes in enumerate(self._components) if node in nodes), None)
+        argv = srun_one_agent(self._nodes[node], self._command, component=component, extra=self._extra)
+        self._start(argv, {node}, component)
 
-    def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
+    def _start(self, argv: Sequence[str], nodes: set[int], component: int | None) -> None:
         try:
-            step = _Step(argv, self._environment, nodes, self._umask)
+            step = _Step(argv, self._environment, nodes, self._umask, component)
         except OSError as error:  # no srun here: a container without it
             detail = f"srun can't be started: {error}"
             self._unstarted += [
@@ -183,7 +199,7 @@ class SlurmLauncher:
             gone = [self._ended(step, node, None, why, started=False) for node, why in sorted(step.bad.items())]
             # Not those that were told of as ended before: they are started again one by one, if they were not already.
             if left := step.nodes - step.ended:
-                self._launch(left)
+                self._launch(left, step.component)
             return gone
         started = not step.refused and not step.bad
         detail = step.refused or f"its step ended, srun: {describe_code(code)}"
@@ -194,8 +210,10 @@ class SlurmLauncher:
 
     def _worth_another_launch(self, step: _Step) -> bool:
         left = len(step.nodes - set(step.bad))
+        elsewhere = len(self._nodes) - len(step.nodes) if step.component is not None else 0
+        enough = left >= 1 and left + elsewhere >= self._min_nodes
         return (
-            not self._ending and len(step.nodes) > 1 and left >= max(1, self._min_nodes) and self._tries < _LAUNCH_TRIES
+            not self._ending and len(step.nodes) > 1 and enough and self._tries.get(step.component, 0) < _LAUNCH_TRIES
         )
 
     def _close(self, step: _Step) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +30,6 @@ SHAPE_VARIABLES = (
     "SLURM_TASKS_PER_NODE",
     "SLURM_CPUS_PER_TASK",
     "SLURM_CPUS_PER_GPU",
-    "SLURM_GPUS_PER_TASK",
     "SLURM_GPU_BIND",
     "SLURM_TRES_PER_TASK",
     "SLURM_TRES_BIND",
@@ -70,7 +70,12 @@ SHAPE_VARIABLES = (
     "SRUN_INPUT",
     "SRUN_OUTPUT",
 )
+# What the supervisor reads (`step_gpus`), and srun must not: a step would ask for SLURM_GPUS, a total, again, of one
+# node too; SLURM_JOB_GPUS and SLURM_GPUS_ON_NODE are the batch host's, and reach tasks of a het job's other components
+# (22.05), which may have none.
+_GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 _SRUN_FLAGS = ("--overlap", "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
+_OF_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_\d+\Z", re.ASCII)
 # A submission from inside a job must not carry that job's facts into the new one.
 _KEPT_ON_SUBMIT = frozenset(
     ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_UMASK", "SLURM_EXIT_ERROR")
@@ -92,7 +97,12 @@ class JobId:
 
 
 def srun_agents(
-    nodes: int, command: Sequence[str], *, exclude: Iterable[str] = (), extra: Sequence[str] = ()
+    nodes: int,
+    command: Sequence[str],
+    *,
+    exclude: Iterable[str] = (),
+    component: int | None = None,
+    extra: Sequence[str] = (),
 ) -> list[str]:
     """One task on each of `nodes` nodes of the allocation, with all of the job's CPUs there.
 
@@ -102,23 +112,32 @@ def srun_agents(
         nodes: How many.
         command: What each task runs. No element may be a lone ``:``, which separates components for srun.
         exclude: Nodes of the allocation to leave out: dead ones, which would abort the whole launch.
+        component: Of a het job, whose components each need a step of their own.
         extra: The user's ``--srun-arg``s, after ours, so that they win.
     """
-    argv = ["srun", f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", *_SRUN_FLAGS]
+    argv = ["srun", *_het_group(component), f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", *_SRUN_FLAGS]
     left_out = compress(exclude)
     if left_out:
         argv.append(f"--exclude={left_out}")
     return [*argv, *extra, *command]
 
 
-def srun_one_agent(node: str, command: Sequence[str], *, extra: Sequence[str] = ()) -> list[str]:
+def srun_one_agent(
+    node: str, command: Sequence[str], *, component: int | None = None, extra: Sequence[str] = ()
+) -> list[str]:
     """One task on one node, in a step of its own: starting it can't harm the other agents."""
-    return ["srun", "-N1", "-n1", "-w", compress([node]), "--ntasks-per-node=1", *_SRUN_FLAGS, *extra, *command]
+    place = [*_het_group(component), "-N1", "-n1", "-w", compress([node])]
+    return ["srun", *place, "--ntasks-per-node=1", *_SRUN_FLAGS, *extra, *command]
+
+
+def _het_group(component: int | None) -> list[str]:
+    return [] if component is None else [f"--het-group={component}"]
 
 
 def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what would overrule srun's flags: for srun."""
-    return {key: value for key, value in env.items() if key not in SHAPE_VARIABLES}
+    """`env` without what would overrule srun's flags, in a het job for each component: for srun."""
+    dropped = {*SHAPE_VARIABLES, *_GPU_VARIABLES}
+    return {key: value for key, value in env.items() if _OF_COMPONENT.sub("", key) not in dropped}
 
 
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:

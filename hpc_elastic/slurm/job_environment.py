@@ -85,6 +85,8 @@ class JobEnvironment:
     name: str
     nodes: tuple[str, ...]
     """All nodes of the job as it started, all components, in Slurm's order: this is the order of ranks."""
+    components: tuple[tuple[str, ...], ...]
+    """The same by component of a het job, each node once, where it comes first; empty where the job is none."""
     partition: str | None
     account: str | None
     submit_dir: str | None
@@ -124,6 +126,7 @@ class JobEnvironment:
         """
         reader = _Reader(env)
         in_task = _in_task(reader)
+        components = _components(reader)
         return JobEnvironment(
             job_id=reader.job_id("SLURM_JOB_ID", "SLURM_JOBID"),
             array_job_id=reader.optional_id("SLURM_ARRAY_JOB_ID"),
@@ -132,7 +135,8 @@ class JobEnvironment:
             restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
             cluster=reader.text("SLURM_CLUSTER_NAME"),
             name=reader.text("SLURM_JOB_NAME") or "job",
-            nodes=_job_nodes(reader, in_task=in_task),
+            nodes=tuple(node for part in components for node in part) or _job_nodes(reader),
+            components=components,
             partition=reader.text("SLURM_JOB_PARTITION"),
             account=reader.text("SLURM_JOB_ACCOUNT"),
             submit_dir=reader.text("SLURM_SUBMIT_DIR"),
@@ -251,19 +255,23 @@ def _in_task(reader: _Reader) -> bool:
     return 0 <= step < 0xFFFFFFF0
 
 
-def _job_nodes(reader: _Reader, *, in_task: bool) -> tuple[str, ...]:
+def _components(reader: _Reader) -> tuple[tuple[str, ...], ...]:
     het_size = reader.number("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
-    if het_size and het_size < 1 << 16:
-        nodes: list[str] = []
-        for group in range(het_size):
-            variable = f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
-            part = reader.nodes(variable, f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
-            if part is None:
-                raise JobEnvironmentError(
-                    variable=variable, value="", why=f"is missing, though SLURM_HET_SIZE={het_size}"
-                )
-            nodes += [node for node in part if node not in nodes]  # two components may share a node
-        return tuple(nodes)
+    if not het_size or het_size >= 1 << 16:
+        return ()
+    seen: set[str] = set()
+    found = []
+    for group in range(het_size):
+        variable = f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
+        part = reader.nodes(variable, f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
+        if part is None:
+            raise JobEnvironmentError(variable=variable, value="", why=f"is missing, though SLURM_HET_SIZE={het_size}")
+        found.append(tuple(node for node in part if node not in seen))  # two components may share a node
+        seen.update(part)
+    return tuple(found)
+
+
+def _job_nodes(reader: _Reader) -> tuple[str, ...]:
     listed = reader.nodes("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not listed:
         raise JobEnvironmentError(

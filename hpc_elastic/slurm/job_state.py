@@ -59,9 +59,15 @@ class JobState:
     array_job_id: str | None = None
     array_task_id: str | None = None
     het_leader_id: str | None = None
+    het_offset: int = 0
+    """Which component of a het job, from 0."""
     restarts: int = 0
     requeue: bool = False
-    """Whether ``scontrol requeue`` would be allowed."""
+    """Whether ``scontrol requeue`` would be allowed: for a batch job."""
+    is_batch: bool = True
+    """False of salloc's: Slurm requeues batch jobs only."""
+    user: str | None = None
+    """Its owner's name, or number where the controller knows no name."""
     nodes: tuple[str, ...] = ()
     """Those it has now; after a loss the rest. Empty while it pends."""
     batch_host: str | None = None
@@ -142,7 +148,7 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
             continue  # "CLUSTER: name", before the jobs of a cluster that was asked for
         job_id, state, reason, nodes = cells[0], cells[1], cells[2], cells[6]
         base, _, task = job_id.partition("_")
-        leader, plus, _ = job_id.partition("+")
+        leader, plus, offset = job_id.partition("+")
         least, most = _range(cells[5])
         jobs.append(
             JobState(
@@ -152,6 +158,7 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
                 array_job_id=base if task else None,
                 array_task_id=task or None,
                 het_leader_id=leader if plus else None,
+                het_offset=_number(offset),
                 nodes=_nodes(nodes),
                 min_nodes=least,
                 max_nodes=most,
@@ -175,8 +182,11 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         array_job_id=_text(fields.get("ArrayJobId")),
         array_task_id=_text(fields.get("ArrayTaskId")),
         het_leader_id=_text(fields.get("HetJobId")) or _text(fields.get("PackJobId")),
+        het_offset=_number(fields.get("HetJobOffset", fields.get("PackJobOffset", ""))),
         restarts=_number(fields.get("Restarts", "")),
         requeue=fields.get("Requeue") == "1",
+        is_batch=fields.get("BatchFlag") != "0",
+        user=_user(fields.get("UserId", "")),
         nodes=_nodes(fields.get("NodeList", "")),
         batch_host=_text(fields.get("BatchHost")),
         min_nodes=least,
@@ -196,6 +206,12 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
 
 def _text(value: str | None) -> str | None:
     return value if value and value not in ("(null)", "N/A", "None") else None
+
+
+def _user(value: str) -> str | None:
+    """``alice(1001)``."""
+    name, _, number = value.rstrip(")").rpartition("(")
+    return (number if name in ("", "nobody") else name) or None
 
 
 def _reason(value: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
@@ -31,6 +31,11 @@ _REFUSED = {
     "--ntasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
     "--ntasks-per-gpu": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
     "--tasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--gpus-per-task": "one agent per node has all its GPUs; use --gpus-per-node",
+    "--gpus": "use hpc-elastic submit --gpus, or --gpus-per-node",
+    "-G": "use hpc-elastic submit --gpus, or --gpus-per-node",
+    "--array": "use hpc-elastic submit --array, which gives each task a run directory of its own",
+    "-a": "use hpc-elastic submit --array, which gives each task a run directory of its own",
     "--wrap": "the script is made here",
     "--wait": "use hpc-elastic submit --wait, which follows requeues",
     "-W": "use hpc-elastic submit --wait, which follows requeues",
@@ -80,6 +85,8 @@ class SbatchOptions:
     """Seconds before the time limit at which USR2 is asked for. (Slurm may be up to 60 s early.)"""
     extra: tuple[str, ...] = ()
     """``--sbatch-arg``s: one option each, ``--licenses=matlab:2`` or ``-Lmatlab:2``."""
+    components: tuple[tuple[str, ...], ...] = ()
+    """The arguments of each further component of a het job, from `component_arguments`."""
 
     def overruled_variables(self) -> tuple[str, ...]:
         """The SBATCH_* variables that must not reach sbatch: they would win over our lines."""
@@ -95,6 +102,7 @@ _OTHER_VARIABLES = {
     "array": ("SBATCH_ARRAY_INX",),
     "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
     "gpus_per_node": ("SBATCH_GPUS",),
+    "requeue": ("SBATCH_NO_REQUEUE",),
 }
 
 
@@ -103,15 +111,23 @@ def sbatch_variables(name: str) -> tuple[str, ...]:
     return (f"SBATCH_{name.upper()}", *_OTHER_VARIABLES.get(name, ()))
 
 
-_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive"))  # not simply --name=value
+_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive", "components"))  # not simply --name=value
 
 
 def sbatch_arguments(options: SbatchOptions) -> list[str]:
-    """The options as sbatch's arguments, checked.
+    """The options as sbatch's arguments, checked; of a het job, its first component's.
 
     Raises:
         UsageError: a value that can't be right, with the option's name.
     """
+    arguments = component_arguments(replace(options, extra=()))
+    arguments.append("--open-mode=append")
+    arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
+    return arguments + _checked(options.extra)
+
+
+def component_arguments(options: SbatchOptions) -> list[str]:
+    """Those that each component of a het job has its own of. Raises as `sbatch_arguments`."""
     arguments: list[str] = []
     for name, value in _given(options).items():
         if name == "nodes":
@@ -123,18 +139,30 @@ def sbatch_arguments(options: SbatchOptions) -> list[str]:
     if options.exclusive is not None:
         arguments.append(f"--exclusive={options.exclusive}" if options.exclusive else "--exclusive")
     arguments.append("--requeue" if options.requeue else "--no-requeue")
-    arguments += ["--no-kill", "--open-mode=append"]
-    arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
-    for argument in options.extra:
-        name = argument.partition("=")[0]
+    arguments.append("--no-kill")
+    return arguments + _checked(options.extra)
+
+
+def _checked(extra: Sequence[str]) -> list[str]:
+    for argument in extra:
         if not argument.startswith("-") or argument in ("-", "--"):
             raise UsageError(f"--sbatch-arg {argument}: not an option; write it as --sbatch-arg=--name=value")
-        if name in _REFUSED or (name[:2] in ("-n", "-W") and not name.startswith("--")):
-            raise UsageError(
-                f"--sbatch-arg {argument}: not possible here: {_REFUSED[name if name in _REFUSED else name[:2]]}"
-            )
-        arguments.append(argument)
-    return arguments
+        check_possible(argument, option="--sbatch-arg")
+    return list(extra)
+
+
+def check_possible(argument: str, *, option: str) -> None:
+    """Raises UsageError for an argument of sbatch's under which no run can work, with the reason.
+
+    Args:
+        argument: ``--name=value`` or ``-nvalue``.
+        option: As what the user gave it.
+    """
+    name = argument.partition("=")[0].partition(" ")[0]
+    if not name.startswith("--"):
+        name = name[:2]
+    if name in _REFUSED:
+        raise UsageError(f"{option} {argument}: not possible here: {_REFUSED[name]}")
 
 
 def notice_grace(options: SbatchOptions) -> int:
@@ -175,7 +203,7 @@ def render_script(options: SbatchOptions, *, run_dir: str, command: Sequence[str
 
     Args:
         options: For the ``#SBATCH`` lines. Without `output` both streams go to job.log in the run directory (of an
-            array: to job-TASK.log).
+            array: to the one in each task's).
         run_dir: Absolute.
         command: What the script becomes: an absolute interpreter first.
         template: Instead of the one that is shipped.
@@ -187,10 +215,12 @@ def render_script(options: SbatchOptions, *, run_dir: str, command: Sequence[str
     if options.output is None:
         if options.array and "\\" in run_dir:
             raise UsageError(f"--array: sbatch can't number the logs in {run_dir}, for its backslash; give --output")
-        log = literal_path(run_dir) + ("/job-%a.log" if options.array else "/job.log")
+        log = literal_path(run_dir) + ("/task-%a/job.log" if options.array else "/job.log")
         arguments.append(f"--output={log}")
     values = {
-        "SBATCH_LINES": "\n".join(map(sbatch_line, arguments)),
+        "SBATCH_LINES": "\n#SBATCH hetjob\n".join(
+            "\n".join(map(sbatch_line, component)) for component in (arguments, *options.components)
+        ),
         "SHAPE_VARIABLES": " \\\n  ".join(textwrap.wrap(" ".join(SHAPE_VARIABLES), 112)),
         "RUN_DIR": _literal(run_dir),
         "COMMAND": " ".join(map(_literal, command)),

@@ -425,7 +425,7 @@ def test_without_sbatch_it_runs_here_and_says_so(site: Site, monkeypatch: pytest
 def test_run_in_an_allocation_refuses_to_be_multiplied_by_srun(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(__file__).parents[1] / "data" / "slurm" / "22.05.8" / "env-plain-step-n2-task1.txt"
+    path = Path(__file__).parents[1] / "data" / "slurm" / "22.05.8" / "env-plain-step-n1-task0.txt"
     for line in path.read_text().splitlines():
         name, _, value = line.partition("=")
         monkeypatch.setenv(name, value)

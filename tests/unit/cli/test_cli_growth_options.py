@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.run import _nodes_of
+from hpc_elastic.cli.run import nodes_of
 from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.option_table import Parsed, parse
 from hpc_elastic.errors import UsageError
@@ -60,7 +60,7 @@ def test_slurm_is_asked_for_the_spares_too(nodes: tuple[int, int], spares: int, 
 def test_in_an_allocation_spares_are_what_is_beyond_max(
     argv: tuple[str, ...], allocated: int, workers: tuple[int, int]
 ) -> None:
-    assert _nodes_of(read(*argv), allocated) == workers
+    assert nodes_of(read(*argv), allocated, what="allocation") == workers
 
 
 @pytest.mark.parametrize("text", ["-1", "all", "1.5", "999999999"])
@@ -76,7 +76,7 @@ def test_a_policy_that_is_not_known() -> None:
 
 def test_an_allocation_of_spares_alone() -> None:
     with pytest.raises(UsageError, match="--spares 2: this allocation has 2 nodes"):
-        _nodes_of(read("--spares=2"), 2)
+        nodes_of(read("--spares=2"), 2, what="allocation")
 
 
 @pytest.mark.parametrize(

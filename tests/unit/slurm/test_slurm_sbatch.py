@@ -32,7 +32,7 @@ def test_every_option_reaches_sbatch_by_its_name() -> None:
     values = {
         field.name: "1-02:00:00" if field.name == "time" else "2:4" if field.name == "nodes" else f"{field.name}-value"
         for field in dataclasses.fields(SbatchOptions)
-        if field.name not in ("requeue", "grace", "extra")
+        if field.name not in ("requeue", "grace", "extra", "components")
     }
     options = SbatchOptions(**values, requeue=False, extra=("--licenses=matlab:2", "-Lx"))
     arguments = sbatch_arguments(options)
@@ -126,7 +126,7 @@ def test_lines(argument: str, line: str) -> None:
 
 def test_both_streams_go_to_the_job_log() -> None:
     assert '#SBATCH --output="/runs/50%% off/job.log"\n' in render(run_dir="/runs/50% off")
-    assert "#SBATCH --output=/runs/r1/job-%a.log\n" in render(SbatchOptions(array="1-3"))
+    assert "#SBATCH --output=/runs/r1/task-%a/job.log\n" in render(SbatchOptions(array="1-3"))
     given = render(SbatchOptions(output="/o/%j.txt"))
     assert "#SBATCH --output=/o/%j.txt\n" in given
     assert "job.log" not in given

@@ -1,0 +1,229 @@
+"""A run in an srun step of the user's own: ``srun … hpc-elastic agent SCRIPT``, one task on each node.
+
+Task 0 supervises, as the batch script does otherwise, and runs the agent of its node; the other tasks become agents as
+soon as it has told them of the run. They meet in a folder that only the tasks of this step look for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_elastic.agent.main import node_key
+from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.batch import HURRIED_SECONDS, SlurmSite
+from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.self_command import own_command
+from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
+from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
+from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.file_store import FileStore
+
+FOLDER = ".steps"
+"""In the runs folder."""
+MEETING_SECONDS = 120.0
+"""How long tasks wait for task 0, which asks Slurm first: without a controller that takes half a minute."""
+SILENT_SECONDS = 120.0
+"""Agents elsewhere of which no file changed for so long are gone: they write each half minute at least."""
+_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_KEPT_SECONDS = 86400.0
+_TOLD = "step/told"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What task 0 tells the others."""
+
+    run_dir: str = ""
+    attempt: int = 0
+    refused: bool = False
+    """There is no run: task 0 has said why."""
+
+
+class StepMeeting:
+    """Where the tasks of one step find each other."""
+
+    def __init__(self, runs_dir: Path, job: JobEnvironment, env: Mapping[str, str], clock: Clock) -> None:
+        """Args:
+        runs_dir: Where run directories are made; the same on each node.
+        job: With a task.
+        env: For srun's port, which no other step of this job's id has.
+        clock: For how long is waited.
+
+        Raises:
+            OSError: it can't be made there.
+        """
+        assert job.task is not None
+        port = env.get("SLURM_STEP_LAUNCHER_PORT") or env.get("SLURM_SRUN_COMM_PORT") or "0"
+        name = f"{job.job_id}.{job.task.step_id}.{job.restart_count}.{port}"
+        self._folder = runs_dir / FOLDER
+        runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private_dir(self._folder)
+        self._store = FileStore(self._folder / name, clock=clock)
+        self._clock = clock
+
+    def tell(self, told: Told) -> None:
+        """For task 0, once."""
+        value = {"run_dir": told.run_dir, "attempt": told.attempt, "refused": told.refused}
+        self._store.put_if_absent(_TOLD, json.dumps(value))
+
+    def wait(self) -> Told:
+        """For the others.
+
+        Raises:
+            UsageError: task 0 says nothing.
+        """
+        deadline = self._clock.monotonic() + MEETING_SECONDS
+        while self._clock.monotonic() < deadline:
+            try:
+                text = self._store.get(_TOLD)
+            except (OSError, StoreError):
+                text = None
+            if text is not None:
+                value = json.loads(text)
+                return Told(run_dir=value["run_dir"], attempt=value["attempt"], refused=value["refused"])
+            self._clock.wait(threading.Event(), _POLL_SECONDS)
+        raise UsageError(
+            f"{os.uname().nodename}: the step's first task has not begun the run in {MEETING_SECONDS:.0f} s, or "
+            f"{self._folder} is not the same folder on all nodes (--runs-dir)"
+        )
+
+    def clean(self) -> None:
+        """Remove what steps of other days have left."""
+        import shutil
+
+        now = time.time()
+        for path in self._folder.iterdir():
+            try:
+                if now - path.stat().st_mtime > _KEPT_SECONDS:
+                    shutil.rmtree(path)
+            except OSError:
+                pass
+
+
+class StepLauncher(LocalLauncher):
+    """Starts the agent of its own node; the others' tasks are there, and are told of the run."""
+
+    def __init__(self, site: StepSite, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> None:
+        env = {**site.environment, NODE_TAG_VARIABLE: node_mark(spec)}
+        command = [*agent_command(paths, attempt.number), "--launcher-pid", str(os.getpid())]
+        super().__init__(len(attempt.nodes), lambda node: command, environment=lambda node: env, umask=site.umask)
+        self._here = attempt.nodes.index(site.host)
+        self._others = len(attempt.nodes) - 1
+        self._meeting = site.meeting
+        self._told = Told(run_dir=str(paths.root), attempt=attempt.number)
+        self._signs_of = paths.attempt(attempt.number).store / "node"
+        self._signs: frozenset[tuple[str, int]] = frozenset()
+        self._changed_at = self._signs_at = time.monotonic()
+
+    def launch(self) -> None:
+        self._meeting.tell(self._told)
+        self.relaunch(self._here)
+
+    def running(self) -> bool:
+        return super().running() or (self._others > 0 and self._others_live())
+
+    def due(self) -> float | None:
+        found = super().due()
+        if found is None and self._others > 0:
+            return self._signs_at + _LOOK_SECONDS
+        return found
+
+    def _others_live(self) -> bool:
+        """By their files, where no process of ours tells."""
+        now = time.monotonic()
+        if now - self._signs_at >= _LOOK_SECONDS:
+            self._signs_at = now
+            try:
+                with os.scandir(self._signs_of) as entries:
+                    signs = frozenset((entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in entries)
+            except OSError:
+                signs = self._signs
+            if signs != self._signs:
+                self._signs, self._changed_at = signs, now
+        return now - self._changed_at < SILENT_SECONDS
+
+
+class StepSite(SlurmSite):
+    """The nodes of this step, with task 0 in the batch script's place."""
+
+    def __init__(self, env: Mapping[str, str], *, meeting: StepMeeting, clock: Clock, umask: int) -> None:
+        runner = SubprocessRunner(env)
+        hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+        super().__init__(env, client=CommandSlurmClient(runner, clock), hurried=hurried, clock=clock, umask=umask)
+        self.environment = dict(env)
+        self.umask = umask
+        self.meeting = meeting
+        job = JobEnvironment.from_env(env)
+        assert job.task is not None
+        self.nodes = step_nodes(job)
+        self.host = job.task.node.name or job.task.step_nodes[0]
+
+    def facts(self, spec: RunSpec) -> SiteFacts:
+        return replace(super().facts(spec), nodes=self.nodes)
+
+    def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> StepLauncher:  # type: ignore[override]
+        return StepLauncher(self, spec, paths, attempt)
+
+
+def step_nodes(job: JobEnvironment) -> tuple[str, ...]:
+    """The step's nodes in the job's order."""
+    assert job.task is not None
+    return tuple(node for node in job.nodes if node in job.task.step_nodes)
+
+
+def check_one_task_per_node(task: TaskFacts) -> None:
+    """Raises UsageError where this step has several tasks on a node: an agent has its whole node, GPUs included."""
+    if task.num_tasks == task.num_nodes:
+        return
+    most = max(task.tasks_per_node, default=-(-task.num_tasks // task.num_nodes))
+    raise UsageError(
+        f"srun started {most} tasks on a node: one agent has the whole node and starts its workers itself; give srun "
+        f"-n{task.num_nodes} --ntasks-per-node=1, and --nproc-per-node {most} to hpc-elastic agent"
+    )
+
+
+def run_first_task(run_dir: Path, env: Mapping[str, str], *, meeting: StepMeeting) -> int:
+    """Supervise one attempt, from task 0. Returns the attempt's exit code; raises as `run_batch`."""
+    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    umask = os.umask(0o077)
+    log_to_stdout()
+    clock = SystemClock()
+    paths, spec = load_run(run_dir)
+    site = StepSite(env, meeting=meeting, clock=clock, umask=umask)
+    return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
+
+
+def become_agent(told: Told, env: Mapping[str, str]) -> int:
+    """Turn this task into its node's agent. Returns only where it can't."""
+    paths, spec = load_run(Path(told.run_dir))
+    argv = agent_command(paths, told.attempt)
+    sys.stdout.flush()
+    os.execve(argv[0], argv, {**env, NODE_TAG_VARIABLE: node_mark(spec)})
+
+
+def agent_command(paths: RunPaths, attempt: int) -> list[str]:
+    """The agent of whichever node it is started on."""
+    return own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt))
+
+
+def node_mark(spec: RunSpec) -> str:
+    """What tells a later agent of this node which processes an earlier one left."""
+    return f"{spec.uid}:{node_key('slurm', 0)}"
