@@ -82,6 +82,8 @@ class RunSpec:
     role: str = "default"
     max_restarts: int = 3
     """Rounds per attempt that may follow a worker's failure, wherever it happened."""
+    restart_policy: str = "processes"
+    """What follows a worker's bad end: ``processes`` (all start again) or ``in-process`` (it alone is replaced)."""
     max_requeues: int = 3
     """Attempts after the first one."""
     max_same_failures: int = 2

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from hpc_elastic.agent.crash import CrashGuard
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
-from hpc_elastic.agent.local_workers import Place, Pump
+from hpc_elastic.agent.local_workers import Place
+from hpc_elastic.agent.pump import Pump
+from hpc_elastic.agent.ring import NoRing, RingWatch
 from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.store_server import StoreServer
@@ -55,6 +57,8 @@ class AgentContext:
     """Reads the workers' heartbeats."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Says whether this node may join a round."""
+    ring: RingWatch = field(default_factory=NoRing)
+    """Hears of in-process restarts, and replaces single workers."""
     crash: CrashGuard = field(default_factory=CrashGuard)
     """Sees when a thread of the agent's fails."""
     figures: RoundFigures | None = None

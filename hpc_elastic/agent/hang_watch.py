@@ -87,6 +87,13 @@ class HangWatch:
         self._summary_due = now + SUMMARY_SECONDS
         self._plan(now, range(count))
 
+    def begin_again(self, local_rank: int) -> None:
+        """Another process is about to be started in a worker's place."""
+        if self._beats is not None:
+            now = self._clock.monotonic()
+            self._beats.begin_again(local_rank, now)
+            self._due = now if self._due is not None else None
+
     def environment(self, local_rank: int) -> dict[str, str]:
         """What the worker must find in its environment."""
         path = self._beats.paths[local_rank] if self._beats is not None else ""

@@ -167,9 +167,16 @@ class RoundBeats:
         count: Workers here.
         now: The agent's monotonic clock, which is CLOCK_BOOTTIME.
         """
+        self._folder = folder
+        self._round = round_index
         self.paths = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]
         self._last_look = now
         self.beats = [setup_beat(rank=first_rank + n, local_rank=n, started=now) for n in range(count)]
+
+    def begin_again(self, local_rank: int, now: float) -> None:
+        """Another process comes in this one's place, and has said nothing yet. A new file: the old one is mapped."""
+        self.paths[local_rank] = self._folder.make_file(f"{self._round}-{local_rank}")
+        self.beats[local_rank] = setup_beat(rank=self.beats[local_rank].rank, local_rank=local_rank, started=now)
 
     def read(self, now: float) -> list[RankBeat]:
         """Every worker's last word, by local rank. Some microseconds for each."""

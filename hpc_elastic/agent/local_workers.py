@@ -10,17 +10,17 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
+from hpc_elastic.agent.pump import Pump
+from hpc_elastic.agent.ring import DeadWorker, keep_apart
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.log_pieces import holds_at_end
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.cgroup import oom_kill_count
-from hpc_elastic.processes.log_losses import LossEpisode
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.processes.stop import GroupStopper, Stopped
@@ -50,18 +50,6 @@ _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
 
 
 T = TypeVar("T")
-
-
-class Pump(Protocol):
-    """What is needed of `processes.logs.LogPump`."""
-
-    def add(
-        self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std
-    ) -> Callable[[], bytes]: ...
-
-    def drained(self, pid: int, timeout: float) -> bool: ...
-
-    def take_losses(self) -> LossEpisode | None: ...
 
 
 @dataclass(slots=True)
@@ -132,6 +120,9 @@ class LocalWorkers:
         self._is_ending = is_ending
         self._watch = watch or silent_watch()
         self._slots: list[_Slot] = []
+        self._replaced: list[WorkerProcess] = []
+        """Ended, and kept until the group is ended: what they started may still run."""
+        self._start_one: Callable[[int, Mapping[str, str], float], WorkerProcess] | None = None
         self._stopper: GroupStopper | StacksThenStop | None = None
         self._asked: StacksThenStop | None = None
         self._wants_stacks = False
@@ -162,26 +153,65 @@ class LocalWorkers:
         self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._is_ending)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
-        for local_rank, global_rank in enumerate(self.layout.global_ranks):
-            paths = self.paths_of(local_rank)
-            process = start_worker(
+
+        def start_one(local_rank: int, extra: Mapping[str, str], exec_wait: float) -> WorkerProcess:
+            own = environment(local_rank, str(self.paths_of(local_rank).error_file))
+            return start_worker(
                 argv=argv,
-                env={**environment(local_rank, str(paths.error_file)), **self._watch.environment(local_rank)},
+                env={**own, **self._watch.environment(local_rank), **extra},
                 cwd=cwd,
                 inherited=self._inherited,
                 clock=self._clock,
                 pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
-                exec_wait=deadline - self._clock.monotonic(),
+                exec_wait=exec_wait,
             )
-            slot = _Slot(local_rank, global_rank, process, paths)
+
+        self._start_one = start_one
+        for local_rank, global_rank in enumerate(self.layout.global_ranks):
+            process = start_one(local_rank, {}, deadline - self._clock.monotonic())
+            slot = _Slot(local_rank, global_rank, process, self.paths_of(local_rank))
             self._slots.append(slot)
-            slot.unwritten = self._pump.add(
-                rank=global_rank,
-                worker=process,
-                stdout=paths.stdout,
-                stderr=paths.stderr,
-                shown=self._shown(local_rank),
-            )
+            self._take_output(slot)
+
+    def _take_output(self, slot: _Slot) -> None:
+        slot.unwritten = self._pump.add(
+            rank=slot.global_rank,
+            worker=slot.process,
+            stdout=slot.paths.stdout,
+            stderr=slot.paths.stderr,
+            shown=self._shown(slot.local_rank),
+        )
+
+    @property
+    def dead(self) -> list[DeadWorker]:
+        """Who has ended badly, and not by us."""
+        return [
+            DeadWorker(local_rank=s.local_rank, rank=s.global_rank, pid=s.process.pid, exitcode=s.exit.exitcode)
+            for s in self._slots
+            if s.exit is not None and self._is_failure(s)
+        ]
+
+    def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
+        """Put a fresh process in the place of a dead one, and leave the others alone. Returns its pid.
+
+        Args:
+            local_rank: Whose.
+            extra: What it finds in its environment besides.
+
+        Raises:
+            WorkerStartError: it could not be started.
+        """
+        slot = self._slots[local_rank]
+        assert self._start_one is not None
+        slot.process.signal_group(signal.SIGKILL)  # what it started holds memory, and the GPU
+        error_file, number = slot.paths.error_file, len(self._replaced)
+        self._files.post(lambda: keep_apart(error_file, number))
+        self._watch.begin_again(local_rank)
+        process = self._start_one(local_rank, extra, EXEC_WAIT_S)
+        self._replaced.append(slot.process)
+        slot.process, slot.exit = process, None
+        self._take_output(slot)
+        return process.pid
 
     def _make_folders(self) -> None:
         make_private_dir(self._place.attempt.round_dir(self.round))
@@ -193,7 +223,7 @@ class LocalWorkers:
 
     @property
     def pids(self) -> list[int]:
-        return [slot.process.pid for slot in self._slots]
+        return [*(slot.process.pid for slot in self._slots), *(process.pid for process in self._replaced)]
 
     def watched(self) -> list[int]:
         """Descriptors of the workers that run: readable when one has ended."""
@@ -258,9 +288,8 @@ class LocalWorkers:
             return
         for slot in self._slots:
             slot.stopped_by_agent = slot.exit is None
-        self._stopper = GroupStopper(
-            [slot.process for slot in self._slots], grace=grace, clock=self._clock, excluding=self._excluding()
-        )
+        ended = [*self._replaced, *(slot.process for slot in self._slots)]
+        self._stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding())
         if self._wants_stacks:
             from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
 

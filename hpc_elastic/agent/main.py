@@ -27,6 +27,7 @@ from hpc_elastic.agent.metrics import metrics_from_option
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.ring import RingWatch
 from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.start_number import claim_start_number
@@ -46,6 +47,7 @@ from hpc_elastic.processes.spawn import prepare_agent_process
 from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
 from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.ring_record import RestartWith
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
@@ -117,7 +119,9 @@ def agent_main(argv: Sequence[str]) -> int:
         clock=clock,
     )
     doorbell = meeting.doorbell
+    ring = RingWatch(folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts)
     worker_env = {key: value for key, value in env.items() if key != "TORCHELASTIC_ERROR_FILE"}
+    worker_env.update(ring.environment(env))
     store_server = StoreServer(
         spec.entrypoint.python,
         log_path=attempt_paths.root / f"store-host-{node:05d}.log",
@@ -169,6 +173,7 @@ def agent_main(argv: Sequence[str]) -> int:
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
             health=health,
+            ring=ring,
             crash=crash,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
             watch=HangWatch(

@@ -101,9 +101,8 @@ class NodeAgent:
             The agent's exit code: information for a person; the verdict is in the store.
         """
         c = self._
-        self._selector.register(c.coordination, selectors.EVENT_READ)
-        self._selector.register(c.signals, selectors.EVENT_READ)
-        self._selector.register(c.health, selectors.EVENT_READ)
+        for source in (c.coordination, c.signals, c.health):
+            self._selector.register(source, selectors.EVENT_READ)
         self.begin()
         while self._phase is not Phase.ENDED:
             self._watch_workers()
@@ -147,8 +146,7 @@ class NodeAgent:
 
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
-        if (store_fd := self._.store_server.fileno()) >= 0:
-            wanted.add(store_fd)
+        wanted |= {fd for fd in (self._.store_server.fileno(), self._.ring.fileno()) if fd >= 0}
         for fd in self._watched - wanted:
             self._selector.unregister(fd)
         for fd in wanted - self._watched:
@@ -214,10 +212,12 @@ class NodeAgent:
 
     def _handle_workers(self) -> None:
         workers = self._workers
+        self._.ring.handle(self._round)
         if workers is None or self._phase is not Phase.RUNNING or not workers.poll():
             return
         if workers.failed:
-            self._happens(Event.FAILED, workers.quick_word())
+            if not self._.ring.replace_dead(workers):
+                self._happens(Event.FAILED, workers.quick_word())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
 

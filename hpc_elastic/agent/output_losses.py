@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.agent.local_workers import Pump
+from hpc_elastic.agent.pump import Pump
 from hpc_elastic.events import EventLog
 from hpc_elastic.run_paths import round_index
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hpc_elastic.log_pieces import parse_count, parse_size
 from hpc_elastic.processes.std_streams import parse_local_ranks, parse_std_streams
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.ring_record import RestartWith
 from hpc_elastic.run_spec import EntryKind, Entrypoint
 
 GROUP = "workers"
@@ -29,6 +30,11 @@ OPTIONS = (
     Option(
         group=GROUP, names=("--max-restarts",), dest="max_restarts", metavar="N", env="PET_MAX_RESTARTS",
         help="how often the workers may be started again in one attempt of the job, wherever they failed (default 3)",
+    ),
+    Option(
+        group=GROUP, names=("--restart-policy",), dest="restart_policy", metavar="processes|in-process",
+        help="when a worker ends badly: all start again (the default); or, in a script that uses "
+        "hpc_elastic.inprocess, a fresh process takes its place, --max-restarts times on a node, and the others stay",
     ),
     Option(
         group=GROUP, names=("--max-requeues",), dest="max_requeues", metavar="N",
@@ -203,7 +209,8 @@ def worker_fields(parsed: Parsed) -> dict[str, Any]:
     for dest in ("max_restarts", "max_requeues", "max_same_failures"):
         _put(fields, dest, _whole(parsed, dest, least=0, most=1_000_000))
     _put(fields, "restart_steps", _whole(parsed, "restart_steps", least=1, most=1_000_000_000))
-    _put(fields, "grow", _grow(parsed))
+    _put(fields, "grow", _one_of(parsed, "grow", [policy.value for policy in GrowPolicy]))
+    _put(fields, "restart_policy", _one_of(parsed, "restart_policy", [policy.value for policy in RestartWith]))
     timeouts = parsed.get("section_timeouts")
     if timeouts is not None:
         parse_section_timeouts(timeouts, option=parsed.source("section_timeouts", ""))
@@ -278,11 +285,10 @@ def _signal(parsed: Parsed) -> str | None:
     return name
 
 
-def _grow(parsed: Parsed) -> str | None:
-    text = parsed.get("grow")
-    names = [policy.value for policy in GrowPolicy]
+def _one_of(parsed: Parsed, dest: str, names: Sequence[str]) -> str | None:
+    text = parsed.get(dest)
     if text is not None and text not in names:
-        raise UsageError(f"--grow {text}: give one of {', '.join(names)}")
+        raise UsageError(f"{parsed.source(dest, '')} {text}: give one of {', '.join(names)}")
     return text
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartError
+from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartAbort, RestartError
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
 from hpc_elastic.inprocess.life import Event, Phase, next_phase
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, Place
 from hpc_elastic.inprocess.monitor_thread import MonitorThread, SoftTimeout
 from hpc_elastic.inprocess.progress_watchdog import ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankDiscarded
+from hpc_elastic.inprocess.replacement import Replacements
 from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
+from hpc_elastic.inprocess.surroundings import Surroundings
+from hpc_elastic.ring_record import Word
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,11 @@ class Rank:
     process: MonitorProcess
     atomic_lock: Any
     settings: Settings
+    name: str = ""
+    """The call's: the prefix of its keys."""
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    replacements: Replacements | None = None
+    """Where an agent starts fresh processes in dead ones' places."""
 
     has_completed: bool = False
     """Whether all ranks have completed; else others may go on for long."""
@@ -68,17 +76,21 @@ class Rank:
 class Iterations:
     """One call's loop."""
 
-    def __init__(self, rank: Rank, function: Callable[[], Any]) -> None:
+    def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int] = ()) -> None:
         """Args:
-        rank: Past the initial barrier.
+        rank: Past the initial barrier, or taken in by a ring that runs.
         function: What to call.
+        terminated: For the first assignment: the places that stayed empty, where this is a fresh process.
         """
         self._call = rank
         self._settings = rank.settings
         self._function = function
         self._store: PrefixStore | None = None
         """Of the iteration that lasts; None before the first iteration barrier of an assignment."""
-        self._terminated: set[int] = set()
+        self._terminated = set(terminated)
+        self._joined: tuple[int, ...] = ()
+        self._seen: tuple[tuple[int, str], ...] = ()
+        """What interrupted the iteration before."""
         self._part = Interruptible()
         self._thread: MonitorThread | None = None
         self._value: Any = None
@@ -105,6 +117,7 @@ class Iterations:
             Phase.FINALIZING: self._finalize,
             Phase.CHECKING: self._check,
             Phase.TERMINATING: self._terminate,
+            Phase.REPLACING: self._replace,
             Phase.LEAVING: self._leave,
         }
         phase = next_phase(Phase.JOINING, Event.ALL_CAME)
@@ -151,6 +164,7 @@ class Iterations:
                 rank=state.rank,
                 count=state.world_size,
                 initial_rank=state.initial_rank,
+                call=call.name,
             )
         )
         state.store = store
@@ -161,10 +175,24 @@ class Iterations:
             rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
         )
         if self._interrupted_at:
-            seconds = time.monotonic() - self._interrupted_at
-            logger.info("rank %d of %d: iteration %d, %.3f s after the fault was seen", state.rank,
-                        state.world_size, state.iteration, seconds)  # fmt: skip
+            self._say_restarted(time.monotonic() - self._interrupted_at)
         return Event.ALL_CAME
+
+    def _say_restarted(self, seconds: float) -> None:
+        state = self._state
+        logger.info("rank %d of %d: iteration %d, %.3f s after the fault was seen", state.rank,
+                    state.world_size, state.iteration, seconds)  # fmt: skip
+        if self._call.surroundings.reports and state.store.is_first("told"):  # a fresh process has nothing to tell
+            self._call.surroundings.say(
+                Word.RESTARTED,
+                rank=state.initial_rank,
+                iteration=state.iteration,
+                seconds=round(seconds, 4),
+                world_size=state.world_size,
+                active_world_size=state.active_world_size,
+                interruptions=self._seen,
+                joined=self._joined,
+            )
 
     def _run(self) -> Event:
         call, settings = self._call, self._settings
@@ -226,6 +254,8 @@ class Iterations:
         if not has_completed:
             return Event.INTERRUPTED
         self._call.has_completed = True
+        if self._call.replacements is not None:
+            self._call.replacements.finish()
         self._end_thread()
         return Event.ALL_COMPLETED
 
@@ -267,15 +297,31 @@ class Iterations:
         self._own_fault = None
         self._part.close()
         self._terminated = store.get_terminated_ranks()
+        records = store.get_interruption_records() if self._call.surroundings.reports else ()
+        self._seen = tuple(dict.fromkeys((record.rank, record.interruption.name) for record in records))
         while gc.collect():
             pass
         state.advance()
         return Event.ALL_CAME
 
+    def _replace(self) -> Event:
+        state, store, replacements = self._state, self._store, self._call.replacements
+        self._store = None  # that iteration is over: who leaves now says so in the next
+        if replacements is not None:
+            found = replacements.admit(state, store, self._terminated)
+            state.world_size = found.world_size
+            self._terminated = set(found.empty)
+            self._joined = tuple(sorted(found.places.values()))
+        return Event.DECIDED
+
     def _leave(self) -> Event:
         """Tell the others, in whatever iteration they are."""
         error, state, store = self._leaving, self._state, self._store
         logger.warning("rank %d leaves: %s: %s", state.rank, type(error).__name__, error)
+        gives_up = isinstance(error, RestartAbort | InternalError | BarrierError)
+        word = Word.GAVE_UP if gives_up else Word.LEFT
+        reason = f"{type(error).__name__}: {error}"
+        self._call.surroundings.say(word, rank=state.initial_rank, iteration=state.iteration, reason=reason)
         if store is None:
             if not isinstance(error, RankDiscarded):  # else all others know
                 PrefixStore(state.iteration, self._call.base).report_gone(state.initial_rank)

@@ -26,6 +26,8 @@ class Phase(Enum):
     """`health_check`, after a fault."""
     TERMINATING = "terminating"
     """The termination barrier; garbage is collected."""
+    REPLACING = "replacing"
+    """Fresh processes are waited for in dead ones' places, where an agent starts them."""
     LEAVING = "leaving"
     """This rank ends; the others go on without it."""
     RETURNED = "returned"
@@ -45,6 +47,8 @@ class Event(Enum):
     ABORTED = "aborted"
     FINALIZED = "finalized"
     HEALTHY = "healthy"
+    DECIDED = "decided"
+    """Who is in the next iteration."""
     FAILED = "failed"
     """Something raised that ends this rank."""
     SAID = "said"
@@ -68,7 +72,8 @@ TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
     Phase.ABORTING: {Event.ABORTED: Phase.FINALIZING, Event.FAILED: Phase.LEAVING},
     Phase.FINALIZING: {Event.FINALIZED: Phase.CHECKING, Event.FAILED: Phase.LEAVING},
     Phase.CHECKING: {Event.HEALTHY: Phase.TERMINATING, Event.FAILED: Phase.LEAVING},
-    Phase.TERMINATING: {Event.ALL_CAME: Phase.ASSIGNING, Event.FAILED: Phase.LEAVING},
+    Phase.TERMINATING: {Event.ALL_CAME: Phase.REPLACING, Event.FAILED: Phase.LEAVING},
+    Phase.REPLACING: {Event.DECIDED: Phase.ASSIGNING, Event.FAILED: Phase.LEAVING},
     Phase.LEAVING: {Event.SAID: Phase.LEFT},
     Phase.RETURNED: {},
     Phase.LEFT: {},

@@ -14,16 +14,45 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
+from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
 from hpc_elastic.readable import wait_readable
 
 logger = logging.getLogger(__name__)
+
+_RACE_SECONDS = 5.0
+"""A newcomer that has just died may be given a place by ranks that had read their list before."""
+
+
+ELSEWHERE = object()
+"""In place of a server: somebody else serves already."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSource:
+    """Where a monitor process has the ring's store from."""
+
+    factory: type[StoreMixin]
+    kwargs: Mapping[str, Any]
+
+    def serve(self) -> Any:
+        """The store's server, where it is this rank that has to have one: it outlives the rank's process.
+
+        Returns:
+            What keeps it; `ELSEWHERE`; None where this store has none, or this rank is not to be it.
+        """
+        return self.factory.serve_apart(ELSEWHERE, **self.kwargs)
+
+    def open(self) -> Any:
+        """A connection of the monitor's own: never the server."""
+        TCPStore.is_client_only = True  # in this process alone
+        return self.factory(**self.kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +64,8 @@ class MonitorSettings:
     heartbeat_timeout: float
     barrier_timeout: float
     termination_grace_time: float
+    world_size: int
+    """Ranks of the whole call, as it began."""
     logfile: str | None = None
     """Absolute, for this rank."""
 
@@ -89,42 +120,93 @@ class Place:
     rank: int
     count: int
     initial_rank: int
+    call: str = ""
+    """The wrapped call's name: the prefix of its keys."""
 
     def encode(self) -> bytes:
-        return f"{self.iteration} {self.rank} {self.count} {self.initial_rank}\n".encode()
+        return f"{self.iteration} {self.rank} {self.count} {self.initial_rank} {self.call}\n".encode()
 
     @classmethod
     def decode(cls, line: bytes) -> Place:
-        iteration, rank, count, initial_rank = map(int, line.split())
-        return cls(iteration=iteration, rank=rank, count=count, initial_rank=initial_rank)
+        *numbers, call = line.decode().split(" ")
+        iteration, rank, count, initial_rank = map(int, numbers)
+        return cls(iteration=iteration, rank=rank, count=count, initial_rank=initial_rank, call=call)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplaced:
+    """A process that has no place yet: what its monitor has to say if it dies."""
+
+    call: str
+    """The call's name."""
+    initial_rank: int
+    newcomer: Newcomer | None = None
+    """It comes in a dead process' place; else it waits for the first iteration."""
+
+    def mourn(self, raw: Any, *, patience: float) -> None:
+        """Let nobody wait for it.
+
+        Args:
+            raw: The ring's store.
+            patience: Seconds for the others to come to the first barrier, or to give the newcomer a place.
+        """
+        base = PrefixStore(self.call, raw)
+        deadline = time.monotonic() + patience
+        if self.newcomer is None:
+            while not base.is_released(base.INITIAL_BARRIER):
+                if time.monotonic() >= deadline or base.fate(self.initial_rank):
+                    return
+                time.sleep(0.02)
+            if base.decide_fate(self.initial_rank, "gone"):
+                PrefixStore(0, base).report_gone(self.initial_rank)
+            return
+        StoreMixin.append_item(base, WITHDRAWN, self.newcomer.uid)
+        deadline = time.monotonic() + min(patience, _RACE_SECONDS)
+        while time.monotonic() < deadline:
+            if (found := self.newcomer.place_in(base, base.decided())) is not None:
+                PrefixStore(found.iteration, base).report_gone(self.initial_rank)
+                return
+            time.sleep(0.02)
 
 
 class MonitorProcess:
     """The rank's side: start it, tell it where the rank is, end it."""
 
-    def __init__(self, *, open_store: Callable[[], Any], page: ProgressPage, settings: MonitorSettings) -> None:
+    def __init__(
+        self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: MonitorSettings
+    ) -> None:
         """Args:
-        open_store: Called in the monitor process, when the first place is known.
+        source: Where the monitor process has the ring's store from.
         page: The rank's progress.
+        unplaced: What it is to say if the rank dies before it has a place.
         settings: Timeouts.
         """
-        self._open_store = open_store
+        self._source = source
         self._page = page
+        self._unplaced = unplaced
         self._settings = settings
         self._pid = 0
         self._pipe = -1
 
-    def start(self) -> None:
-        """Fork. Before the store is made: its server's socket must not live on in the child."""
+    def start(self) -> bool:
+        """Fork. Before the store is made: its server's socket must not live on in the child.
+
+        Returns:
+            Whether the store's server is there, in that process or anywhere: the rank need not be it.
+        """
         reader, self._pipe = os.pipe()
+        served_r, served_w = os.pipe()
         main = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside threads; this child starts none
             pid = os.fork()
         if pid == 0:
-            _run_child(main, reader, self._open_store, self._page, self._settings)
-        os.close(reader)
+            _run_child(_Rank(main, reader, served_w, self._source, self._page, self._unplaced, self._settings))
         self._pid = pid
+        os.close(reader)
+        os.close(served_w)
+        with os.fdopen(served_r, "rb") as served:
+            return served.read() == b"yes"
 
     def start_iteration(self, place: Place) -> None:
         """Say where the rank is now. A monitor that is dead is not missed here: the ring notices."""
@@ -157,16 +239,33 @@ def _has_ended(pid: int) -> bool:
         return True  # the user's program has collected it
 
 
-def _run_child(
-    main: int, reader: int, open_store: Callable[[], Any], page: ProgressPage, settings: MonitorSettings
-) -> NoReturn:
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What the child must know of its rank."""
+
+    main: int
+    """Its pid."""
+    reader: int
+    """Where it says what it does."""
+    served: int
+    """Where it hears whether the store's server is there."""
+    source: StoreSource
+    page: ProgressPage
+    unplaced: Unplaced
+    settings: MonitorSettings
+
+
+def _run_child(rank: _Rank) -> NoReturn:
     """Never back into the user's program, whatever happens."""
     status = 1
     try:
-        pidfd = os.pidfd_open(main)
-        _detach(keep=(reader, pidfd), logfile=settings.logfile)
-        if os.getppid() == main:
-            _Monitor(main, pidfd, reader, open_store, page, settings).run()
+        pidfd = os.pidfd_open(rank.main)
+        _detach(keep=(rank.reader, rank.served, pidfd), logfile=rank.settings.logfile)
+        server = rank.source.serve()
+        os.write(rank.served, b"yes" if server is not None else b"no")
+        os.close(rank.served)
+        if os.getppid() == rank.main:
+            _Monitor(rank, pidfd, serves=server is not None and server is not ELSEWHERE).run()
         status = 0
     except BaseException:
         logger.exception("the monitor process fails")
@@ -199,25 +298,20 @@ def _detach(*, keep: tuple[int, ...], logfile: str | None) -> None:
 class _Monitor:
     """The child's side."""
 
-    def __init__(
-        self,
-        main: int,
-        pidfd: int,
-        reader: int,
-        open_store: Callable[[], Any],
-        page: ProgressPage,
-        settings: MonitorSettings,
-    ) -> None:
-        self._main = main
+    def __init__(self, rank: _Rank, pidfd: int, *, serves: bool) -> None:
+        self._main = rank.main
         self._pidfd = pidfd
-        self._reader = reader
-        self._open_store = open_store
-        self._page = page
-        self._settings = settings
+        self._reader = rank.reader
+        self._source = rank.source
+        self._page = rank.page
+        self._unplaced = rank.unplaced
+        self._settings = rank.settings
+        self._serves = serves
+        self._raw: Any = None
         self._base: Any = None
         self._store: Any = None
         self._place: Place | None = None
-        self._stall = StallWatch(settings.hard_timeout)
+        self._stall = StallWatch(rank.settings.hard_timeout)
         self._hearts: HeartbeatWatch | None = None
         self._unread = b""
         self._has_goodbye = False
@@ -227,6 +321,8 @@ class _Monitor:
             cause = self._watch()
             if cause is not None:
                 self._mourn(cause)
+            if cause is not None and self._serves:
+                self._serve_the_others()
         except Exception:
             logger.exception("the monitor process ends")
             self._say_own_end()
@@ -267,17 +363,24 @@ class _Monitor:
 
     def _enter(self, place: Place) -> None:
         if self._base is None:
-            self._base = self._open_store()
+            self._base = PrefixStore(place.call, self._open_raw())
         self._place = place
         self._store = PrefixStore(place.iteration, self._base)
         self._hearts = HeartbeatWatch(rank=place.rank, count=place.count, timeout=self._settings.heartbeat_timeout)
         self._store.send_heartbeat(place.rank)
+
+    def _open_raw(self) -> Any:
+        if self._raw is None:
+            self._raw = self._source.open()
+        return self._raw
 
     def _watch_others(self) -> None:
         place, store, hearts = self._place, self._store, self._hearts
         assert place is not None
         assert hearts is not None
         store.send_heartbeat(place.rank)
+        if place.rank == 0:
+            self._base.add(PULSE, 1)
         counts = {rank: store.get_heartbeat(rank) for rank in hearts.watched}
         for rank in hearts.look(counts, time.monotonic()):
             if store.outcome() == COMPLETED or store.is_released(store.TERMINATION_BARRIER):
@@ -311,7 +414,10 @@ class _Monitor:
         while wait_readable([self._reader], 0) and self._take_news():
             pass
         place, store = self._place, self._store
-        if place is None or self._has_goodbye:
+        if self._has_goodbye:
+            return
+        if place is None:
+            self._unplaced.mourn(self._open_raw(), patience=self._settings.barrier_timeout)
             return
         if store.outcome() != COMPLETED:
             store.stand_in_for(place.rank, place.count, cause)
@@ -322,6 +428,18 @@ class _Monitor:
                 PrefixStore(place.iteration + 1, self._base).report_gone(place.initial_rank)
         StoreMixin.record_base_terminated_rank(self._base, place.initial_rank)
 
+    def _serve_the_others(self) -> None:
+        """The store's server is here: stay until nobody needs it, or nobody is left."""
+        base = self._base if self._base is not None else PrefixStore(self._unplaced.call, self._open_raw())
+        pulse, since = -1, time.monotonic()
+        patience = self._settings.barrier_timeout + self._settings.heartbeat_timeout
+        while base.get_base_terminated_count() < self._settings.world_size:
+            if (count := int(base.add(PULSE, 0))) != pulse:
+                pulse, since = count, time.monotonic()
+            if time.monotonic() - since >= patience:
+                return
+            time.sleep(min(0.1, self._settings.interval))
+
     def _say_own_end(self) -> None:
         if self._place is None:
             return
@@ -329,13 +447,3 @@ class _Monitor:
             self._store.record_interrupted(InterruptionRecord(self._place.rank, Interruption.MONITOR_PROCESS_EXCEPTION))
         except Exception:
             pass  # the store is what failed
-
-
-def opener(factory: type[StoreMixin], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
-    """What opens the ring's store in the monitor process: never as its server."""
-
-    def open_store() -> Any:
-        TCPStore.is_client_only = True  # in this process alone
-        return factory(**kwargs)
-
-    return open_store

@@ -61,6 +61,19 @@ class StoreMixin:
         """The initial ranks whose processes the store needs: they leave last."""
         return ()
 
+    @classmethod
+    def serve_apart(cls, elsewhere: object, **kwargs: Any) -> Any:
+        """Called in each rank's monitor process, with ``store_kwargs``: open the store's server, if it has one.
+
+        Args:
+            elsewhere: To be returned where somebody serves already.
+            kwargs: ``store_kwargs``.
+
+        Returns:
+            What keeps the server; None where there is none to be opened here.
+        """
+        return None
+
     # --- lists
 
     def append_item(self: Any, key: str, item: str) -> None:
@@ -69,13 +82,13 @@ class StoreMixin:
         if self.has_extended_api():
             self.append(key, line)
             return
-        old = _read(self, key)
+        old = read_value(self, key)
         while (found := self.compare_set(key, old, old + line).decode()) != old + line:
             old = found
 
     def items(self: Any, key: str) -> list[str]:
         """What is in the list `key`, in order."""
-        return str(_read(self, key)).split("\n")[:-1]
+        return str(read_value(self, key)).split("\n")[:-1]
 
     # --- ranks
 
@@ -88,7 +101,7 @@ class StoreMixin:
 
     def find_initial_rank(self: Any, rank: int) -> int | None:
         """As `get_initial_rank`, None at once where `rank` has not said it."""
-        found = _read(self, f"initial_rank/{rank}")
+        found = read_value(self, f"initial_rank/{rank}")
         return int(found) if found else None
 
     def send_heartbeat(self: Any, rank: int) -> None:
@@ -104,7 +117,7 @@ class StoreMixin:
 
     def get_terminated_ranks(self: Any) -> set[int]:
         """After the termination barrier: what it found, the same for all. Before: those so far."""
-        published = _read(self, f"{self.TERMINATION_BARRIER}/over")
+        published = read_value(self, f"{self.TERMINATION_BARRIER}/over")
         if published:
             return {int(rank) for rank in published.split(",") if rank}
         return {int(rank) for rank in StoreMixin.items(self, "terminated")}
@@ -126,6 +139,10 @@ class StoreMixin:
         self.compare_set("over", "", INTERRUPTED)
         self.set("stir", "1")
 
+    def is_first(self: Any, what: str) -> bool:
+        """Whether nobody else has asked this before."""
+        return bool(self.add(f"first/{what}", 1) == 1)
+
     def get_interruption_records(self: Any) -> list[InterruptionRecord]:
         return [InterruptionRecord.from_str(item) for item in StoreMixin.items(self, "interruptions")]
 
@@ -134,7 +151,7 @@ class StoreMixin:
 
     def outcome(self: Any) -> str | None:
         """How this iteration ended: `COMPLETED`, `INTERRUPTED`, or None: not yet."""
-        return _read(self, "over") or None
+        return read_value(self, "over") or None
 
     def wait_for_outcome(self: Any) -> str:
         """As `outcome`, as soon as there is one. It blocks in the store: nobody else can use this connection.
@@ -172,6 +189,20 @@ class StoreMixin:
     def wait_for_answers(self: Any, seconds: float) -> bool:
         """Whether all have answered; waits up to `seconds`."""
         return _wait(self, "answered", seconds)
+
+    # --- before the first iteration
+
+    def fate(self: Any, rank: int) -> str:
+        """What became of an initial rank that died before the first iteration; "" while that is open."""
+        return read_value(self, f"fate/{rank}")
+
+    def decide_fate(self: Any, rank: int, fate: str) -> bool:
+        """Whether `fate` is it: the first word holds."""
+        return bool(self.compare_set(f"fate/{rank}", "", fate).decode() == fate)
+
+    def decided(self: Any) -> str:
+        """The number of the iteration for which it was decided last who is in; "" for none."""
+        return read_value(self, "decided")
 
     # --- barriers
 
@@ -314,7 +345,7 @@ def _timeout(store: Any, name: str, count: int, timeout: timedelta) -> BarrierTi
     )
 
 
-def _read(store: Any, key: str) -> str:
+def read_value(store: Any, key: str) -> str:
     """A value, "" where there is none. torch's ``get`` waits for what is not there."""
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
@@ -330,12 +361,18 @@ def _wait(store: Any, key: str, seconds: float) -> bool:
     return True
 
 
+_HOSTED = "hosted_by_the_ring"
+
+
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
-    """The default: a server in the process of rank 0, at MASTER_ADDR:MASTER_PORT. With that process the ring ends."""
+    """The default: a server at MASTER_ADDR:MASTER_PORT, in a process beside rank 0 that outlives it.
+
+    With that process' node the ring ends; `SharedFileStore` has no such node.
+    """
 
     TCP_STORE_HOST_RANK: ClassVar[int] = 0
     is_client_only: ClassVar[bool] = False
-    """In a monitor process: never a server."""
+    """Never a server: in a monitor process, and where it is known that there is one."""
 
     def __init__(
         self,
@@ -370,6 +407,7 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
         if not self.is_client_only and int(os.environ["RANK"]) == self.TCP_STORE_HOST_RANK:
             try:
                 super().__init__(is_master=True, **arguments)
+                self.set(_HOSTED, "1")
                 return
             except dist.DistNetworkError:
                 pass  # somebody serves at this port already: the agent's store, say
@@ -377,7 +415,24 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
 
     @property
     def critical_ranks(self) -> tuple[int, ...]:
-        return (self.TCP_STORE_HOST_RANK,)
+        """None where the server is neither rank 0 nor its monitor process: an agent's, say."""
+        return (self.TCP_STORE_HOST_RANK,) if self.check([_HOSTED]) else ()
+
+    @classmethod
+    def serve_apart(cls, elsewhere: object, **kwargs: Any) -> Any:
+        """Rank 0's monitor process is the server: the ring outlives that rank."""
+        if int(os.environ.get("RANK", "-1")) != cls.TCP_STORE_HOST_RANK or cls.__init__ is not TCPStore.__init__:
+            return None  # a class of the user's own, with arguments of its own, serves in its rank
+        port = int(os.environ["MASTER_PORT"]) if kwargs.get("port") is None else int(kwargs["port"])
+        host = kwargs.get("host_name") or os.environ["MASTER_ADDR"]
+        try:
+            server = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, use_libuv=kwargs.get("use_libuv", True)
+            )
+        except dist.DistNetworkError:
+            return elsewhere
+        server.set(_HOSTED, "1")
+        return server
 
 
 class FileStore(StoreMixin, dist.FileStore):  # type: ignore[misc, unused-ignore]

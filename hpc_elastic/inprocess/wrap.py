@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,19 +21,27 @@ from hpc_elastic.inprocess.health_check import HealthCheck
 from hpc_elastic.inprocess.initialize import Initialize
 from hpc_elastic.inprocess.interrupt import SignalHandler
 from hpc_elastic.inprocess.iterations import Iterations, Rank
-from hpc_elastic.inprocess.monitor_process import MonitorProcess, MonitorSettings, opener
+from hpc_elastic.inprocess.monitor_process import MonitorProcess, MonitorSettings, StoreSource, Unplaced
 from hpc_elastic.inprocess.parameters import with_value_for
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.rank_filter import RankFilter
+from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements
 from hpc_elastic.inprocess.settings import Settings, check
 from hpc_elastic.inprocess.state import State
-from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore
+from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
+from hpc_elastic.inprocess.surroundings import Surroundings
+from hpc_elastic.ring_record import Word
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_calls = itertools.count()
-"""A call's keys are its own, also where a store outlives the call. All ranks make the same calls in the same order."""
+_CALL = "call_of_now"
+"""In the ring's store: the name of the outermost call that began last."""
+
+_open: list[CallWrapper] = []
+"""From the outermost call to the innermost."""
+_outermost = itertools.count()
+"""Of calls that are in no other. All ranks make the same calls in the same order."""
 
 
 class Wrapper:
@@ -131,6 +140,11 @@ class CallWrapper:
             )
         self._atomic_lock = threading.RLock()
         self._rank: Rank | None = None
+        self._inner = (-1, 0)
+        self._admission: Admission | None = None
+        """Where this process was taken in by a ring that ran already."""
+        self._is_over = False
+        """Where the call ended before this process was in it."""
         with contextlib.ExitStack() as stack:
             self._rank = self._set_up(wrapper.settings, stack)
             self._stack = stack.pop_all()
@@ -139,45 +153,99 @@ class CallWrapper:
         state = State()
         page = ProgressPage()
         stack.callback(page.close)
-        kwargs = dict(settings.store_kwargs or {})
-        prefix = f"call{next(_calls)}"
-        open_raw = opener(settings.store_factory, kwargs)
+        surroundings = Surroundings.from_env(os.environ)
+        name = self._name()
+        is_fresh = surroundings.replaces > 0 and name == "call0"
+        newcomer = Newcomer(state.initial_rank) if is_fresh else None
+        source = StoreSource(settings.store_factory, dict(settings.store_kwargs or {}))
         process = MonitorProcess(
-            open_store=lambda: PrefixStore(prefix, open_raw()),
+            source=source,
             page=page,
+            unplaced=Unplaced(call=name, initial_rank=state.initial_rank, newcomer=newcomer),
             settings=_monitor_settings(settings, state),
         )
-        process.start()
+        is_served = process.start()
         stack.callback(process.shutdown)
-        raw = settings.store_factory(**kwargs)
-        base = PrefixStore(prefix, raw)
-        state.store = base
-        base.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
-        base.set_initial_rank(state.rank, state.initial_rank)
+        raw = _open_store(source, is_served=is_served)
+        if newcomer is not None:
+            name = self._take_place(raw, state, newcomer, settings)
+        else:
+            PrefixStore(name, raw).initial_barrier(
+                rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout
+            )
+        base = PrefixStore(name, raw)
+        if len(_open) == 0:
+            raw.set(_CALL, name)
+        state.store = base if self._admission is None else PrefixStore(self._admission.iteration - 1, base)
+        if self._admission is None:
+            base.set_initial_rank(state.rank, state.initial_rank)
         interval = min(settings.progress_watchdog_interval, settings.monitor_thread_interval)
         watchdog = ProgressWatchdog(page, interval=interval.total_seconds())
         watchdog.start()
         stack.callback(watchdog.shutdown)
         stack.enter_context(SignalHandler())
+        is_outermost = len(_open) == 0
         rank = Rank(
             state=state,
             base=base,
-            watched_base=PrefixStore(prefix, _second_connection(raw)),
+            watched_base=PrefixStore(name, _second_connection(raw)),
             critical_ranks=raw.critical_ranks,
             watchdog=watchdog,
             process=process,
             atomic_lock=self._atomic_lock,
             settings=settings,
+            name=name,
+            surroundings=surroundings if is_outermost else Surroundings(),
+            replacements=(
+                Replacements(base, wait=surroundings.wait) if is_outermost and surroundings.wait is not None else None
+            ),
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())
         stack.callback(rank.say_end)
+        rank.surroundings.say(Word.BEGUN, rank=state.initial_rank)
         return rank
 
+    def _name(self) -> str:
+        """The call's own, the same on all ranks: its keys are apart, also where a store outlives it."""
+        if not _open:
+            return f"call{next(_outermost)}"
+        outer = _open[-1]
+        return f"{outer._open_rank().name}.{outer.iteration}.{outer._next_inner()}"
+
+    def _next_inner(self) -> int:
+        """The number of a call within this one, in this iteration."""
+        iteration, number = self._inner
+        number = number + 1 if iteration == self.iteration else 0
+        self._inner = self.iteration, number
+        return number
+
+    def _take_place(self, raw: Any, state: State, newcomer: Newcomer, settings: Settings) -> str:
+        """In a dead process' place: the call's name. `state` is that of the ring afterwards."""
+        name = "call0"
+        base = PrefixStore(name, raw)
+        if not base.is_released(base.INITIAL_BARRIER) and base.decide_fate(state.rank, "taken"):
+            # It died before the call began, and may have come to its first barrier.
+            base.reentrant_barrier(state.rank, base.INITIAL_BARRIER, state.world_size, settings.barrier_timeout)
+            return name
+        name = read_value(raw, _CALL) or name
+        global _outermost
+        _outermost = itertools.count(int(name.removeprefix("call")) + 1)
+        found = newcomer.wait_for_place(PrefixStore(name, raw), patience=settings.barrier_timeout.total_seconds())
+        if found is None:
+            self._is_over = True
+            return name
+        self._admission = found
+        state.iteration = found.iteration
+        state.rank, state.world_size = found.places[newcomer.uid], found.world_size
+        return name
+
     def __enter__(self) -> CallWrapper:
+        _open.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _open.remove(self)
         self._stack.close()
         self._rank = None
 
@@ -213,13 +281,29 @@ class CallWrapper:
             RestartError: this rank can't go on (`HealthCheckError`, `RankDiscarded`, a barrier's timeout, …).
             BaseException: what else ended this rank: the very object.
         """
+        rank, admission = self._open_rank(), self._admission
+        if self._is_over:
+            rank.surroundings.say(Word.ENDED, rank=rank.state.initial_rank)
+            return None
         args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
-        return Iterations(self._open_rank(), functools.partial(fn, *args, **kwargs)).run()
+        empty = admission.empty if admission is not None else ()
+        value = Iterations(rank, functools.partial(fn, *args, **kwargs), terminated=empty).run()
+        rank.surroundings.say(Word.ENDED, rank=rank.state.initial_rank)
+        return value
 
     def _open_rank(self) -> Rank:
         if self._rank is None:
             raise ValueError("this wrapped call is over")
         return self._rank
+
+
+def _open_store(source: StoreSource, *, is_served: bool) -> Any:
+    before = TCPStore.is_client_only
+    TCPStore.is_client_only = before or is_served
+    try:
+        return source.factory(**source.kwargs)
+    finally:
+        TCPStore.is_client_only = before
 
 
 @contextlib.contextmanager
@@ -246,6 +330,7 @@ def _monitor_settings(settings: Settings, state: State) -> MonitorSettings:
         heartbeat_timeout=settings.heartbeat_timeout.total_seconds(),
         barrier_timeout=settings.barrier_timeout.total_seconds(),
         termination_grace_time=settings.termination_grace_time.total_seconds(),
+        world_size=state.initial_world_size,
         logfile=None if logfile is None else logfile.format(rank=state.initial_rank),
     )
 

@@ -19,7 +19,15 @@ def walk(*events: Event) -> Phase:
 
 
 STARTED = (Event.ALL_CAME, Event.ASSIGNED, Event.ALL_CAME)
-RECOVERED = (Event.INTERRUPTED, Event.ABORTED, Event.FINALIZED, Event.HEALTHY, Event.ALL_CAME, Event.ASSIGNED)
+RECOVERED = (
+    Event.INTERRUPTED,
+    Event.ABORTED,
+    Event.FINALIZED,
+    Event.HEALTHY,
+    Event.ALL_CAME,
+    Event.DECIDED,
+    Event.ASSIGNED,
+)
 
 
 def test_a_call_without_a_fault() -> None:

@@ -1,0 +1,201 @@
+"""A fresh process takes the place of one that died: it announces itself, and the ranks that are left take it in.
+
+Between two iterations the ranks that are left wait until a fresh process has come for every place that is empty, or
+until spares are enough, or for so long as they were told. One of them writes down who is in, by compare-and-set; all
+others, and the fresh processes, read that. The places keep their numbers, so what `rank_assignment` is then given as
+terminated are the places that stayed empty.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_elastic.inprocess.exception import InternalError
+from hpc_elastic.inprocess.state import State
+from hpc_elastic.inprocess.store import LONGEST_PAUSE, StoreMixin, read_value
+
+logger = logging.getLogger(__name__)
+
+JOINERS, WITHDRAWN, SEATED = "joiners", "withdrawn", "seated"
+DECIDED, FINISHED, PULSE = "decided", "finished", "pulse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """A fresh process that has announced itself."""
+
+    uid: str
+    initial_rank: int
+    """Of the process that it was started in the place of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Who is in the next iteration. In the numbers of the one that ended."""
+
+    iteration: int
+    """The next one."""
+    world_size: int
+    """Empty places included."""
+    places: Mapping[str, int]
+    """By the joiner's `uid`."""
+    empty: tuple[int, ...]
+
+    def encode(self) -> str:
+        return json.dumps([self.iteration, self.world_size, dict(self.places), list(self.empty)])
+
+    @classmethod
+    def decode(cls, text: str) -> Admission:
+        iteration, world_size, places, empty = json.loads(text)
+        return cls(iteration=iteration, world_size=world_size, places=places, empty=tuple(empty))
+
+
+def admission(
+    *, iteration: int, world_size: int, terminated: Mapping[int, int | None], joiners: Sequence[Joiner]
+) -> Admission:
+    """Give each joiner a place: the dead one's that it was started for, else any empty one, else a new one at the end.
+
+    Args:
+        iteration: The next one.
+        world_size: Of the one that ended.
+        terminated: Rank that is empty now → its process' initial rank, None where that is not known.
+        joiners: In the order in which they came.
+    """
+    free = dict(sorted(terminated.items()))
+    places: dict[str, int] = {}
+    for joiner in joiners:
+        own = next((rank for rank, initial in free.items() if initial == joiner.initial_rank), None)
+        if own is not None:
+            del free[own]
+            places[joiner.uid] = own
+    for joiner in joiners:
+        if joiner.uid in places:
+            continue
+        if free:
+            places[joiner.uid] = min(free)
+            del free[min(free)]
+        else:
+            places[joiner.uid] = world_size
+            world_size += 1
+    return Admission(iteration=iteration, world_size=world_size, places=places, empty=tuple(free))
+
+
+def is_enough(*, world_size: int, active_world_size: int, terminated: int, joiners: int) -> bool:
+    """Whether nobody need be waited for: every place is taken, or the spares fill those of all who called the function.
+
+    Args:
+        world_size, active_world_size: Of the iteration that ended.
+        terminated: How many places are empty.
+        joiners: How many fresh processes are there.
+    """
+    return joiners >= terminated or world_size - terminated + joiners >= active_world_size
+
+
+class Replacements:
+    """A rank's side that is in the ring."""
+
+    def __init__(self, base: Any, *, wait: float) -> None:
+        """Args:
+        base: The call's store.
+        wait: Seconds for fresh processes to come, from the moment at which all have left the function.
+        """
+        self._base = base
+        self._wait = wait
+
+    def admit(self, state: State, store: Any, terminated: Collection[int]) -> Admission:
+        """Agree with all ranks that are left on who is in the next iteration.
+
+        Args:
+            state: This rank's, advanced to the next iteration; its ranks are still those of the one that ended.
+            store: Of the iteration that ended.
+            terminated: As its termination barrier found them.
+        """
+        key = f"admitted/{state.iteration}"
+        initial = {rank: store.find_initial_rank(rank) for rank in terminated}
+        began = time.monotonic()
+        has_told = False
+        while not (found := read_value(self._base, key)):
+            joiners = self._waiting()
+            waited = time.monotonic() - began
+            if waited >= self._wait or is_enough(
+                world_size=state.world_size,
+                active_world_size=state.active_world_size,
+                terminated=len(initial),
+                joiners=len(joiners),
+            ):
+                decided = admission(
+                    iteration=state.iteration, world_size=state.world_size, terminated=initial, joiners=joiners
+                )
+                self._base.compare_set(key, "", decided.encode())
+                continue
+            if not has_told:
+                logger.info("rank %d waits for fresh processes in the places of ranks %s", state.rank, sorted(initial))
+                has_told = True
+            time.sleep(min(max(waited / 10, 0.002), LONGEST_PAUSE))
+        self._base.set(DECIDED, str(state.iteration))
+        return Admission.decode(found)
+
+    def _waiting(self) -> list[Joiner]:
+        gone = {*StoreMixin.items(self._base, WITHDRAWN), *StoreMixin.items(self._base, SEATED)}
+        found: dict[str, Joiner] = {}
+        for item in StoreMixin.items(self._base, JOINERS):
+            uid, _, rank = item.partition(" ")
+            if uid not in gone:
+                found[uid] = Joiner(uid=uid, initial_rank=int(rank))
+        return list(found.values())
+
+    def finish(self) -> None:
+        """All have completed: who still waits for a place gets none."""
+        self._base.set(FINISHED, "1")
+
+
+class Newcomer:
+    """A fresh process' side, until it has a place."""
+
+    def __init__(self, initial_rank: int, *, uid: str | None = None) -> None:
+        self.uid = uid or uuid.uuid4().hex
+        self.initial_rank = initial_rank
+
+    def wait_for_place(self, base: Any, *, patience: float) -> Admission | None:
+        """Announce this process, and wait until the ring takes it in; while there is no fault, as a spare does.
+
+        Args:
+            base: The call's store.
+            patience: Seconds without any sign of the ring.
+
+        Returns:
+            None where the call ended without it.
+
+        Raises:
+            InternalError: nobody is in that ring any more.
+        """
+        StoreMixin.append_item(base, JOINERS, f"{self.uid} {self.initial_rank}")
+        seen, since, pulse = "", time.monotonic(), -1
+        pause = 0.002
+        while True:
+            decided = read_value(base, DECIDED)
+            if decided != seen:
+                seen, since = decided, time.monotonic()
+                if (found := self.place_in(base, decided)) is not None:
+                    StoreMixin.append_item(base, SEATED, self.uid)
+                    return found
+            if read_value(base, FINISHED):
+                return None
+            if (count := int(base.add(PULSE, 0))) != pulse:
+                pulse, since = count, time.monotonic()
+            if time.monotonic() - since >= patience:
+                raise InternalError(f"the ring that this process was to join has shown no life for {patience:g} s")
+            time.sleep(pause)
+            pause = min(pause * 1.2, LONGEST_PAUSE)
+
+    def place_in(self, base: Any, decided: str) -> Admission | None:
+        """The admission with that number, if this process is in it."""
+        text = read_value(base, f"admitted/{decided}") if decided else ""
+        found = Admission.decode(text) if text else None
+        return found if found is not None and self.uid in found.places else None
