@@ -136,6 +136,16 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
     "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",
     "spare_lost": lambda e: f"{_name(e)}, which waited for a place, had died{_silence(e)}",
+    "ring_restarted": lambda e: (
+        f"{_round(e)}: the function starts again in its processes (iteration {e['iteration']}, "
+        f"{float(e['seconds']):.2f} s after the fault, {e['active_world_size']} of {e['world_size']} ranks active)"
+    ),
+    "ring_left": lambda e: f"{_round(e)}: rank {e['rank']} leaves the in-process ring",
+    "ring_gave_up": lambda e: f"{_round(e)}: the in-process ring gives up on rank {e['rank']}",
+    "worker_replaced": lambda e: (
+        f"{_round(e)}: a fresh process ({e['pid']}) takes the place of rank {e['rank']}; the others stay"
+    ),
+    "replacement_refused": lambda e: f"{_round(e)}: all workers are to start again",
     "health_check_failed": lambda e: f"this node leaves the run ({', '.join(e['checks'])})",
     "health_warning": lambda e: f"{e['check']}",
     "round_opened": lambda e: f"{_round(e)} opened",

@@ -18,6 +18,7 @@ from hpc_elastic.report.history import (
     RoundNode,
     StackGroup,
 )
+from hpc_elastic.report.ring import RingRestart, read_restart
 
 _FRAMES = 20
 _WORDS = 300
@@ -42,6 +43,7 @@ class RoundBuilder:
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator tells it."""
     replaced: dict[int, Replacement] = field(default_factory=dict)
+    in_process: list[RingRestart] = field(default_factory=list)
     own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
@@ -84,6 +86,7 @@ class RoundBuilder:
             world_size=self.world_size,
             nodes=tuple(self.nodes[node] for node in sorted(self.nodes)),
             failures=tuple(failures[rank] for rank in sorted(failures)),
+            in_process=tuple(sorted(self.in_process, key=lambda one: (one.iteration, one.told_ns))),
             replaced=tuple(self.replaced[node] for node in sorted(self.replaced)),
             lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
             own_failures=tuple(self.own[node] for node in sorted(self.own)),
@@ -210,6 +213,10 @@ def _node_replaced(part: RoundBuilder, event: dict[str, Any], when: int, node: i
     )
 
 
+def _ring(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+    part.in_process.append(read_restart(event, when, node))
+
+
 def _platform_failure(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     broke = text_of(event.get("reason"))
     part.own[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, broke=broke, observer=node)
@@ -274,6 +281,8 @@ ROUND_HANDLERS: Mapping[str, Callable[[RoundBuilder, dict[str, Any], int, int, s
     "node_lost": _node_lost,
     "node_left": _node_left,
     "node_replaced": _node_replaced,
+    "ring_restarted": _ring,
+    "ring_gave_up": _ring,
     "health_check_failed": _health_check_failed,
     "platform_failure": _platform_failure,
     "workers_succeeded": _workers_succeeded,

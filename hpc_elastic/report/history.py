@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.output_losses import OutputLoss
+from hpc_elastic.report.ring import RingRestart
 from hpc_elastic.report.timeline_times import AttemptTimes
 
 
@@ -125,6 +126,8 @@ class RoundHistory:
     nodes: tuple[RoundNode, ...] = ()
     replaced: tuple[Replacement, ...] = ()
     """By the place that was taken."""
+    in_process: tuple[RingRestart, ...] = ()
+    """Restarts within its processes, by time; nothing of the round ended by them."""
     failures: tuple[WorkerFailure, ...] = ()
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()

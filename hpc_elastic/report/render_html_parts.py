@@ -16,6 +16,7 @@ from hpc_elastic.report.render_html_words import clock_time, count, duration, na
 from hpc_elastic.report.render_text_cause import describe_class, describe_end
 from hpc_elastic.report.render_text_done import describe_after_round, describe_decision
 from hpc_elastic.report.render_text_past import describe_outcome
+from hpc_elastic.report.ring import ring_lines
 from hpc_elastic.report.subject import Subject, verdict_of
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
 from hpc_elastic.report.verdict import Cause
@@ -377,6 +378,7 @@ def _round_row(attempt: AttemptHistory, part: RoundHistory) -> Markup:
         how = f"stopped: {part.stopping_reasons[0]}"
     else:
         how = "running" if not attempt.outcome else "no end is recorded"
+    how = "; ".join([how, *ring_lines(part.in_process, everything=False)])
     size = count(len(part.nodes), "node") if part.nodes else "never started"
     if part.world_size is not None:
         size += f", {count(part.world_size, 'worker')}"

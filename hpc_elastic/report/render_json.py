@@ -11,6 +11,7 @@ from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.output_losses import losses_json
+from hpc_elastic.report.ring import ring_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Verdict
@@ -161,6 +162,7 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
             }
             for item in part.replaced
         ],
+        "in_process": ring_json(part.in_process),
         "succeeded": part.succeeded,
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None

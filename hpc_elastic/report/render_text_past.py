@@ -15,6 +15,7 @@ from hpc_elastic.report.render_text_words import (
     split_words,
     time_text,
 )
+from hpc_elastic.report.ring import ring_lines
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_goodput import Cost, Goodput
 from hpc_elastic.report.verdict import Cause
@@ -33,7 +34,7 @@ def past_lines(history: RunHistory, goodput: Goodput, width: int, *, cap: int | 
     if not history.attempts:
         return []
     costs = {(cost.attempt, cost.round): cost for cost in goodput.costs}
-    blocks = [(attempt, _round_lines(history, attempt, costs)) for attempt in history.attempts]
+    blocks = [(attempt, _round_lines(history, attempt, costs, everything=cap is None)) for attempt in history.attempts]
     hidden = 0
     if cap is not None and sum(1 + len(rounds) for _, rounds in blocks) > cap:
         hidden = max(0, len(blocks) - (cap + 1) // 2)
@@ -100,10 +101,13 @@ def _last_failure(attempt: AttemptHistory) -> str:
     return ""
 
 
-def _round_lines(history: RunHistory, attempt: AttemptHistory, costs: Mapping[tuple[int, int], Cost]) -> list[str]:
+def _round_lines(
+    history: RunHistory, attempt: AttemptHistory, costs: Mapping[tuple[int, int], Cost], *, everything: bool
+) -> list[str]:
     groups: list[tuple[str, str, str, list[RoundHistory]]] = []
     for part in attempt.rounds:
         kind, who, text = _round_text(history, attempt, part)
+        kind = "" if part.in_process else kind
         if groups and groups[-1][0] == kind and kind:
             groups[-1][3].append(part)
         else:
@@ -113,6 +117,7 @@ def _round_lines(history: RunHistory, attempt: AttemptHistory, costs: Mapping[tu
         name = f"round {parts[0].index}" if len(parts) == 1 else f"rounds {parts[0].index}-{parts[-1].index}, alike"
         lost = [costs[attempt.number, part.index] for part in parts if (attempt.number, part.index) in costs]
         lines.append(f"    {name}: {who}{_cost(lost)}: {text}")
+        lines += [f"      {clean_line(line)}" for line in ring_lines(parts[0].in_process, everything=everything)]
     return lines
 
 

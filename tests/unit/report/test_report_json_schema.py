@@ -63,6 +63,16 @@ VERDICT: dict[str, Any] = {
     "failure": (FAILURE, None),
     "candidates": [PLACE],
 }
+RING: dict[str, Any] = {
+    "iteration": INT,
+    "seconds": "float|int",
+    "world_size": INT,
+    "interruptions": [{"rank": INT, "interruption": TEXT}],
+    "joined": [INT],
+    "gave_up": "str?",
+    "told_ns": INT,
+    "node": INT,
+}
 ROUND: dict[str, Any] = {
     "index": INT,
     "reason": "str?",
@@ -71,6 +81,7 @@ ROUND: dict[str, Any] = {
     "world_size": "int?",
     "nodes": [{"node": INT, "host": TEXT, "group_rank": INT, "ranks": TEXT}],
     "replaced": [{"node": INT, "host": TEXT, "group_rank": INT, "replaces_node": INT, "replaces_host": TEXT}],
+    "in_process": [RING],
     "succeeded": BOOL,
     "stopping_reasons": [TEXT],
     "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
@@ -195,6 +206,9 @@ def everything(root: Path) -> RunBuilder:
     builder.event(0, "agent", 1, 62, "output_lost", **lost)
     place = {"group_rank": 2, "replaces_node": 2, "replaces_host": "n3"}
     builder.event(0, "agent", 0, 63, "node_replaced", round=1, node=4, host="n5", **place)
+    fault = {"iteration": 1, "seconds": 0.25, "world_size": 10, "interruptions": [[2, "TERMINATED"]], "joined": [2]}
+    builder.event(0, "agent", 0, 63, "ring_restarted", round=1, active_world_size=10, **fault)
+    builder.event(0, "agent", 0, 64, "ring_gave_up", round=1, rank=0, iteration=2, reason="RestartAbort: enough")
     builder.round(0, 1, at=64, without=(2,), reason="restart 1 of 3")
     builder.event(0, "agent", 0, 90, "node_lost", round=1, node=1, host="n2", age=3.0)
     builder.fail(make_failure(0, at=92, exception="KindaError: odd", per_node=2, round_index=1))
