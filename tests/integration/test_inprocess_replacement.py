@@ -1,0 +1,149 @@
+"""One worker dies under `--restart-policy in-process`: it alone is replaced; give-up goes on to the outer rings."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import LocalRun
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+]
+
+_HEAD = """
+import torch
+import torch.distributed as dist
+import hpc_elastic.inprocess as inprocess
+
+
+def join(call):
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"round{ROUND}/iteration{call.iteration}", store)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return rank, int(value.item())
+"""
+
+# Attempt 0, round 0: each rank dies once; then the ring gives up. Round 1: it gives up at once. Attempt 1 is well.
+_THREE_RINGS = (
+    _HEAD
+    + """
+@inprocess.Wrapper(initialize=inprocess.initialize.RetryController(max_iterations=3))
+def train(call: inprocess.CallWrapper):
+    rank, total = join(call)
+    tell(f"here{call.iteration}", iteration=call.iteration, now=rank, total=total)
+    if ATTEMPT == 0:
+        if ROUND == 0 and call.iteration < 2:
+            if rank == 1 - call.iteration:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif rank == 1:
+            raise inprocess.exception.RestartAbort("planted") if ROUND else ValueError("planted")
+        dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    return call.iteration
+
+tell("result", iteration=train())
+"""
+)
+
+
+def test_a_dead_worker_is_replaced_and_what_the_ring_gives_up_goes_on_to_agents_and_queue(tmp_path: Path) -> None:
+    options = ["--restart-policy", "in-process", "--max-restarts", "1", "--max-same-failures", "0"]
+    options += ["--max-requeues", "1"]
+    with LocalRun(tmp_path, _THREE_RINGS, nodes=2, options=options, environ={"OMP_NUM_THREADS": "1"}) as run:
+        assert run.finish(within=240) == ExitCode.OK
+        here = [value for iteration in range(3) for value in run.moments(f"here{iteration}")]
+        first = {(value["iteration"], value["now"]): value for value in here if value["round"] == value["attempt"] == 0}
+        assert sorted(first) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+        assert {value["total"] for value in first.values()} == {2}
+        pids = {place: value["pid"] for place, value in first.items()}
+        assert pids[0, 0] == pids[1, 0], "whoever lives keeps its process"
+        assert pids[1, 1] == pids[2, 1], "the fresh one too, when the other one dies"
+        assert pids[0, 1] != pids[1, 1]
+        assert pids[1, 0] != pids[2, 0], "rank 0, beside which nothing special runs"
+
+        replaced = run.events("worker_replaced")
+        assert [(event["round"], event["rank"], event["exitcode"]) for event in replaced] == [(0, 1, -9), (0, 0, -9)]
+        assert [(event["old_pid"], event["pid"]) for event in replaced] == [
+            (pids[0, 1], pids[1, 1]),
+            (pids[1, 0], pids[2, 0]),
+        ]
+        restarts = run.events("ring_restarted")
+        assert [(event["iteration"], event["world_size"], event["joined"]) for event in restarts] == [
+            (1, 2, [1]),
+            (2, 2, [0]),
+            (3, 2, []),
+        ]
+        for event, dead in zip(restarts, (1, 0), strict=False):
+            assert [dead, "TERMINATED"] in event["interruptions"]
+        assert {event["round"] for event in run.events("ring_gave_up")} == {0, 1}
+        assert run.events("replacement_refused")
+
+        # The three rings in one report: the last attempt's tells of all.
+        report = run.report(1)
+        before, after = report["attempts"]
+        assert [part["index"] for part in before["rounds"]] == [0, 1]
+        told = before["rounds"][0]["in_process"]
+        assert [(part["iteration"], part["joined"]) for part in told if not part["gave_up"]] == [
+            (1, [1]),
+            (2, [0]),
+            (3, []),
+        ]
+        assert "no further restart within the processes: iteration 3" in told[-1]["gave_up"]
+        assert "planted" in before["rounds"][1]["in_process"][-1]["gave_up"]
+        assert after["outcome"] == "succeeded"
+        text = run.attempt(1).report_text.read_text()
+        assert "iteration 1 after" in text
+        assert "fresh process in place of rank 1" in text
+
+
+# The fresh process comes late on purpose, so that it is the spare that is seen to take over.
+_SPARE = (
+    """
+if os.environ.get("HPC_ELASTIC_RING_REPLACES"):
+    wait_for("come")
+"""
+    + _HEAD
+    + """
+@inprocess.Wrapper(rank_filter=inprocess.rank_filter.MaxActiveWorldSize(2))
+def train(call: inprocess.CallWrapper):
+    rank, total = join(call)
+    tell(f"here{call.iteration}", iteration=call.iteration, now=rank, total=total)
+    if call.iteration == 0:
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+    while not is_said("end"):
+        time.sleep(0.01)
+    dist.destroy_process_group()
+    return call.iteration
+
+tell("result", iteration=train())
+"""
+)
+
+
+def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the_next_spare(tmp_path: Path) -> None:
+    options = ["--restart-policy", "in-process"]
+    run = LocalRun(tmp_path, _SPARE, nodes=1, nproc=3, options=options, environ={"OMP_NUM_THREADS": "1"})
+    with run:
+        run.until(lambda: len(run.moments("here1")) >= 2, "restart with the spare", within=120)
+        before = {value["now"]: value["pid"] for value in run.moments("here0")}
+        after = {value["now"]: value["pid"] for value in run.moments("here1")}
+        assert after[0] == before[1], "all closed up, in rank order"
+        assert after[1] not in before.values(), "the third rank had waited"
+        (replaced,) = run.events("worker_replaced")
+        assert after[1] != replaced["pid"]
+        run.say("come")
+        run.say("end")
+        assert run.finish(within=120) == ExitCode.OK
+        results = {value["pid"]: value["iteration"] for value in run.moments("result")}
+        assert results.pop(replaced["pid"]) is None, "no fault came any more"
+        assert sorted(results) == sorted(after.values())

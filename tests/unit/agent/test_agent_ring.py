@@ -1,0 +1,165 @@
+"""What the agent hears of the in-process ring, and whom it replaces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.agent.ring import DeadWorker, NoRing, RingWatch, keep_apart, why_not
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.ring_record import LINE_LIMIT, REPLACES, REPORTS, WAIT, RestartWith, RingLine, Word, decode
+
+DEAD = DeadWorker(local_rank=1, rank=5, pid=100, exitcode=-9)
+
+
+class Workers:
+    """One that has died, and whoever is put in its place."""
+
+    def __init__(self, *dead: DeadWorker) -> None:
+        self.round = 3
+        self.dead = list(dead)
+        self.started: list[tuple[int, Mapping[str, str]]] = []
+        self.error: Exception | None = None
+
+    def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
+        if self.error is not None:
+            raise self.error
+        self.started.append((local_rank, extra))
+        return 200 + len(self.started)
+
+
+class Ring:
+    def __init__(self, folder: Path, *, policy: RestartWith = RestartWith.IN_PROCESS, limit: int = 2) -> None:
+        self.events: list[dict[str, Any]] = []
+        log: Any = SimpleNamespace(write=lambda name, **fields: self.events.append({"event": name, **fields}))
+        self.watch = RingWatch(folder=HeartbeatFolder(folder), events=log, policy=policy, limit=limit)
+        self.path = folder / "ring"
+
+    def say(self, word: Word, *, pid: int = 100, **facts: Any) -> None:
+        with open(self.path, "wb", buffering=0) as pipe:
+            pipe.write(RingLine(word=word, pid=pid, rank=5, **facts).encode())
+
+    @property
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    found = Ring(tmp_path)
+    yield found
+    os.close(found.watch.fileno())
+
+
+@pytest.mark.parametrize(
+    ("word", "used", "why"),
+    [
+        (Word.BEGUN, 0, ""),
+        (Word.LEFT, 1, ""),
+        (None, 0, "rank 5 ended with SIGKILL before it was in a wrapped call"),
+        (Word.ENDED, 0, "rank 5 ended with SIGKILL after its wrapped call"),
+        (Word.GAVE_UP, 0, "rank 5 ended with SIGKILL: the in-process ring gave up"),
+        (Word.BEGUN, 2, "rank 5 ended with SIGKILL, and 2 of 2 replacements in this round are used"),
+    ],
+)
+def test_who_is_replaced(word: Word | None, used: int, why: str) -> None:
+    assert why_not(DEAD, word=word, used=used, limit=2) == why
+
+
+def test_a_worker_that_died_in_its_ring_is_replaced_so_often_as_it_may(ring: Ring) -> None:
+    workers = Workers(DEAD)
+    ring.say(Word.BEGUN)
+    assert ring.watch.replace_dead(workers)
+    workers.dead = [DeadWorker(local_rank=0, rank=4, pid=100, exitcode=1)]
+    assert ring.watch.replace_dead(workers)
+    workers.dead = [DEAD]
+    assert not ring.watch.replace_dead(workers), "two in a round"
+    assert workers.started == [(1, {REPLACES: "1"}), (0, {REPLACES: "1"})]
+    assert ring.names == ["worker_replaced", "worker_replaced", "replacement_refused"]
+    assert (ring.events[0]["old_pid"], ring.events[0]["pid"], ring.events[0]["exitcode"]) == (100, 201, -9)
+    workers.round = 4
+    assert ring.watch.replace_dead(workers), "a new round begins anew"
+
+
+def test_nobody_is_replaced_where_one_of_them_cannot_be(ring: Ring) -> None:
+    ring.say(Word.BEGUN)
+    ring.say(Word.GAVE_UP, pid=101, reason="RestartAbort: enough")
+    workers = Workers(DEAD, DeadWorker(local_rank=0, rank=4, pid=101, exitcode=1))
+    assert not ring.watch.replace_dead(workers)
+    assert workers.started == []
+    assert ring.names == ["ring_gave_up", "replacement_refused"]
+
+
+def test_one_that_cannot_be_started_has_all_start_again(ring: Ring) -> None:
+    ring.say(Word.BEGUN)
+    workers = Workers(DEAD)
+    workers.error = HpcElasticError(message="no memory")
+    assert not ring.watch.replace_dead(workers)
+    assert ring.events[-1]["event"] == "replacement_refused"
+    assert "no memory" in ring.events[-1]["reason"]
+
+
+def test_under_the_other_policy_all_start_again_and_the_rings_words_are_kept(tmp_path: Path) -> None:
+    ring = Ring(tmp_path, policy=RestartWith.PROCESSES)
+    ring.say(Word.BEGUN)
+    ring.say(Word.RESTARTED, iteration=2, seconds=0.5, interruptions=((1, "EXCEPTION"),), world_size=4)
+    ring.say(Word.LEFT, reason="KeyError: 1")
+    ring.watch.handle(7)
+    assert not ring.watch.replace_dead(Workers(DEAD))
+    assert ring.names == ["ring_restarted", "ring_left"]
+    assert ring.events[0]["interruptions"] == [[1, "EXCEPTION"]]
+    assert {event["round"] for event in ring.events} == {7}
+    assert ring.watch.environment({}) == {REPORTS: str(ring.path)}
+    os.close(ring.watch.fileno())
+
+
+def test_the_workers_are_told_where_to_report_and_how_long_to_wait(ring: Ring) -> None:
+    assert ring.watch.environment({}) == {REPORTS: str(ring.path), WAIT: "300"}
+    assert ring.watch.environment({WAIT: "20"})[WAIT] == "20"
+
+
+def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
+    watch = RingWatch(folder=HeartbeatFolder(None), events=None, policy=RestartWith.IN_PROCESS, limit=1)  # type: ignore[arg-type]
+    assert watch.fileno() == -1
+    assert watch.environment({}) == {}
+    watch.handle(0)
+    assert not NoRing().replace_dead(Workers(DEAD))
+
+
+def test_a_line_is_taken_in_pieces(ring: Ring) -> None:
+    line = RingLine(word=Word.LEFT, pid=1, rank=2, reason="x").encode()
+    with open(ring.path, "wb", buffering=0) as pipe:
+        pipe.write(line[:9])
+        ring.watch.handle(0)
+        assert ring.names == []
+        pipe.write(line[9:] + b"no json\n" + b'{"word": "of another version"}\n')
+        ring.watch.handle(0)
+    assert ring.names == ["ring_left"]
+
+
+def test_a_line_never_exceeds_what_a_pipe_takes_at_once() -> None:
+    many = tuple((rank, "TERMINATED") for rank in range(5000))
+    line = RingLine(
+        word=Word.RESTARTED, pid=1, rank=0, reason="é" * 5000, interruptions=many, joined=tuple(range(5000))
+    )
+    raw = line.encode()
+    assert len(raw) <= LINE_LIMIT < 4096
+    found = decode(raw)
+    assert found is not None
+    assert found.word is Word.RESTARTED
+    assert found.interruptions == many[: len(found.interruptions)]
+    short = RingLine(word=Word.RESTARTED, pid=7, rank=1, seconds=0.25, interruptions=((3, "EXCEPTION"),), joined=(2,))
+    assert decode(short.encode()) == short
+
+
+def test_a_dead_workers_error_file_is_kept_apart(tmp_path: Path) -> None:
+    keep_apart(tmp_path / "error.json", 0)
+    (tmp_path / "error.json").write_text("{}")
+    keep_apart(tmp_path / "error.json", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["error-replaced-1.json"]
