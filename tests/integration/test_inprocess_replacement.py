@@ -100,8 +100,8 @@ def test_a_dead_worker_is_replaced_and_what_the_ring_gives_up_goes_on_to_agents_
         assert "planted" in before["rounds"][1]["in_process"][-1]["gave_up"]
         assert after["outcome"] == "succeeded"
         text = run.attempt(1).report_text.read_text()
-        assert "iteration 1 after" in text
-        assert "fresh process in place of rank 1" in text
+        assert "3 restarts within the processes" in text
+        assert "the in-process ring gave up: RestartAbort: no further restart" in text
 
 
 # The fresh process comes late on purpose, so that it is the spare that is seen to take over.
