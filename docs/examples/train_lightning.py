@@ -66,7 +66,7 @@ def main():
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         strategy="ddp",
         max_epochs=args.epochs,
-        callbacks=[ModelCheckpoint(dirpath=args.checkpoint, save_last=True, save_top_k=0)],
+        callbacks=[ModelCheckpoint(dirpath=args.checkpoint, save_last=True)],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,

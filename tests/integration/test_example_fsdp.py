@@ -1,0 +1,22 @@
+"""The FSDP example under ``hpc-elastic run``: sharded checkpoints, a killed rank, the same losses."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.training_scripts import check_that_it_resumed, run_alone, run_with_a_killed_rank
+
+pytestmark = [
+    pytest.mark.torch,
+    # Looked for and not imported: its threads would be pytest's, where other tests send signals to themselves.
+    pytest.mark.skipif(not find_spec("torch"), reason="needs torch"),
+]
+
+
+def test_a_killed_rank_costs_a_restart_and_no_accuracy(tmp_path: Path) -> None:
+    undisturbed = run_alone("train_fsdp.py", tmp_path / "alone")
+    result = run_with_a_killed_rank("train_fsdp.py", tmp_path, moved="latest")
+    check_that_it_resumed(result, undisturbed)

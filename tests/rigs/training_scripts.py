@@ -1,0 +1,78 @@
+"""The examples of docs/examples as a test runs them: alone, and under ``hpc-elastic run`` with a rank that is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "docs" / "examples"
+FAULTY = ROOT / "tests" / "rigs" / "faulty_script.py"
+EPOCHS = 4
+PATIENCE = 420.0
+"""Seconds for a run with two starts of torch, on a machine that is busy with much else."""
+
+
+def losses(output: str) -> dict[int, float]:
+    """Epoch → the loss that was printed of it last."""
+    return {int(epoch): float(loss) for epoch, loss in re.findall(r"epoch (\d+)/\d+: loss=([0-9.]+)", output)}
+
+
+def run_alone(script: str, checkpoint: Path, *, python: str = sys.executable) -> dict[int, float]:
+    """The losses of one process without any launcher."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {
+        **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    result = subprocess.run(
+        [python, str(EXAMPLES / script), "--epochs", str(EPOCHS), "--checkpoint", str(checkpoint)],
+        env=env, cwd=checkpoint.parent, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = losses(result.stdout)
+    assert sorted(found) == list(range(1, EPOCHS + 1))
+    return found
+
+
+def run_with_a_killed_rank(
+    script: str, folder: Path, *, moved: str, options: Sequence[str] = (), python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """Two local nodes; rank 0 is killed as it is about to say that the checkpoint of epoch 3 is whole.
+
+    Args:
+        script: An example.
+        folder: Empty; the runs and the checkpoint come into it.
+        moved: Part of the name of the file whose moving into place completes a checkpoint.
+        options: Further ones of ``hpc-elastic run``.
+        python: The workers' interpreter.
+    """
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--python", python),
+            *("--runs-dir", str(folder / "runs"), *options, str(FAULTY), "0", moved, "3", str(EXAMPLES / script)),
+            *("--epochs", str(EPOCHS), "--checkpoint", str(folder / "checkpoint")),
+        ],
+        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+
+
+def check_that_it_resumed(result: subprocess.CompletedProcess[str], undisturbed: dict[int, float]) -> None:
+    """Killed once, started again once, from epoch 2's checkpoint, to the same losses."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "resuming after epoch 2" in result.stdout
+    assert "epoch 3/4" in result.stdout.split("resuming after", 1)[1]
+    assert losses(result.stdout) == pytest.approx(undisturbed, rel=1e-3)
+    report = result.stdout.split("Root Cause (first observed failure)", 1)[1]
+    assert "SIGKILL" in report
+    assert re.search(r"rank +: 0\b", report)
+    assert "restart 1 of 3" in report
