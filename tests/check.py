@@ -6,6 +6,7 @@
     python -m tests.check --tier unit           one tier (may be repeated)
     python -m tests.check --no-slurm            all but the real-Slurm tier
     python -m tests.check --long                the minutes-long tests too; no budgets
+    python -m tests.check --tier frameworks     accelerate and Lightning, which it downloads; not part of "everything"
     python -m tests.check --bench               short benchmarks at the end (a crash fails, a missed figure is printed)
 
 The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
@@ -48,6 +49,8 @@ class Tier:
     """Seconds on two cores."""
     processes: int = 1
     """pytest processes that share the tier's tests: for tests that mostly wait, on processes and timeouts."""
+    optional: bool = False
+    """Only where ``--tier`` names it: it downloads, or takes long. Its tests find HPC_ELASTIC_REQUIRE_<NAME> set."""
     sharing: str = "loadfile"
     """How they share them (pytest-xdist's ``--dist``): by files, or by single tests (``worksteal``)."""
 
@@ -59,6 +62,7 @@ TIERS = (
     Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
     Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=2, sharing="worksteal"),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
+    Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
 )
 BENCH_BUDGET = 520.0
 
@@ -239,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     # Started in the background (`… &`, nohup, some CI) we inherit an ignored SIGINT, and so would pytest and all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    wanted = set(options.tier or names)
+    wanted = set(options.tier or ["checks", *(tier.name for tier in TIERS if not tier.optional)])
     if options.no_slurm:
         wanted.discard("slurm")
 
@@ -252,6 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tier.name not in wanted:
             continue
         print(f"\n== {tier.name}: {' '.join(tier.folders)}, budget {tier.budget:.0f} s ==", flush=True)
+        if tier.optional:
+            os.environ[f"HPC_ELASTIC_REQUIRE_{tier.name.upper()}"] = "1"
         started, outcome = time.monotonic(), Outcome(name=tier.name, budget=None if options.long else tier.budget)
         run_tier(tier, outcome, long=options.long)
         outcomes.append(finish(outcome, started))

@@ -1,7 +1,7 @@
 """Train a small network with Lightning: a script as for torchrun.
 
-Nothing in it knows about hpc_elastic: Lightning's `TorchElasticEnvironment` finds the ranks in the environment, inside of
-a Slurm job too.
+Nothing in it knows about hpc_elastic: Lightning's `TorchElasticEnvironment` finds the ranks in the environment, inside
+of a Slurm job too.
 """
 
 import argparse

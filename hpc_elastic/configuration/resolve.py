@@ -18,7 +18,17 @@ NOT_SETTINGS = frozenset(
     VARIABLE_PREFIX + name
     for name in (
         *("RUN_DIR", "ATTEMPT", "HEARTBEAT", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND", "HEALTH_TOKEN"),
-        *("TORCH", "REQUIRE_SLURM", "SLURM_FS", "BENCH", "PROFILE", "SITE_CONFIG", "USER_CONFIG", "PROJECT_CONFIG"),
+        *(
+            "TORCH",
+            "REQUIRE_SLURM",
+            "REQUIRE_FRAMEWORKS",
+            "SLURM_FS",
+            "BENCH",
+            "PROFILE",
+            "SITE_CONFIG",
+            "USER_CONFIG",
+            "PROJECT_CONFIG",
+        ),
     )
 )
 """Variables of ours that are no option's: docs/reference/environment.md lists them."""

@@ -1,4 +1,4 @@
-"""The examples of docs/examples as a test runs them: alone, and under ``hpc-elastic run`` with a rank that is killed."""
+"""The examples of docs/examples as a test runs them: alone, and under ``hpc-elastic run`` with a rank killed."""
 
 from __future__ import annotations
 
