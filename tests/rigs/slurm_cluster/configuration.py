@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.rigs.nfs_emulator.settings import MountSettings
 
+from . import debian_root
 from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, USERS, Layout
 
 
@@ -25,6 +26,7 @@ class Settings:
         max_time: The partition's time limit, in Slurm's words.
         cgroups: Whether each node holds its jobs to the memory they asked for (task/cgroup, ConstrainRAMSpace), so that
             one that takes more meets the kernel's OOM killer.
+        release: The Debian release whose Slurm runs (`debian_root`); empty: this machine's.
         fs: Each host's own caching mount of what they share; ``None``: all see one folder, as if nothing were cached.
         slurm_conf: Lines of slurm.conf that override the rig's own; ``None`` leaves the line out.
         extra_lines: Further whole lines of slurm.conf, such as partitions.
@@ -38,6 +40,7 @@ class Settings:
     max_time: str = "UNLIMITED"
     cgroups: bool = False
     fs: MountSettings | None = None
+    release: str = ""
     slurm_conf: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
     extra_lines: Sequence[str] = ()
 
@@ -143,7 +146,13 @@ def hosts_file(layout: Layout) -> str:
 
 
 def boot_script(
-    layout: Layout, host: str, *, mounts: Mapping[Path, Path], client: Sequence[str] = (), groups: Sequence[str] = ()
+    layout: Layout,
+    host: str,
+    *,
+    mounts: Mapping[Path, Path],
+    client: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    root: Path | None = None,
 ) -> str:
     """Render the program that is process 1 of `host`.
 
@@ -156,11 +165,16 @@ def boot_script(
         mounts: Folders to bind: where to → what.
         client: Lines that mount what the hosts share, where each has a client of its own.
         groups: Lines that put it into control groups of its own, where it has some.
+        root: The folder that is its root, where it has one of its own.
     """
     binds = {Path("/etc/hosts"): layout.hosts_file, Path("/etc/slurm"): layout.etc}
     binds.update({Path("/home", user): layout.homes / user for user in USERS})
     binds.update(mounts)
     quote = shlex.quote
+    if root is not None:
+        bound = debian_root.entering_lines(root, binds)
+    else:
+        bound = [f"mount --bind {quote(str(source))} {quote(str(target))}" for target, source in binds.items()]
     lines = [
         "#!/bin/bash",
         f"# Process 1 of host {host} of the rig {layout.name}.",
@@ -171,7 +185,7 @@ def boot_script(
         f"echo {quote(host)} > /proc/sys/kernel/hostname",
         "umount --all --lazy --types fuse.nfs_emulator 2>/dev/null || true",  # copies too, of other tests' mounts
         *client,  # before /tmp is this host's own: the program may lie there
-        *(f"mount --bind {quote(str(source))} {quote(str(target))}" for target, source in binds.items()),
+        *bound,
         "mkdir -p /dev/shm",
         *(
             f"mount -t tmpfs -o mode={mode} {host} {folder}"

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from . import cgroups, configuration, emulated_fs, services
+from . import cgroups, configuration, debian_root, emulated_fs, services
 from .configuration import Settings
 from .layout import CONTROLLER, RIGS_FOLDER, USERS, Layout
 from .processes import call
@@ -55,20 +55,21 @@ def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[P
         settings: Its settings.
         mounts: What each host binds besides: where to → what.
     """
+    root = debian_root.debian_root(settings.release) if settings.release else None
     key = layout.munge_key
     key.touch(mode=0o400)
     key.write_bytes(secrets.token_bytes(1024))
     layout.hosts_file.write_text(configuration.hosts_file(layout))
     write_slurm_conf(layout, settings)
     (layout.etc / "gres.conf").write_text(configuration.gres_conf(settings))
-    (layout.etc / "cgroup.conf").write_text(configuration.cgroup_conf(services.slurm_version(), settings))
+    (layout.etc / "cgroup.conf").write_text(configuration.cgroup_conf(services.slurm_version(root), settings))
     database = layout.etc / "slurmdbd.conf"
     database.touch(mode=0o600)
     database.write_text(configuration.slurmdbd_conf(layout))
     for host in layout.host_names:
         mount = emulated_fs.mount_lines(layout, host, settings.fs) if settings.fs and host != CONTROLLER else ()
         groups = cgroups.boot_lines(layout.netns(host)) if settings.cgroups and host in layout.node_names else ()
-        script = configuration.boot_script(layout, host, mounts=mounts, client=mount, groups=groups)
+        script = configuration.boot_script(layout, host, mounts=mounts, client=mount, groups=groups, root=root)
         (layout.boot / f"{host}.sh").write_text(script)
 
 

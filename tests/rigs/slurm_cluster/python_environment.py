@@ -98,6 +98,35 @@ def python_environment(folder: Path, *, project: Path = PROJECT) -> PythonEnviro
     return environment
 
 
+def environment_of_root(folder: Path, root: Path, *, project: Path = PROJECT) -> PythonEnvironment:
+    """The same for hosts with a root folder of their own, made by hand: of its Python, and what it has installed.
+
+    Args:
+        folder: Where; it must not exist, and is at the same place on the hosts.
+        root: Has Python and all that jobs need but this project; no torch.
+        project: The checkout whose source it gets.
+    """
+    version = os.readlink(root / SYSTEM_PYTHON.lstrip("/")).removeprefix("python")
+    environment = PythonEnvironment(folder=folder, mounts={})
+    site_packages = folder / "venv" / "lib" / f"python{version}" / "site-packages"
+    for path in (environment.bin, site_packages):
+        path.mkdir(parents=True)
+    for name in ("python", "python3"):
+        (environment.bin / name).symlink_to(SYSTEM_PYTHON)
+    told = f"home = {os.path.dirname(SYSTEM_PYTHON)}\ninclude-system-site-packages = true\nversion = {version}\n"
+    (folder / "venv" / "pyvenv.cfg").write_text(told)
+    _copy_source(project, environment.source)
+    (site_packages / "hpc_elastic_rig.pth").write_text(f"{environment.source}\n")
+    _write_metadata(project, site_packages, environment.bin)
+    # Jobs can't write byte code here; the root's Python sees the folder only where it is bound.
+    program = (
+        'mkdir -p "$1$2"; mount --bind "$2" "$1$2"; exec chroot "$1" "$3" -m compileall -q "$2/source/hpc_elastic"'
+    )
+    call(["unshare", "--mount", "sh", "-ec", program, "sh", str(root), str(folder), SYSTEM_PYTHON], check=False)
+    call(["chmod", "-R", "a+rX", str(folder)])
+    return environment
+
+
 def _copy_source(project: Path, target: Path) -> None:
     half_written = shutil.ignore_patterns("*.tmp*", "*.pyc.*")
     for name in COPIED:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from tests.rigs.nfs_emulator import MountSettings
 
-from . import cgroups, emulated_fs, files, services
+from . import cgroups, debian_root, emulated_fs, files, services
 from .configuration import Settings
 from .hosts import Hosts, remove_namespaces
 from .layout import CONTROLLER, LOGIN, Layout, RigError
 from .lock import RigLock, lock_free_name
 from .processes import CommandFailed, RigProcess, call, wait_until
-from .python_environment import PythonEnvironment, python_environment
+from .python_environment import PythonEnvironment, environment_of_root, python_environment
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -95,7 +95,7 @@ class Rig:
             self._remove_everything()
             files.make_folders(self.layout)
             with ThreadPoolExecutor(2) as pool:
-                environment = pool.submit(python_environment, self.layout.python) if self._wants_python else None
+                environment = pool.submit(self._make_python) if self._wants_python else None
                 self._hosts.make_switch()
                 database = pool.submit(services.install_database, self._hosts) if self.settings.accounting else None
                 self.environment = environment.result() if environment else None
@@ -116,6 +116,11 @@ class Rig:
             if said:
                 raise RigError(f"the rig did not start: {error}\n{said}") from error
             raise
+
+    def _make_python(self) -> PythonEnvironment:
+        if self.settings.release:
+            return environment_of_root(self.layout.python, debian_root.debian_root(self.settings.release))
+        return python_environment(self.layout.python)
 
     def stop(self) -> None:
         """End every process and remove every namespace, mount and file of the rig that this object started.

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from .hosts import NETNS_FOLDER, Hosts
 from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, SWITCH
@@ -17,9 +18,10 @@ _DATABASE_TIMEOUT = 60.0
 _DAEMON_TIMEOUT = 30.0
 
 
-def slurm_version() -> tuple[int, int]:
-    """The installed Slurm's, such as (22, 5)."""
-    found = re.search(r"(\d+)\.(\d+)", call(["slurmctld", "-V"]))
+def slurm_version(root: Path | None = None) -> tuple[int, int]:
+    """The installed Slurm's, such as (22, 5): this machine's, or that of another root folder."""
+    enter = ["chroot", str(root)] if root is not None else []
+    found = re.search(r"(\d+)\.(\d+)", call([*enter, "slurmctld", "-V"]))
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
