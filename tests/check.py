@@ -11,8 +11,9 @@
 
 The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
 catalogue (one case per kind of failure, each really failing, its report compared with a golden file that a person has
-read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one), docs (commands, links, pages in
-a browser).
+read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one), slurm-next (what is marked
+``any_release`` on a newer Debian's Slurm: only where ``--tier`` names it; HPC_ELASTIC_SLURM_RELEASE may name another
+release), docs (commands, links, pages in a browser).
 
 Each tier has a time budget for two cores; a tier that takes longer fails. The last line is ``N passed, N failed[, N
 skipped]`` over everything that ran, where each check counts as one; the exit code is 1 if anything failed.
@@ -30,7 +31,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class Tier:
     """Only where ``--tier`` names it: it downloads, or takes long. Its tests find HPC_ELASTIC_REQUIRE_<NAME> set."""
     sharing: str = "loadfile"
     """How they share them (pytest-xdist's ``--dist``): by files, or by single tests (``worksteal``)."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that its tests get where they are not set."""
 
 
 TIERS = (
@@ -61,6 +64,13 @@ TIERS = (
     Tier(name="faults", folders=("tests/integration",), budget=900, processes=2),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
     Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=2, sharing="worksteal"),
+    Tier(
+        name="slurm-next",
+        folders=("tests/slurm",),
+        budget=900,
+        optional=True,
+        environment=(("HPC_ELASTIC_SLURM_RELEASE", "trixie"), ("HPC_ELASTIC_REQUIRE_SLURM", "1")),
+    ),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
 )
@@ -131,13 +141,21 @@ def run_checks(outcome: Outcome) -> None:
             outcome.passed += 1
 
 
-def run_limited(argv: Sequence[str], seconds: float | None) -> tuple[int, bool]:
+def run_limited(
+    argv: Sequence[str], seconds: float | None, *, environment: Mapping[str, str] | None = None
+) -> tuple[int, bool]:
     """Run a command with our output; interrupt it, then kill it, when `seconds` have passed.
+
+    Args:
+        argv: The command.
+        seconds: None: it may take as long as it likes.
+        environment: Variables for it, where ours has not set them.
 
     Returns:
         Its exit code, and whether it was stopped.
     """
-    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL)
+    variables = {**(environment or {}), **os.environ}
+    process = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.DEVNULL, env=variables)
     try:
         return process.wait(seconds), False
     except subprocess.TimeoutExpired:
@@ -166,7 +184,8 @@ def run_tier(tier: Tier, outcome: Outcome, *, long: bool) -> None:
             argv += ["-n", str(tier.processes), "--dist", tier.sharing]
         if not long:
             argv += ["-m", "not slow"]
-        code, stopped = run_limited(argv, None if long else tier.budget * STOP_FACTOR)
+        limit = None if long else tier.budget * STOP_FACTOR
+        code, stopped = run_limited(argv, limit, environment=dict(tier.environment))
         count(xml, outcome)
     if stopped:
         outcome.fail(f"stopped after {tier.budget * STOP_FACTOR:.0f} s")
@@ -257,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         print(f"\n== {tier.name}: {' '.join(tier.folders)}, budget {tier.budget:.0f} s ==", flush=True)
         if tier.optional:
-            os.environ[f"HPC_ELASTIC_REQUIRE_{tier.name.upper()}"] = "1"
+            os.environ[f"HPC_ELASTIC_REQUIRE_{tier.name.upper().replace('-', '_')}"] = "1"
         started, outcome = time.monotonic(), Outcome(name=tier.name, budget=None if options.long else tier.budget)
         run_tier(tier, outcome, long=options.long)
         outcomes.append(finish(outcome, started))

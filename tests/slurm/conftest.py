@@ -2,7 +2,8 @@
 
 Where no rig can run, the tests are skipped with one line that says why; in CI (``CI=true``), or with
 ``HPC_ELASTIC_REQUIRE_SLURM=1``, they fail instead. ``HPC_ELASTIC_SLURM_FS=emulated`` has all of them run
-on emulated NFS.
+on emulated NFS. ``HPC_ELASTIC_SLURM_RELEASE=trixie`` has those marked ``any_release`` run on that Debian release's
+Slurm, in a root folder of its own (made once, in minutes), without accounting.
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ from tests.rigs.slurm_cluster import SlurmCluster, caches_of, missing_prerequisi
 
 _HERE = Path(__file__).parent
 _LOG_CHARACTERS = 2500
+_RELEASE = os.environ.get("HPC_ELASTIC_SLURM_RELEASE", "")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker("slurm")
+    if _RELEASE:
+        left_out = [item for item in items if _HERE in item.path.parents and not _runs_on_any_release(item)]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
+def _runs_on_any_release(item: pytest.Item) -> bool:
+    """The mark is for the function; of its filesystems only the plain one is there."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return item.get_closest_marker("any_release") is not None and parameters.get("cluster", "plain") == "plain"
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +52,7 @@ def slurm_can_run() -> None:
 @pytest.fixture(scope="session")
 def plain_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
     """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 11 s; one for the session."""
-    with SlurmCluster(4) as started:
+    with SlurmCluster(4, release=_RELEASE, accounting=not _RELEASE) as started:
         yield started
 
 

@@ -80,6 +80,7 @@ def test_the_example_trains_to_the_same_loss_with_a_worker_killed(cluster: Slurm
     assert disturbed.report()["verdict"]["failure"]["global_rank"] == 0
 
 
+@pytest.mark.any_release
 def test_the_first_lines_say_what_runs_where_and_whether_requeue_is_armed(runs: SlurmRuns) -> None:
     run = runs.submit_and_follow("--nodes", "2", *SHORT, runs.script(WAITS), "0.2")
     assert run.done.returncode == 0, run.log
@@ -94,6 +95,7 @@ def test_the_first_lines_say_what_runs_where_and_whether_requeue_is_armed(runs: 
     assert "requeue armed: no, because" in off.log
 
 
+@pytest.mark.any_release
 def test_every_shape_of_job_gives_one_agent_per_node_with_all_its_cpus(runs: SlurmRuns) -> None:
     text = "import os\nprint('cpus', len(os.sched_getaffinity(0)), 'rank', os.environ['RANK'])\n"
     for shape in (("--exclusive", "--cpus-per-task", "2"), ("--cpus-per-task", "2"), ("--nodes", "1-2")):
@@ -126,6 +128,7 @@ def test_arguments_reach_the_script_untouched(runs: SlurmRuns) -> None:
     assert json.loads(line.split("ARGV ", 1)[1]) == arguments
 
 
+@pytest.mark.any_release
 def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "4", *SHORT, *QUICK_TTL, runs.script(WAITS), "5")
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
@@ -151,6 +154,7 @@ def test_the_agent_of_the_batch_host_and_coordinator_may_die_too(runs: SlurmRuns
     assert run.wait_end() == "COMPLETED"
 
 
+@pytest.mark.any_release
 def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """All agents of the step die with it; each is started again in a step of its own."""
     run = runs.submit("--nodes", "3", *SHORT, *QUICK_TTL, runs.script(WAITS), "3")
@@ -162,6 +166,7 @@ def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: Sl
     assert run.left_on_nodes() == []
 
 
+@pytest.mark.any_release
 @pytest.mark.parametrize("cluster", ["plain", "minute"], indirect=True)
 def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS), "8")
@@ -210,6 +215,7 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
     assert "attempt 1" in runs.hpc_elastic("report", str(run.root)).stdout
 
 
+@pytest.mark.any_release
 @on_both
 def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2-3", *SHORT, runs.script(WAITS), "6")
@@ -225,6 +231,7 @@ def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmC
     assert run.left_on_nodes() == []
 
 
+@pytest.mark.any_release
 def test_a_node_that_is_dead_at_launch_is_left_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     # Not noticed by Slurm yet: the job gets the node, srun aborts the whole launch for it.
     assert cluster.kill_process("n3", r"slurmd\b", 9)
@@ -235,6 +242,7 @@ def test_a_node_that_is_dead_at_launch_is_left_out(cluster: SlurmCluster, runs: 
     assert run.result()["outcome"] == "succeeded"
 
 
+@pytest.mark.any_release
 def test_an_srun_that_never_returns_holds_nothing_up(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "4")
     run.wait_log(lambda log: log.count("of 2 round 0") == 2)
@@ -245,6 +253,7 @@ def test_an_srun_that_never_returns_holds_nothing_up(cluster: SlurmCluster, runs
     assert run.result()["outcome"] == "succeeded"
 
 
+@pytest.mark.any_release
 def test_a_script_that_raises_is_reported_with_its_traceback_and_not_requeued(runs: SlurmRuns) -> None:
     text = "import os\nif os.environ['RANK'] == '2':\n    raise ValueError('bad batch')\nimport time; time.sleep(60)\n"
     run = runs.submit_and_follow("--nodes", "4", *SHORT, runs.script(text))
@@ -256,6 +265,7 @@ def test_a_script_that_raises_is_reported_with_its_traceback_and_not_requeued(ru
     assert run.runs.cluster.job_info(run.job)["Restarts"] == "0"
 
 
+@pytest.mark.any_release
 def test_exhausted_restarts_requeue_and_the_next_attempt_resumes(runs: SlurmRuns) -> None:
     text = """
 import os, signal, pathlib
@@ -289,6 +299,7 @@ def test_a_requeue_limit_of_none_ends_with_the_workers_failure(runs: SlurmRuns) 
     assert run.done.returncode == 1, run.log
 
 
+@pytest.mark.any_release
 def test_a_job_cancelled_while_it_runs_ends_clean(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "60")
     run.wait_log(lambda log: log.count("round 0") >= 4)
@@ -314,6 +325,7 @@ def test_a_job_cancelled_while_it_is_pending_is_told_to_who_follows(cluster: Slu
     assert code not in (0, 2)
 
 
+@pytest.mark.any_release
 def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """What --signal=B:USR2 sends, without the minute that a real limit takes: all ranks save after one step."""
     run = runs.submit("--nodes", "2", *SHORT, runs.script(SAVES_WHEN_TOLD))
@@ -347,6 +359,7 @@ def test_a_run_directory_that_the_nodes_do_not_see_is_said(cluster: SlurmCluster
     assert "/tmp" in done.stderr
 
 
+@pytest.mark.any_release
 def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     done = cluster.run(
         ["salloc", "-N2", "-t", "5", "hpc-elastic", "run", "--nproc-per-node", "1", runs.script(WAITS), "0.2"],

@@ -63,6 +63,7 @@ def _say_end(runs: SlurmRuns) -> None:
     (runs.folder / "end").touch()
 
 
+@pytest.mark.any_release
 def test_a_spare_takes_a_lost_nodes_ranks_and_without_one_the_run_shrinks(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_spare_takes_a_lost_nodes_ranks_and_without_one_the_run_shrinks(
     }
 
 
+@pytest.mark.any_release
 def test_a_node_lost_with_the_only_spare_requeues_where_all_are_needed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     quick = ("--rdzv-conf", "last_call_timeout=2")
     run = runs.submit("--nodes", "3", "--spares", "1", *quick, *SHORT, runs.script(SEATED))
