@@ -36,6 +36,14 @@ class RequeueFacts:
     """The signal that ended the attempt, where one did."""
     hang: bool = False
     """What it ended by was a hang."""
+    requeued: bool = False
+    """Slurm has put the job back into the queue itself: a preemption, or ``scontrol requeue``."""
+    cancelled: bool = False
+    """The job was cancelled after the attempt had ended by something else."""
+
+
+_MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
+"""Ended by Slurm, though nothing is wrong with the run: it goes on in the queue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +62,13 @@ def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
     code = _exit_code(facts)
     if facts.outcome is Outcome.CANCELLED:
         return _end(f"the run was cancelled ({facts.reason})", code)
-    if facts.outcome is Outcome.TIMED_OUT:
-        return _end("the time limit ended the job", code)
-    if facts.signal_number is not None:
-        return _end("Slurm itself ends this job; whether it comes back is Slurm's decision", code)
+    if facts.cancelled:
+        return _end(f"the job was cancelled meanwhile ({facts.reason})", code)
+    if facts.requeued:
+        reason = f"Slurm itself has put the job back into the queue: {facts.reason}"
+        return RequeueDecision(action=RequeueAction.REQUEUE, reason=reason, exit_code=ExitCode.REQUEUED)
+    if facts.signal_number is not None and facts.outcome not in _MADE_ROOM:
+        return _end(f"a signal ended the job meanwhile ({facts.reason})", code)
     if not facts.retryable:
         return _end(f"another attempt would end the same way: {facts.reason}", code)
     if facts.same_as_before:

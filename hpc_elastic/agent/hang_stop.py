@@ -130,6 +130,10 @@ class StacksThenStop:
         self._finish_asking()
         self._stopper.kill_now()
 
+    def shorten(self, grace: float) -> None:
+        """As `GroupStopper.shorten`."""
+        self._stopper.shorten(grace)
+
     def step(self) -> Stopped | float:
         """As `GroupStopper.step`."""
         if self._is_asking:

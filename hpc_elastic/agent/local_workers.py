@@ -280,11 +280,13 @@ class LocalWorkers:
         self._wants_stacks = True
 
     def begin_stop(self, *, grace: float) -> None:
-        """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten the grace to nothing."""
+        """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten that."""
         self.poll()
         if self._stopper is not None:
             if grace <= 0:
                 self._stopper.kill_now()
+            else:
+                self._stopper.shorten(grace)
             return
         for slot in self._slots:
             slot.stopped_by_agent = slot.exit is None

@@ -17,13 +17,14 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.heard_signals import HeardSignals
 from hpc_elastic.agent.last_duties import exit_code, leave_run, see_to_the_end
 from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.master import open_master
 from hpc_elastic.agent.metrics import NoMetrics
 from hpc_elastic.agent.node_failure import first_word, own_failure, sum_up
-from hpc_elastic.agent.notice_watch import NoticeWatch, notice_of
+from hpc_elastic.agent.notice_watch import NoticeWatch
 from hpc_elastic.agent.output_losses import tell_losses
 from hpc_elastic.agent.round_figures import RoundFigures
 from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_health, tell_round, tell_stacks
@@ -41,15 +42,12 @@ from hpc_elastic.rendezvous.uid import supersedes
 
 logger = logging.getLogger(__name__)
 
-KILL_RESERVE = 2.0
-"""Seconds kept of Slurm's KillWait for writing evidence after the workers have ended."""
 LAST_WORDS_SECONDS = 5.0
 FIRST_HEALTH_SECONDS = 0.25
 """How long the first health check is waited for before this node is heard of."""
 HUNG_SECONDS = 1.0
 """How long last words are waited for where other files have not answered for as long either."""
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class NodeAgent:
@@ -64,7 +62,6 @@ class NodeAgent:
         """The round that this node confirmed last."""
         self._has_run = False
         self._failure: Exception | None = None
-        self._ended_by: signal.Signals | None = None
         self._why_ended = ""
         self._platform_failure = ""
         """What of our own failed in this round."""
@@ -81,6 +78,7 @@ class NodeAgent:
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
         self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
+        self._heard = HeardSignals(context)
         self._notice = NoticeWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
@@ -139,7 +137,9 @@ class NodeAgent:
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float:
-        looks = [at for at in (self._.watch.due, self._checkpoints.due, self._notice.due) if at is not None]
+        looks = [
+            at for at in (self._.watch.due, self._checkpoints.due, self._notice.due, self._heard.due) if at is not None
+        ]
         due = self._stop_due if self._stop_due is not None else min(looks, default=None)
         left = self._.spec.monitor_interval if due is None else max(0.0, due - self._.clock.monotonic())
         return left if self._stop_due is not None else min(left, self._.spec.monitor_interval)
@@ -157,21 +157,12 @@ class NodeAgent:
         for number in self._.signals.take():
             if number is signal.SIGCHLD:
                 reap_orphans(set(self._workers.pids if self._workers else ()) | self._.helpers())
-            elif number is signal.SIGUSR2:
-                self._give_notice(f"{number.name} on {self._.place.host}")
-            elif number in _ENDING_SIGNALS and self._ended_by is None:
-                # Slurm sends it twice at a limit, and at both ends of a preemption's grace: repeated, it tells nothing.
-                self._ended_by = number
-                self._close(Outcome.CANCELLED, f"{number.name} on {self._.place.host}")
+            elif self._heard.hear(number):
                 self._happens(Event.LEAVE, f"{number.name} received")
-
-    def _give_notice(self, reason: str) -> None:
-        notice = notice_of(self._.spec, reason)
-        self._.coordination.ask(lambda participant: participant.give_notice(notice))
-
-    def _is_ending(self) -> bool:
-        """Whether a signal has come that ends this node: handled already, or the next thing to be."""
-        return self._ended_by is not None or self._.signals.holds(_ENDING_SIGNALS)
+            elif self._stop_due is not None and self._workers is not None:
+                self._workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less than was thought
+        if (overdue := self._heard.overdue()) is not None:
+            self._happens(Event.LEAVE, f"{overdue.name} received")
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._.coordination.ask(lambda participant: participant.close(outcome, reason))
@@ -194,6 +185,7 @@ class NodeAgent:
         self._record = record
         self._clock_words.heed(record.leader)
         self._checkpoints.heed(record)
+        self._heard.heed(record)
         self._notice.heed(record, self._workers)
         c = self._
         if any(supersedes(member.uid, c.info.uid) for member in record.members):
@@ -322,7 +314,7 @@ class NodeAgent:
         master = ""
         if record.members[0].uid == c.info.uid:
             try:
-                master = open_master(c, self._is_ending)
+                master = open_master(c, self._heard.is_ending)
             except StoreBindError as error:
                 logger.error("%s", error)
                 self._close(Outcome.FAILED, str(error))
@@ -352,7 +344,7 @@ class NodeAgent:
             shown=c.shown,
             excluding=lambda: c.helpers() | self._unendable,
             files=c.files,
-            is_ending=self._is_ending,
+            is_ending=self._heard.is_ending,
             watch=c.watch,
         )
         self._workers = workers
@@ -414,7 +406,7 @@ class NodeAgent:
             self._.coordination.ask(reply.say)  # first: done alone would mean that there is no more to do
         self._.coordination.ask(lambda participant: participant.report_done(index))
         # Nothing that they left running outlives the round; the others are not kept waiting for it.
-        self._workers.begin_stop(grace=self._grace())
+        self._workers.begin_stop(grace=self._heard.grace())
         self._stop_due = self._.clock.monotonic()
 
     def _stop_workers(self, reason: str) -> None:
@@ -428,7 +420,7 @@ class NodeAgent:
             self._figures.begin("restart")
             self._figures.begin("stop")
             self._read_last_heartbeats(workers)
-        workers.begin_stop(grace=self._grace())
+        workers.begin_stop(grace=self._heard.grace())
         self._stop_due = self._.clock.monotonic()
 
     def _read_last_heartbeats(self, workers: LocalWorkers) -> None:
@@ -440,13 +432,6 @@ class NodeAgent:
             c.watch.heed(hang, workers.running)
             workers.take_stacks_first()
         c.watch.rest()
-
-    def _grace(self) -> float:
-        """Seconds from SIGTERM to SIGKILL; never more than Slurm leaves when it is Slurm that ends the job."""
-        grace = self._.spec.shutdown_timeout
-        if self._ended_by is not None and self._.attempt.kill_wait is not None:
-            grace = min(grace, max(0.5, self._.attempt.kill_wait - KILL_RESERVE))
-        return grace
 
     def _workers_ended(self) -> None:
         """All of the group are gone: write the evidence, free the port, and join again, or end."""
@@ -480,12 +465,12 @@ class NodeAgent:
         c = self._
         self._selector.close()
         code = exit_code(
-            ended_by=self._ended_by, failure=self._failure, is_unhealthy=self._is_unhealthy, record=self._record
+            ended_by=self._heard.ended_by, failure=self._failure, is_unhealthy=self._is_unhealthy, record=self._record
         )
         c.store_server.close()
         c.watch.close()
         c.health.close()
-        if self._ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
+        if self._heard.ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
             see_to_the_end(c, self._record)
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())

@@ -35,7 +35,7 @@ def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *
         logger.warning("%s %s is lost%s", event.split("_")[0], name, silent)
     elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
         logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
-    elif event in ("notice_given", "step_agreed"):
+    elif event in ("signal_heard", "notice_given", "step_agreed"):
         logger.info("%s", fields.get("reason"))
     elif event == "node_left":
         logger.warning("node %s left: %s", fields.get("host") or fields.get("node"), fields.get("reason"))

@@ -14,11 +14,12 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.job_word import slurm_answer
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.site import SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.write_back import WriteBack
-from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
@@ -27,7 +28,6 @@ from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, Subprocess
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.job_environment import JobEnvironment
-from hpc_elastic.slurm.job_state import seconds_until_end
 from hpc_elastic.slurm.step_gpus import step_gpu_flags
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,6 @@ HURRIED_SECONDS = 2.0
 CONTROLLER_PATIENCE = 600.0
 """How long a requeue waits for a controller that does not answer."""
 CONTROLLER_RETRY = 10.0
-EARLY_NOTICE = 75.0
-"""Seconds by which Slurm may give the notice too early (seen: up to 60)."""
-_MEANINGS = {"TIMEOUT": Outcome.TIMED_OUT, "DEADLINE": Outcome.TIMED_OUT, "PREEMPTED": Outcome.PREEMPTED}
 
 
 class SlurmSite:
@@ -111,23 +108,12 @@ class SlurmSite:
             umask=self._umask,
         )
 
-    def meaning(self, number: signal.Signals) -> Outcome:
+    def ask(self, *, near: float) -> SlurmAnswer:
         try:
             state = self._hurried.job_state(self._id)
         except SlurmError:
-            return Outcome.CANCELLED
-        return _MEANINGS.get(state.state, Outcome.CANCELLED) if state else Outcome.CANCELLED
-
-    def seconds_left(self, spec: RunSpec) -> float:
-        # Slurm gives the notice up to a minute early. One that somebody sent by hand has nothing to do with the limit.
-        try:
-            state = self._hurried.job_state(self._id)
-            left = seconds_until_end(state, now_ns=self._clock.time_ns())
-        except SlurmError:
-            left = None
-        if left is None or left > spec.signal_grace + EARLY_NOTICE:
-            return float(spec.signal_grace)
-        return max(1.0, left)
+            return SlurmAnswer(SlurmWord.SILENT)
+        return slurm_answer(state, restarts=self._job.restart_count, near=near, now_ns=self._clock.time_ns())
 
     def requeue(self) -> str:
         # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:

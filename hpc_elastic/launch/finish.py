@@ -16,9 +16,9 @@ from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.events import EventLog
+from hpc_elastic.launch.attempt_result import closed_result
 from hpc_elastic.launch.batch import slurm_site
 from hpc_elastic.launch.run_attempt import conclude, load_run, log_to_stdout
-from hpc_elastic.launch.supervisor import closed_result
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status

@@ -13,8 +13,8 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.site import SiteFacts
-from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.run_paths import RunPaths
@@ -48,11 +48,8 @@ class LocalSite:
 
         return LocalLauncher(len(attempt.nodes), command, environment=environment, umask=self._umask)
 
-    def meaning(self, number: signal.Signals) -> Outcome:
-        return Outcome.CANCELLED
-
-    def seconds_left(self, spec: RunSpec) -> float:
-        return float(spec.signal_grace)
+    def ask(self, *, near: float) -> SlurmAnswer:
+        return SlurmAnswer(SlurmWord.NO_SLURM)
 
     def requeue(self) -> str:
         return "the next attempt starts at once"

@@ -22,11 +22,14 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.launch.attempt_result import AttemptResult
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.output import JobOutput, say
 from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_table import SlurmWord
 from hpc_elastic.launch.site import Site, SiteFacts
-from hpc_elastic.launch.supervisor import AttemptResult, Supervisor
+from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
@@ -136,15 +139,28 @@ def _run_attempt(
         events=events,
         clock=clock,
         shutdown_timeout=spec.shutdown_timeout,
-        ask_meaning=site.meaning,
-        ask_seconds_left=lambda: site.seconds_left(spec),
+        desk=SignalDesk(
+            lambda near: site.ask(near=near),
+            grace=float(spec.signal_grace),
+            kill_wait=attempt.kill_wait,
+            events=events,
+            clock=clock,
+        ),
     )
     result = supervisor.run()
     if supervisor.superseded:
         logger.warning("an agent has seen to the end of this attempt, since this host could not be reached")
         return RequeueDecision(action=RequeueAction.END, reason="seen to elsewhere", exit_code=1)
     decision = conclude(
-        paths, spec, site, attempt, result, events, files=files, is_hurried=lambda: signals.holds({signal.SIGINT})
+        paths,
+        spec,
+        site,
+        attempt,
+        result,
+        events,
+        files=files,
+        is_hurried=lambda: signals.holds({signal.SIGINT}),
+        is_told_to_end=lambda: signals.holds(_ENDING_SIGNALS),
     )
     events.close(within=HUNG_SECONDS)
     return decision
@@ -160,6 +176,7 @@ def conclude(
     *,
     files: FileThread | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
+    is_told_to_end: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
     """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided.
 
@@ -172,6 +189,7 @@ def conclude(
         events: Its log.
         files: Touches the files; in bounded time, since the user waits for the end.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
+        is_told_to_end: Whether a signal has come since the attempt has ended: the job may have been cancelled.
     """
     hand = files or FileThread()
     attempt_paths = paths.attempt(attempt.number)
@@ -206,15 +224,22 @@ def conclude(
     decision = _decide(before, spec, attempt, result)
     events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
     events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
-    # Written before the job is requeued: from then on Slurm's SIGKILL is KillWait away.
-    finish(decision)
-    if decision.action is RequeueAction.REQUEUE:
-        requeued = _requeue(site, decision)
+    # Written before the job is requeued: from then on Slurm's SIGKILL is KillWait away. Where it is already, the job
+    # comes first.
+    is_late = result.signal_number is not None
+    if not is_late:
+        finish(decision)
+    if decision.action is RequeueAction.REQUEUE and not result.requeued:
+        cancelled = is_told_to_end() and site.ask(near=0.0).word is SlurmWord.ENDED
+        requeued = _not_requeued(decision) if cancelled else _requeue(site, decision)
         if requeued != decision:
             decision = requeued
             events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
             events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
-            finish(decision)
+            if not is_late:
+                finish(decision)
+    if is_late:
+        finish(decision)
     return decision
 
 
@@ -256,6 +281,8 @@ def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, re
             armed_reason=attempt.requeue_reason,
             same_as_before=same and not progress,
             signal_number=result.signal_number,
+            requeued=result.requeued,
+            cancelled=result.cancelled,
             hang=result.fingerprint.startswith(HANG_FINGERPRINT),
         )
     )
@@ -269,6 +296,11 @@ def _requeue(site: Site, decision: RequeueDecision) -> RequeueDecision:
         reason = f"{decision.reason}; but the requeue failed: {error}"
         return RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(ExitCode.WORKERS_FAILED))
     return decision
+
+
+def _not_requeued(decision: RequeueDecision) -> RequeueDecision:
+    reason = f"{decision.reason}; but the job was cancelled meanwhile"
+    return RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(ExitCode.TERMINATED))
 
 
 def _save_result(attempt_paths: AttemptPaths, result: AttemptResult, decision: RequeueDecision) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.launch.launcher import Launcher
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.launch.signal_table import SlurmAnswer
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 
@@ -38,12 +37,12 @@ class Site(Protocol):
         """What starts the agents."""
         ...
 
-    def meaning(self, number: signal.Signals) -> Outcome:
-        """What a signal that ends this process stands for; within seconds."""
-        ...
+    def ask(self, *, near: float) -> SlurmAnswer:
+        """What Slurm says of the job, within seconds.
 
-    def seconds_left(self, spec: RunSpec) -> float:
-        """After a notice: until the job is ended from outside; within seconds."""
+        Args:
+            near: The time limit is near when it is so many seconds away.
+        """
         ...
 
     def requeue(self) -> str:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import logging
 import selectors
 import signal
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
+from hpc_elastic.launch.attempt_result import AttemptResult, closed_result
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
+from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.notice import Notice, seconds_to_save
@@ -48,8 +50,9 @@ SILENT_SECONDS = 3.0
 """After the end of the run was asked for: how long the store may take to have it."""
 UNMET_SECONDS = 0.5
 """The same where no node has joined yet (its health is still looked at, say): there is no log to write it into."""
-SILENT_RESERVE = 5.0
-"""Where it does not take it: how long agents may take to end beyond the workers' grace."""
+SILENT_RESERVE = 9.0
+"""Where it does not take it: how long agents may take to end beyond the workers' grace: the first 4 s go by until
+they know that nobody answers."""
 WIPED_SECONDS = 20.0
 """How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
@@ -67,22 +70,6 @@ class _Relaunch:
     ended: AgentEnded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptResult:
-    """How the attempt ended."""
-
-    outcome: Outcome
-    reason: str
-    retryable: bool
-    signal_number: int | None
-    fingerprint: str
-    """Of the failure that it ended by, where that counts as the script's."""
-    step: int
-    """The furthest step reported by then, -1 for none."""
-    seconds: float
-    """How long the attempt lasted."""
-
-
 class Supervisor:
     """Watches over one attempt. `run` is its whole life."""
 
@@ -96,8 +83,7 @@ class Supervisor:
         events: EventLog,
         clock: Clock,
         shutdown_timeout: float,
-        ask_meaning: Callable[[signal.Signals], Outcome],
-        ask_seconds_left: Callable[[], float],
+        desk: SignalDesk,
     ) -> None:
         """Args:
         attempt: The attempt's facts.
@@ -107,8 +93,7 @@ class Supervisor:
         events: The supervisor's log.
         clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
-        ask_meaning: What a SIGTERM stands for (cancelled, out of time …): asks Slurm, in bounded time.
-        ask_seconds_left: After a notice: how long until the job is ended from outside; in bounded time too.
+        desk: Finds out what signals mean.
         """
         self._attempt = attempt
         self._launcher = launcher
@@ -117,8 +102,7 @@ class Supervisor:
         self._events = events
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
-        self._ask_meaning = ask_meaning
-        self._ask_seconds_left = ask_seconds_left
+        self._desk = desk
         self._notice_ends: float | None = None
         """After a notice: when this process closes the run itself."""
         self._record: RoundRecord | None = None
@@ -135,6 +119,9 @@ class Supervisor:
         """Nodes whose agent found them unfit."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
+        self._asked: tuple[Outcome, str] | None = None
+        """How this process asked for the end."""
+        self._requeued = self._cancelled = False
         self._end_by: float | None = None
         self._last_grace = LAST_GRACE
         self._orphaned_since: float | None = None
@@ -160,6 +147,7 @@ class Supervisor:
             for ended in self._launcher.take():
                 self._handle_ended(ended)
             self._relaunch_due()
+            self._look_at_job()
             self._end_notice()
             self._tell_if_waiting()
             self._tell_if_store_silent()
@@ -187,7 +175,7 @@ class Supervisor:
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
-            found.append(self._notice_ends)
+            found.append(self._notice_ends if self._notice_ends is not None else self._desk.due)
         if self._launcher.running() or self._due:
             found.append(self._end_by)
         elif self._orphaned_since is not None:
@@ -201,35 +189,62 @@ class Supervisor:
             if number is signal.SIGCHLD:
                 continue
             self._events.write("notice", signal=number.name)
-            if number is signal.SIGUSR2:
-                self._give_notice(number)
-            elif number is signal.SIGINT and self._signal is not None:
+            if number is signal.SIGINT and self._signal is not None:
                 before = "second Ctrl-C" if self._signal is signal.SIGINT else f"Ctrl-C after {self._signal.name}"
                 logger.warning("%s: killing everything now", before)
                 self._end_by, self._last_grace = self._clock.monotonic(), AT_ONCE
-            elif self._signal is None:
-                self._signal = number
-                self._signal_reason = f"{number.name} on {self._attempt.batch_host}"
-                meaning = self._ask_meaning(number)
-                if number is signal.SIGINT:
-                    logger.info("Ctrl-C: ending the workers (again to kill them at once)")
-                self._close(meaning, self._signal_reason)
+            else:
+                self._hear(number, HeardBy.BATCH, self._attempt.batch_host)
 
-    def _give_notice(self, number: signal.Signals) -> None:
-        """The workers may save first; a second notice tells nothing new."""
-        if self._notice_ends is not None or self._is_ending():
+    def _hear(self, number: signal.Signals, heard_by: HeardBy, host: str) -> None:
+        """A signal informs; repeated, or after a notice, it tells something new only where the job is ended now."""
+        if self._signal is not None or (number is signal.SIGUSR2 and (self._has_noticed or self._is_ending())):
             return
-        left = self._ask_seconds_left()
-        seconds = seconds_to_save(left, shutdown_timeout=self._shutdown_timeout)
-        reason = f"{number.name} on {self._attempt.batch_host}"
+        reason = f"{number.name} on {host}"
+        decision = self._desk.hear(number, heard_by, reason=reason)
+        if self._is_ending():
+            # The attempt has ended by itself, or after a notice: what is left to know is whether it may come back.
+            self._signal, self._signal_reason = number, reason
+            self._requeued = self._requeued or decision.requeued
+            self._cancelled = decision.meaning is Meaning.CANCEL
+        elif decision.saves:
+            self._give_notice(reason, decision)
+        else:
+            self._signal = number
+            self._signal_reason = (
+                reason if decision.meaning is Meaning.CANCEL else f"{reason} ({decision.meaning.value})"
+            )
+            self._requeued = decision.requeued
+            if number is signal.SIGINT:
+                logger.info("Ctrl-C: ending the workers (again to kill them at once)")
+            self._close(decision.outcome, self._signal_reason)
+
+    @property
+    def _has_noticed(self) -> bool:
+        return self._notice_ends is not None
+
+    def _look_at_job(self) -> None:
+        """Nobody may have given the notice: it came before this process could hear, or was never asked for."""
+        if self._has_noticed or self._is_ending():
+            return
+        decision = self._desk.look()
+        if decision is not None:
+            self._give_notice("seen by the supervisor", decision)
+
+    def _give_notice(self, reason: str, decision: SignalDecision) -> None:
+        """The workers may save first; a second notice tells nothing new."""
+        if self._has_noticed:
+            return
+        seconds = seconds_to_save(decision.seconds, shutdown_timeout=self._shutdown_timeout)
+        reason = f"{reason} ({decision.meaning.value})"
         self._notice_ends = self._clock.monotonic() + seconds + NOTICE_SLACK
-        why = f"notice ({number.name}): the time limit is near, or the job is to make room"
+        left = decision.seconds
         if self._record is None:
-            logger.info("%s; no round has begun: ending the attempt", why)
+            logger.info("notice: %s, the job ends in %.0f s; no round has begun: ending the attempt", reason, left)
             self._close(Outcome.PREEMPTED, f"notice {reason}; no worker was running")
             return
-        logger.info("%s in %.0f s; the workers have %.0f s to save", why, left, seconds)
-        self._coordination.ask(lambda participant: participant.give_notice(Notice(reason, seconds)))
+        logger.info("notice: %s, the job ends in %.0f s; the workers have %.0f s to save", reason, left, seconds)
+        self._coordination.ask(lambda participant: participant.give_notice(Notice(reason, seconds, left=left)))
 
     def _end_notice(self) -> None:
         """Nobody has closed the run in time: the files may not answer, or the agents."""
@@ -239,6 +254,7 @@ class Supervisor:
         self._close(Outcome.PREEMPTED, "notice; the nodes did not answer in time")
 
     def _close(self, outcome: Outcome, reason: str) -> None:
+        self._asked = self._asked or (outcome, reason)
         self._coordination.ask(lambda participant: participant.close(outcome, reason))
         if self._asked_to_close_at is None:
             self._asked_to_close_at = self._clock.monotonic()
@@ -254,6 +270,8 @@ class Supervisor:
                 self._record = notice
                 if notice.status is Status.CLOSED:
                     self._set_end()
+                elif notice.heard and not self._has_noticed and not self._is_ending():
+                    self._hear_of_agents(notice.heard)
             elif isinstance(notice, tuple):
                 if notice[0] == "looked_anew":
                     self._looks_done = notice[1]["serial"]
@@ -269,6 +287,14 @@ class Supervisor:
                 self._set_end()
                 if isinstance(notice, StoreWipedError):
                     self._launcher.terminate()
+
+    def _hear_of_agents(self, heard: str) -> None:
+        name, _, host = heard.partition(" on ")
+        try:
+            number = signal.Signals[name]
+        except KeyError:
+            number = signal.SIGTERM  # of another version: nothing that is heard is made little of
+        self._hear(number, HeardBy.AGENTS, host)
 
     def _handle_ended(self, ended: AgentEnded) -> None:
         name = self._attempt.nodes[ended.node]
@@ -409,8 +435,11 @@ class Supervisor:
             if record.outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
                 number = None  # it came later, or after a notice: something else has ended the attempt
             seconds = self._clock.monotonic() - self._started_at
-            return closed_result(record, record.outcome, signal_number=number, seconds=seconds)
-        if self._signal is not None:
+            result = closed_result(record, record.outcome, signal_number=number, seconds=seconds)
+            return replace(result, requeued=self._requeued, cancelled=self._cancelled)
+        if self._asked is not None:
+            outcome, reason = self._asked
+        elif self._signal is not None:
             outcome, reason = Outcome.CANCELLED, self._signal.name
         elif self._failure is not None:
             outcome, reason = Outcome.FAILED, str(self._failure)
@@ -428,27 +457,6 @@ class Supervisor:
             fingerprint="",
             step=-1,
             seconds=self._clock.monotonic() - self._started_at,
+            requeued=self._requeued,
+            cancelled=self._cancelled,
         )
-
-
-def closed_result(
-    record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None, seconds: float = 0.0
-) -> AttemptResult:
-    """How an attempt ended, by the record that closed it.
-
-    Args:
-        record: The log's last one.
-        outcome: Its outcome.
-        signal_number: The signal that ended the attempt, where one did.
-        seconds: How long the attempt took.
-    """
-    return AttemptResult(
-        outcome=outcome,
-        reason=record.reason,
-        retryable=record.retryable,
-        signal_number=signal_number,
-        # What an earlier round of it failed by is no reason where a notice, or lost nodes, ended it.
-        fingerprint=record.memory.fingerprint if outcome is Outcome.FAILED else "",
-        step=record.memory.step,
-        seconds=seconds,
-    )

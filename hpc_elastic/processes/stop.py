@@ -132,6 +132,14 @@ class GroupStopper:
         if state.phase in (_Phase.NEW, _Phase.GRACE):
             self._enter_kill(self._clock.monotonic())
 
+    def shorten(self, grace: float) -> None:
+        """Have the grace end at most `grace` seconds from now. It never gets longer; without effect once it is over."""
+        state = self._state
+        if state.phase is _Phase.NEW:
+            self._grace = min(self._grace, grace)
+        elif state.phase is _Phase.GRACE:
+            state.deadline = min(state.deadline, self._clock.monotonic() + max(0.0, grace))
+
     def step(self) -> Stopped | float:
         """Look at what is left, and do what is due.
 

@@ -103,6 +103,11 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     ),
     "agent_relaunched": lambda e: f"the agent on {e['name']} is started again",
     "notice": lambda e: f"{e['signal']}: somebody asks for the end",
+    "signal_heard": lambda e: f"{_round(e)}: the supervisor is asked what a signal means",
+    "signal_decided": lambda e: (
+        f"{e['meaning']}, heard by the {e['heard_by']}; the job {e['slurm']}: "
+        + (f"the workers may save, it ends in {e['seconds']:.0f} s" if e["saves"] else "everything ends now")
+    ),
     "notice_given": lambda e: f"{_round(e)}: the job is about to end; workers have {e['seconds']:.0f} s to save",
     "step_agreed": lambda e: _round(e),
     "verdict": lambda e: str(e["outcome"]).replace("_", " "),

@@ -20,6 +20,7 @@ EVENT_NAMES = MappingProxyType(
         RoundEvent.REOPEN: "round_opened",
         RoundEvent.ANNOUNCE: "nodes_waiting",
         RoundEvent.ASK: "nodes_asked",
+        RoundEvent.HEARD: "signal_heard",
         RoundEvent.NOTICE: "notice_given",
         RoundEvent.AGREE: "step_agreed",
         RoundEvent.CLOSE: "closed",

@@ -28,6 +28,8 @@ class Notice:
     """For how long a checkpoint is waited for, from when it was given."""
     step: int = STEP_PENDING
     """All workers save after this step; `NO_STEP`: none was told."""
+    left: float | None = None
+    """Until the job is ended from outside, from when it was given; None where nobody knows."""
 
     @property
     def is_agreed(self) -> bool:
@@ -59,14 +61,17 @@ def decode_word(value: Mapping[str, Any]) -> NoticeWord | None:
 
 
 def notice_to_json(notice: Notice | None) -> dict[str, Any]:
-    return {} if notice is None else {"notice": [notice.reason, round(notice.seconds, 3), notice.step]}
+    if notice is None:
+        return {}
+    left = [] if notice.left is None else [round(notice.left, 3)]
+    return {"notice": [notice.reason, round(notice.seconds, 3), notice.step, *left]}
 
 
 def decode_notice(value: Any) -> Notice | None:
     if value is None:
         return None
-    reason, seconds, step = value
-    return Notice(str(reason), float(seconds), int(step))
+    reason, seconds, step, *left = value
+    return Notice(str(reason), float(seconds), int(step), float(left[0]) if left else None)
 
 
 def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:

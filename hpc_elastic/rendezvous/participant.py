@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind
-from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal, noticed_after, rests_on_absence
+from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_move
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
@@ -34,7 +34,7 @@ from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRe
 from hpc_elastic.rendezvous.stirring import Stirring
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
-from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.to_all import WordsToAll
 from hpc_elastic.rendezvous.watch import Watch
 from hpc_elastic.store.base import Store
 
@@ -93,8 +93,7 @@ class Participant:
             store, info.uid, epoch=self._epoch, settings=settings, pace=self.pace, rng=rng, now=now
         )
         self._claims = OwnClaims(store, info.uid)
-        self._closing: tuple[Outcome, str] | None = None
-        self._notice: Notice | None = None
+        self._to_all = WordsToAll()
         self._announced = False
         self._wants_in = False
         self._rests_until = 0.0
@@ -186,11 +185,15 @@ class Participant:
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
-        self._closing = self._closing or (outcome, reason)
+        self._to_all.close(outcome, reason)
 
     def give_notice(self, notice: Notice) -> None:
         """Tell all that the job is going to be ended, as soon as the log takes it. The first notice holds."""
-        self._notice = self._notice or notice
+        self._to_all.give_notice(notice)
+
+    def tell_of_signal(self, what: str) -> None:
+        """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
+        self._to_all.heard(what)
 
     def report_noted(self, round_index: int, word: NoticeWord) -> None:
         """There is a notice: where this node's workers stand."""
@@ -261,7 +264,7 @@ class Participant:
         """
         now = self._life.begin_step()
         self._own_life.check_if_doubted(now)
-        plans = bool(self._claims) or self._closing is not None or self._notice is not None or self._wants_in
+        plans = bool(self._claims or self._to_all) or self._wants_in
         if not (rung or plans) and now < self._rests_until and self._in_touch():
             self._lookout.held_up(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
@@ -396,20 +399,13 @@ class Participant:
         return claimed
 
     def _tell_all_if_asked(self) -> bool:
-        """Close the run, or tell of a notice: anybody may. Returns whether it did, or was too late."""
+        """Close the run, or tell of a notice or a signal: anybody may. Returns whether it did, or was too late."""
         record = self._record
-        if record is None or (self._closing is None and self._notice is None):
+        proposal = self._to_all.next(record) if record is not None and self._to_all else None
+        if proposal is None:
             return False
-        if self._closing is not None and record.status is not Status.CLOSED:
-            outcome, reason = self._closing
-            closed = closed_after(record, outcome, reason)
-            self._commit(Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason))
-            return True
-        if self._notice is not None and record.status is not Status.CLOSED and record.notice is None:
-            self._commit(noticed_after(record, self._notice))
-            return True
-        self._closing = self._notice = None
-        return False
+        self._commit(proposal)
+        return True
 
     # -- coordinating --------------------------------------------------------------------------------------------
 

@@ -138,6 +138,8 @@ class RoundRecord:
     """The round before was ended because of this worker: its members take the stacks of all before they end them."""
     notice: Notice | None = None
     """The job is going to be ended, and workers may save first."""
+    heard: str = ""
+    """A signal that an agent heard, ``SIGTERM on n2``: what it means is the supervisor's to find out."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
@@ -166,6 +168,7 @@ class RoundRecord:
             "memory": [self.memory.fingerprint, self.memory.times, self.memory.step],
             **_hang_to_json(self.hang),
             **notice_to_json(self.notice),
+            **({"heard": self.heard} if self.heard else {}),
         }
 
     def rank(self, uid: str) -> int | None:
@@ -255,6 +258,7 @@ def decode_record(
             memory=FailureMemory(fingerprint=str(fingerprint), times=int(times), step=int(step)),
             hang=_decode_hang(value.get("hang")),
             notice=decode_notice(value.get("notice")),
+            heard=str(value.get("heard", "")),
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None

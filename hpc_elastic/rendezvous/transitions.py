@@ -24,6 +24,8 @@ class RoundEvent(str, Enum):
     """Another number of nodes waits, or a node that never came is given up."""
     ASK = "ask"
     """A node has fallen silent on the network and is asked through the files, or has answered."""
+    HEARD = "heard"
+    """An agent heard a signal that may mean the job's end: the supervisor asks Slurm what it stands for."""
     NOTICE = "notice"
     """The job is going to be ended: whoever hears of it writes that."""
     AGREE = "agree"
@@ -39,6 +41,7 @@ TRANSITIONS = MappingProxyType(
                 RoundEvent.TAKE_OVER: Status.JOINABLE,
                 RoundEvent.ANNOUNCE: Status.JOINABLE,
                 RoundEvent.ASK: Status.JOINABLE,
+                RoundEvent.HEARD: Status.JOINABLE,
                 RoundEvent.NOTICE: Status.JOINABLE,
                 RoundEvent.FREEZE: Status.FROZEN,
                 RoundEvent.CLOSE: Status.CLOSED,
@@ -48,6 +51,7 @@ TRANSITIONS = MappingProxyType(
             {
                 RoundEvent.TAKE_OVER: Status.FROZEN,
                 RoundEvent.ASK: Status.FROZEN,
+                RoundEvent.HEARD: Status.FROZEN,
                 RoundEvent.NOTICE: Status.FROZEN,
                 RoundEvent.CONFIRM: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,
@@ -59,6 +63,7 @@ TRANSITIONS = MappingProxyType(
                 RoundEvent.TAKE_OVER: Status.FINAL,
                 RoundEvent.ANNOUNCE: Status.FINAL,
                 RoundEvent.ASK: Status.FINAL,
+                RoundEvent.HEARD: Status.FINAL,
                 RoundEvent.NOTICE: Status.FINAL,
                 RoundEvent.AGREE: Status.FINAL,
                 RoundEvent.REOPEN: Status.JOINABLE,

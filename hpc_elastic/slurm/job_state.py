@@ -82,6 +82,9 @@ class JobState:
     start_time: str | None = None
     """In the controller's time zone, as ``2026-11-21T02:16:42``; None where unknown."""
     end_time: str | None = None
+    """Of a job that runs: by its limit, or when its grace time is over."""
+    preempt_time: str | None = None
+    """When it was told to make room: while it still runs, the grace time has begun then."""
     work_dir: str | None = None
     stdout: str | None = None
     comment: str = ""
@@ -197,6 +200,7 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         submit_time=_time(fields.get("SubmitTime", "")),
         start_time=_time(fields.get("StartTime", "")),
         end_time=_time(fields.get("EndTime", "")),
+        preempt_time=_time(fields.get("PreemptTime", "")),
         work_dir=_text(fields.get("WorkDir")),
         stdout=_text(fields.get("StdOut")),
         comment=_text(fields.get("Comment")) or "",

@@ -21,6 +21,8 @@ PLAIN = RequeueFacts(
     same_as_before=False,
 )
 
+MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
+
 
 @pytest.mark.parametrize(
     ("what", "facts", "action", "code", "reason"),
@@ -72,13 +74,40 @@ PLAIN = RequeueFacts(
         ),
         ("cancelled in Slurm", replace(PLAIN, outcome=Outcome.CANCELLED, signal_number=15), "end", 143, "cancelled"),
         ("cancelled elsewhere", replace(PLAIN, outcome=Outcome.CANCELLED), "end", 143, "the run was cancelled"),
-        ("the time limit", replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15), "end", 143, "the time limit"),
         (
-            "Slurm preempts it",
-            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15),
+            "cancelled while it ended",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, cancelled=True, requeued=True),
             "end",
             143,
-            "Slurm itself ends this job",
+            "the job was cancelled meanwhile",
+        ),
+        (
+            "the time limit without a notice",
+            replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15),
+            "requeue",
+            75,
+            "requeue 1 of 3",
+        ),
+        (
+            "the time limit, not armed",
+            replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15, armed=False, armed_reason="x"),
+            "end",
+            143,
+            "requeue is not armed: x",
+        ),
+        (
+            "Slurm preempts it without a grace time, and cancels it",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15),
+            "requeue",
+            75,
+            "requeue 1 of 3",
+        ),
+        (
+            "Slurm has requeued it",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15, requeued=True, attempt=9, armed=False),
+            "requeue",
+            75,
+            "Slurm itself has put the job back into the queue",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -108,12 +137,12 @@ def test_every_combination_keeps_the_promises() -> None:
         decision = decide_requeue(facts)
         assert decision.reason
         wanted = (
-            outcome in (Outcome.FAILED, Outcome.TOO_FEW_NODES, Outcome.PREEMPTED)
+            outcome in (Outcome.FAILED, Outcome.TOO_FEW_NODES, *MADE_ROOM)
             and retryable
             and attempt < most
             and armed
             and not same
-            and number is None
+            and (number is None or outcome in MADE_ROOM)
         )
         assert (decision.action is RequeueAction.REQUEUE) is wanted, facts
         assert (decision.exit_code == 75) is wanted, "75 means that it was requeued, and nothing else does"

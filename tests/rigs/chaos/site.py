@@ -21,8 +21,8 @@ from hpc_elastic.launch import supervisor
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.site import SiteFacts
-from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
@@ -67,11 +67,8 @@ class ChaosSite:
 
         return ChaosLauncher(self._stage, len(self._runs), command, environment=environment, umask=0o022)
 
-    def seconds_left(self, spec: RunSpec) -> float:
-        return float(spec.signal_grace)
-
-    def meaning(self, number: signal.Signals) -> Outcome:
-        return Outcome.CANCELLED
+    def ask(self, *, near: float) -> SlurmAnswer:
+        return SlurmAnswer(SlurmWord.NO_SLURM)
 
     def requeue(self) -> str:
         raise NotImplementedError

@@ -29,6 +29,7 @@ class Settings:
         release: The Debian release whose Slurm runs (`debian_root`); empty: this machine's.
         fs: Each host's own caching mount of what they share; ``None``: all see one folder, as if nothing were cached.
         slurm_conf: Lines of slurm.conf that override the rig's own; ``None`` leaves the line out.
+        preemption: Whether there are partitions that are preempted by the partition ``urgent``, by `PREEMPTED`.
         extra_lines: Further whole lines of slurm.conf, such as partitions.
     """
 
@@ -41,8 +42,27 @@ class Settings:
     cgroups: bool = False
     fs: MountSettings | None = None
     release: str = ""
+    preemption: bool = False
     slurm_conf: Mapping[str, str | int | None] = dataclasses.field(default_factory=dict)
     extra_lines: Sequence[str] = ()
+
+
+PREEMPTED = {
+    "requeued": ("REQUEUE", 10),
+    "cancelled": ("CANCEL", 10),
+    "requeued-at-once": ("REQUEUE", 0),
+    "cancelled-at-once": ("CANCEL", 0),
+}
+"""Partition → what becomes of its jobs when one of ``urgent`` wants their nodes, and the grace time in seconds.
+
+Slurm looks at each 30 s or so whether a grace time is over.
+"""
+
+
+def _preemption_lines() -> list[str]:
+    partition = "PartitionName={} Nodes=ALL MaxTime=UNLIMITED State=UP PriorityTier={} PreemptMode={} GraceTime={}"
+    low = [partition.format(name, 1, mode, grace) for name, (mode, grace) in PREEMPTED.items()]
+    return [*low, partition.format("urgent", 10, "OFF", 0)]
 
 
 def slurm_conf(layout: Layout, settings: Settings) -> str:
@@ -93,6 +113,8 @@ def slurm_conf(layout: Layout, settings: Settings) -> str:
             "JobAcctGatherType": "jobacct_gather/cgroup",
             "SelectTypeParameters": "CR_Core_Memory",
         }
+    if settings.preemption:
+        values.update(PreemptType="preempt/partition_prio", PreemptMode="REQUEUE")
     values.update(settings.slurm_conf)
     gres = f" Gres=gpu:{settings.gpus}" if settings.gpus else ""
     lines = [f"{key}={value}" for key, value in values.items() if value is not None]
@@ -101,6 +123,7 @@ def slurm_conf(layout: Layout, settings: Settings) -> str:
         for name in layout.node_names
     ]
     lines.append(f"PartitionName=main Nodes=ALL Default=YES MaxTime={settings.max_time} State=UP")
+    lines += _preemption_lines() if settings.preemption else []
     lines += settings.extra_lines
     return "\n".join(lines) + "\n"
 

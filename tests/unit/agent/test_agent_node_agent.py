@@ -28,6 +28,7 @@ from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.stop import Stopped, Survivor
+from hpc_elastic.rendezvous.notice import Notice
 from hpc_elastic.rendezvous.state import HangMark, Member, NodeInfo, RoundRecord, Status
 from hpc_elastic.run_paths import AttemptPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
@@ -233,6 +234,9 @@ class Play:
         self.script.steps = iter(steps)
         return self.agent.run()
 
+    def pass_seconds(self, seconds: float) -> None:
+        self.agent._.clock.now += seconds  # type: ignore[attr-defined]
+
     def phase_is(self, phase: Phase) -> Step:
         def check() -> None:
             assert self.agent._phase is phase
@@ -249,7 +253,9 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     never_ready = os.eventfd(0)
     monkeypatch.setattr(node_agent, "reap_orphans", lambda known: [])
 
-    def build(*, kill_wait: float | None = None, start_error: Exception | None = None, **spec: Any) -> Play:
+    def build(
+        *, cluster: str = "slurm", kill_wait: float | None = None, start_error: Exception | None = None, **spec: Any
+    ) -> Play:
         said, server = Said(), Server()
         made: list[Workers] = []
         signals: list[signal.Signals] = []
@@ -285,7 +291,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
                 **spec,
             ),
             attempt=AttemptInfo(
-                number=0, cluster="slurm", nodes=("n0", "n1"), batch_host="n0", started_ns=0, kill_wait=kill_wait
+                number=0, cluster=cluster, nodes=("n0", "n1"), batch_host="n0", started_ns=0, kill_wait=kill_wait
             ),
             place=Place(attempt=AttemptPaths(tmp_path), host="n0", node=0),
             info=NodeInfo(uid=ME, node=0, host="n0", local_world_size=2, addresses=("10.0.0.1",), port=1),
@@ -343,10 +349,10 @@ def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
 
 def test_what_was_decided_while_it_left_is_told_too(play: Callable[..., Play]) -> None:
     p = play()
-    p.script.last_words = [("closed", {"round": 0, "reason": "SIGTERM on n0"}), closed()]
-    p.signals.append(signal.SIGTERM)
-    assert p.run([START]) == 128 + signal.SIGTERM
-    assert p.event("closed")["reason"] == "SIGTERM on n0"
+    p.script.last_words = [("closed", {"round": 0, "reason": "SIGINT on n0"}), closed()]
+    p.signals.append(signal.SIGINT)
+    assert p.run([START]) == 128 + signal.SIGINT
+    assert p.event("closed")["reason"] == "SIGINT on n0"
 
 
 def test_who_is_not_the_first_confirms_without_a_port(play: Callable[..., Play]) -> None:
@@ -489,7 +495,7 @@ def test_a_second_newer_round_while_workers_end_is_no_second_stop(play: Callable
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[..., Play], number: signal.Signals) -> None:
-    p = play()
+    p = play(cluster="local")
 
     def slow() -> None:
         p.workers[0].looks_to_stop = 3
@@ -512,8 +518,98 @@ def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[...,
     assert p.said.all()[-1] == "say_goodbye"
 
 
-def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(play: Callable[..., Play]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
+    play: Callable[..., Play], number: signal.Signals
+) -> None:
+    """A SIGTERM may be the beginning of a preemption's grace time: the workers run on, and may save."""
+    p = play(kill_wait=30.0)
+    code = p.run(
+        [frozen()],
+        [final()],
+        lambda: p.signals.append(number),
+        lambda: p.signals.append(number),
+        p.phase_is(Phase.RUNNING),
+        [final(heard=f"{number.name} on n0", number=2)],
+        lambda: p.pass_seconds(3.9),
+        p.phase_is(Phase.RUNNING),
+        [final(notice=Notice("SIGTERM on n0 (preemption)", 20.0, left=60.0), number=3)],
+        lambda: p.pass_seconds(10.0),
+        lambda: p.signals.append(number),  # the end of the grace, say
+        p.phase_is(Phase.RUNNING),
+        [closed(Outcome.PREEMPTED)],
+        [],
+        [],
+        [],
+    )
+    assert [args for word, args in p.said.words if word == "tell_of_signal"] == [(f"{number.name} on n0",)]
+    assert p.said.all("close", "give_notice") == []
+    assert code == (0 if number is signal.SIGUSR2 else 143)
+    assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 28.0)]
+
+
+def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
+    p = play(kill_wait=30.0)
+    code = p.run(
+        [frozen()],
+        [final()],
+        lambda: p.signals.append(signal.SIGTERM),
+        lambda: p.pass_seconds(3.9),
+        p.phase_is(Phase.RUNNING),
+        lambda: p.pass_seconds(0.2),
+        p.phase_is(Phase.LEAVING),
+        [],
+        [],
+    )
+    assert code == 128 + signal.SIGTERM
+    assert p.said.last("close") == (Outcome.CANCELLED, "SIGTERM on n0")
+    assert p.workers[0].graces == [pytest.approx(30 - 4.1 - 2)], "what is left of Slurm's KillWait"
+    assert p.said.all("see_to_the_end") == []
+
+
+def test_nobody_says_what_a_notice_means(play: Callable[..., Play]) -> None:
     p = play()
+    p.run(
+        [frozen()],
+        [final()],
+        lambda: p.signals.append(signal.SIGUSR2),
+        lambda: p.pass_seconds(4.1),
+        p.phase_is(Phase.RUNNING),
+        p.phase_is(Phase.RUNNING),
+        [closed(Outcome.PREEMPTED)],
+        [],
+        [],
+        [],
+    )
+    (notice,) = p.said.last("give_notice")
+    assert notice.reason == "SIGUSR2 on n0"
+    assert p.said.all("close") == []
+
+
+def test_a_cancel_that_comes_while_workers_are_stopped_shortens_their_grace(play: Callable[..., Play]) -> None:
+    p = play(kill_wait=10.0)
+
+    def slow() -> None:
+        p.workers[0].looks_to_stop = 4
+
+    p.run(
+        [frozen()],
+        [final()],
+        slow,
+        [closed(Outcome.FAILED)],
+        lambda: p.signals.append(signal.SIGTERM),
+        [],
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
+    assert p.workers[0].graces == [30.0, 8.0]
+
+
+def test_a_notice_is_told_to_all_and_ends_nothing_by_itself(play: Callable[..., Play]) -> None:
+    p = play(cluster="local")
     code = p.run(
         [frozen()],
         [final()],
@@ -542,8 +638,24 @@ def test_the_grace_is_never_more_than_slurm_leaves(
 ) -> None:
     p = play(kill_wait=kill_wait, shutdown_timeout=30.0)
     how: Step = (lambda: p.signals.append(signal.SIGTERM)) if by_slurm else [closed(Outcome.CANCELLED)]
-    p.run([frozen()], [final()], how, [], [], [])
+    answer = [closed(Outcome.CANCELLED)]
+    p.run([frozen()], [final()], how, answer, [], [], [], [])
     assert p.workers[0].graces[0] == grace
+
+
+def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play]) -> None:
+    """The job has to be requeued before Slurm ends it: where a preemption cancels, it would be lost."""
+    p = play(shutdown_timeout=30.0)
+    p.run(
+        [frozen()],
+        [final(notice=Notice("SIGTERM on n1 (preemption)", 6.0, left=10.0))],
+        lambda: p.pass_seconds(6.0),
+        [closed(Outcome.PREEMPTED)],
+        [],
+        [],
+        [],
+    )
+    assert p.workers[0].graces == [2.0]
 
 
 def test_a_store_that_can_not_be_used_ends_the_agent(play: Callable[..., Play]) -> None:
@@ -694,7 +806,7 @@ def test_the_end_is_this_agents_where_nobody_else_sees_to_it(
 def test_an_agent_that_slurm_ends_leaves_the_end_to_slurm(play: Callable[..., Play]) -> None:
     p = play()
     p.signals.append(signal.SIGTERM)
-    p.run([START])
+    p.run([START], [closed(Outcome.CANCELLED)])
     assert p.said.all("see_to_the_end") == []
 
 

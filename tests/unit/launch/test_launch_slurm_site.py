@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from hpc_elastic.launch.batch import CONTROLLER_PATIENCE, SlurmSite
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.launch.signal_table import SlurmWord
 from hpc_elastic.slurm.errors import SlurmError, SlurmPermissionError, SlurmUnavailableError
+from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 
 ENV = {
@@ -102,13 +103,10 @@ def test_a_refusal_is_no_reason_to_wait(site: Callable[..., Any]) -> None:
     assert (client.requeues, clock.now) == (1, 1000)
 
 
-@pytest.mark.parametrize(
-    ("state", "meaning"),
-    [("TIMEOUT", Outcome.TIMED_OUT), ("PREEMPTED", Outcome.PREEMPTED), ("CANCELLED", Outcome.CANCELLED)],
-)
-def test_what_a_sigterm_means(site: Callable[..., Any], state: str, meaning: Outcome) -> None:
-    slurm, _ = site(Client(None, state=SimpleNamespace(state=state)))
-    assert slurm.meaning(signal.SIGTERM) is meaning
-    for unknown in (None, UNAVAILABLE):
-        slurm, _ = site(Client(None, state=unknown))
-        assert slurm.meaning(signal.SIGTERM) is Outcome.CANCELLED
+def test_what_slurm_says_is_asked_in_a_hurry(site: Callable[..., Any]) -> None:
+    slurm, _ = site(Client(None, state=JobState(job_id="7", state="COMPLETING", reason="TimeLimit", restarts=1)))
+    assert slurm.ask(near=0.0).word is SlurmWord.TIME_LIMIT
+    slurm, _ = site(Client(None, state=JobState(job_id="7", state="COMPLETING", reason="", restarts=2)))
+    assert slurm.ask(near=0.0).word is SlurmWord.REQUEUED, "this attempt began after one restart"
+    slurm, _ = site(Client(None, state=UNAVAILABLE))
+    assert slurm.ask(near=0.0).word is SlurmWord.SILENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,10 @@ import pytest
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch import supervisor as module
+from hpc_elastic.launch.attempt_result import AttemptResult
 from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
@@ -24,7 +28,6 @@ from hpc_elastic.launch.supervisor import (
     RELAUNCHES_PER_NODE,
     SETTLE_SECONDS,
     SILENT_SECONDS,
-    AttemptResult,
     Supervisor,
 )
 from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
@@ -202,8 +205,8 @@ class Stage:
         self.world = World(settings)
         self.signals: list[signal.Signals] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.meaning = Outcome.CANCELLED
-        self.seconds_left = 120.0
+        self.answer = SlurmAnswer(SlurmWord.RUNNING)
+        """What Slurm says when it is asked."""
         self.script: deque[Callable[[], Any] | float] = deque()
         self.agents = Agents(self.world, self._plays())
         self.look = Look(self.world, ready)
@@ -221,8 +224,13 @@ class Stage:
             events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
             clock=self.world.clock,
             shutdown_timeout=30.0,
-            ask_meaning=lambda number: self.meaning,
-            ask_seconds_left=lambda: self.seconds_left,
+            desk=SignalDesk(
+                lambda near: self.answer,
+                grace=120.0,
+                kill_wait=30.0,
+                events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
+                clock=self.world.clock,
+            ),
         )
 
     def _plays(self) -> Iterator[Callable[[], Any] | float]:
@@ -572,8 +580,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
         events=SimpleNamespace(write=lambda event, **fields: None),  # type: ignore[arg-type]
         clock=clock,
         shutdown_timeout=30.0,
-        ask_meaning=lambda number: Outcome.CANCELLED,
-        ask_seconds_left=lambda: 120.0,
+        desk=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
     )
     result = supervisor.run()
     os.close(never)
@@ -635,21 +642,24 @@ def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(stage: Callable
     s = stage()
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 5.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
-    assert result.reason.startswith("notice SIGUSR2 on head; saved in ")
+    assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
     assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
 
 
 def test_a_second_notice_tells_nothing_new(stage: Callable[..., Stage]) -> None:
     s = stage()
-    s.seconds_left = 60.0
+
+    def first() -> None:
+        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
+        s.signals.append(signal.SIGUSR2)
 
     def again() -> None:
-        s.seconds_left = 1.0
+        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 1.0)
         s.signals.append(signal.SIGUSR2)
 
     began = s.world.clock.now
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 5.0, again)
-    assert result.reason == "notice SIGUSR2 on head; n0, n1, n2 had not saved after 35 s"
+    result = s.run(3.0, first, 5.0, again)
+    assert result.reason == "notice SIGUSR2 on head (preemption); n0, n1, n2 had not saved after 35 s"
     assert 35 < s.world.clock.now - began < 50
 
 
@@ -657,7 +667,10 @@ def test_a_notice_before_a_round_has_begun_ends_the_attempt(stage: Callable[...,
     s = stage()
     s.signals.append(signal.SIGUSR2)
     result = s.run()
-    assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "notice SIGUSR2 on head; no worker was running")
+    assert (result.outcome, result.reason) == (
+        Outcome.PREEMPTED,
+        "notice SIGUSR2 on head (requeue); no worker was running",
+    )
 
 
 def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stage]) -> None:
@@ -674,14 +687,129 @@ def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stag
     assert due == [s.supervisor._notice_ends], "it wakes up for that though nothing comes"
 
 
-@pytest.mark.parametrize("meaning", [Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.PREEMPTED])
-def test_what_a_sigterm_means_is_slurms_to_say(stage: Callable[..., Stage], meaning: Outcome) -> None:
-    """It ended the attempt, whatever it means: the job is not ours to requeue then."""
+ENDS = [
+    (SlurmWord.ENDED, Outcome.CANCELLED, "", False),
+    (SlurmWord.TIME_LIMIT, Outcome.TIMED_OUT, " (time limit)", False),
+    (SlurmWord.PREEMPTED, Outcome.PREEMPTED, " (preemption)", False),
+    (SlurmWord.REQUEUED, Outcome.PREEMPTED, " (requeue)", True),
+]
+
+
+@pytest.mark.parametrize(("word", "outcome", "why", "requeued"), ENDS)
+@pytest.mark.parametrize("heard_by", ["supervisor", "agents"])
+def test_what_a_sigterm_means_is_slurms_to_say(
+    stage: Callable[..., Stage], heard_by: str, word: SlurmWord, outcome: Outcome, why: str, requeued: bool
+) -> None:
     s = stage()
-    s.meaning = meaning
-    result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
-    assert (result.outcome, result.reason) == (meaning, "SIGTERM on head")
-    assert result.signal_number == 15
+    s.answer = SlurmAnswer(word)
+    if heard_by == "supervisor":
+        result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
+        assert result.reason == f"SIGTERM on head{why}"
+    else:
+        result = s.run(3.0, lambda: s.agents.of[1].participant.tell_of_signal("SIGTERM on n1"))
+        assert result.reason == f"SIGTERM on n1{why}"
+    assert (result.outcome, result.signal_number) == (outcome, 15)
+    assert (result.requeued, result.cancelled) == (requeued, False)
+    (told,) = s.names("signal_decided")
+    assert (told["slurm"], told["saves"]) == (word.value, False)
+
+
+def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Callable[..., Stage]) -> None:
+    """And the SIGTERM at the end of its grace, which the supervisor hears too, is no end before they have."""
+    s = stage()
+
+    def hear() -> None:
+        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
+        for node, agent in s.agents.of.items():
+            agent.participant.tell_of_signal(f"SIGTERM on n{node}")
+
+    result = s.run(3.0, hear, 3.0, lambda: s.signals.append(signal.SIGTERM), 3.0, s.saved)
+    assert result.outcome is Outcome.PREEMPTED
+    assert re.fullmatch(r"notice SIGTERM on n\d \(preemption\); saved in \d+ of 35 s", result.reason)
+    assert (result.signal_number, result.requeued, result.cancelled) == (None, False, False)
+    record = s.world.newest()
+    assert record is not None
+    assert record.notice is not None
+    assert record.notice.left == 60.0, "an agent ends its workers in what is left of it"
+
+
+def test_a_cancel_while_the_workers_save_ends_everything(stage: Callable[..., Stage]) -> None:
+    s = stage()
+
+    def cancel() -> None:
+        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.signals.append(signal.SIGTERM)
+
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancel)
+    assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGTERM on head", 15)
+
+
+@pytest.mark.parametrize("first", ["failed", "saved"])
+def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
+    stage: Callable[..., Stage], first: str
+) -> None:
+    s = stage()
+    s.agents.stubborn = True
+
+    def end() -> None:
+        if first == "failed":
+            s.agents.of[0].participant.close(Outcome.FAILED, "boom")
+        else:
+            s.signals.append(signal.SIGUSR2)
+            s.saved()
+
+    def cancel() -> None:
+        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.signals.append(signal.SIGTERM)
+
+    result = s.run(3.0, end, 5.0, cancel)
+    assert result.outcome is (Outcome.FAILED if first == "failed" else Outcome.PREEMPTED)
+    assert result.cancelled
+
+
+def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.answer = SlurmAnswer(SlurmWord.RUNNING, 150.0, 86400.0)
+
+    def near() -> None:
+        s.answer = SlurmAnswer(SlurmWord.RUNNING, 120.0, 86400.0)
+
+    def saved() -> None:
+        record = s.world.newest()
+        assert record is not None
+        assert record.notice is not None
+        s.saved()
+
+    result = s.run(20.0, near, 15.0, saved)
+    assert result.outcome is Outcome.PREEMPTED
+    assert result.reason.startswith("notice seen by the supervisor (time limit); saved in ")
+    (told,) = s.names("signal_decided")
+    assert (told["call"], told["meaning"], told["seconds"]) == ("no signal: a look at the job", "time limit", 120.0)
+
+
+def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 20.0)
+    result = s.run()
+    assert (result.outcome, result.reason) == (
+        Outcome.PREEMPTED,
+        "notice seen by the supervisor (preemption); no worker was running",
+    )
+
+
+def test_an_end_that_no_log_could_take_is_known_all_the_same(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.look.hangs = True
+    s.answer = SlurmAnswer(SlurmWord.PREEMPTED)
+    s.signals.append(signal.SIGTERM)
+
+    def end_all() -> None:
+        for node in list(s.agents.of):
+            s.agents.kill(node, 143, detail="Terminated")
+
+    result = s.run(5.0, end_all)
+    assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "SIGTERM on head (preemption)")
+    assert s.agents.terminated, "and the agents heard of it by a signal"
 
 
 def test_a_sigterm_after_the_notice_does_not_make_it_slurms(stage: Callable[..., Stage]) -> None:

@@ -1,0 +1,119 @@
+"""Signals that an agent hears: under Slurm it tells all at once, and the supervisor finds out what they mean.
+
+When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script, so the agents
+hear of it first; but a SIGTERM may as well be a cancel. An agent that gets no answer goes by the signal alone.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.notice_watch import notice_of
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+
+ANSWER_SECONDS = 4.0
+"""How long the supervisor's answer is waited for at most: it asks Slurm for 2 s."""
+KILL_RESERVE = 2.0
+"""Seconds kept of what Slurm leaves for writing evidence, and for the requeue, after the workers have ended."""
+LEAST_GRACE = 0.5
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class HeardSignals:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._ = context
+        self.ended_by: signal.Signals | None = None
+        """The signal that ends this node, where nobody has said that it means something else."""
+        self.due: float | None = None
+        """When the answer to the first signal is overdue, monotonic; None: none is waited for."""
+        self._asked: signal.Signals | None = None
+        self._is_answered = False
+        self._kill_from: float | None = None
+        """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
+        self._ends_at: float | None = None
+        """When the job is ended from outside, by the notice."""
+
+    def hear(self, number: signal.Signals) -> bool:
+        """Take a signal in. Slurm sends it twice at a limit, and at both ends of a preemption's grace.
+
+        Returns:
+            Whether it ends this node now.
+        """
+        is_slurm = self._.attempt.cluster == "slurm"
+        if number is signal.SIGUSR2:
+            if is_slurm:
+                self._ask(number)
+            else:
+                self._give_notice(number)
+            return False
+        if number not in _ENDING_SIGNALS or self.ended_by is not None:
+            return False
+        if number is signal.SIGTERM and is_slurm:
+            self._kill_from = self._.clock.monotonic()
+            self._ask(number)
+            return False
+        self._end(number)
+        return True
+
+    def heed(self, record: RoundRecord) -> None:
+        """A newer record: is it the answer?"""
+        if record.status is not Status.CLOSED and (record.notice is None or self._is_answered):
+            return
+        self.due = None
+        if record.status is Status.CLOSED and self._kill_from is not None:
+            self.ended_by = self.ended_by or signal.SIGTERM  # Slurm ends the job, and sees to the rest
+        if record.notice is not None and not self._is_answered:
+            self._is_answered = True
+            self._kill_from = None  # it was the notice: what comes after it is the end
+            if record.notice.left is not None:
+                self._ends_at = self._.clock.monotonic() + record.notice.left
+
+    def overdue(self) -> signal.Signals | None:
+        """The signal that ends this node after all, since nobody has answered what it means."""
+        if self.due is None or self._.clock.monotonic() < self.due:
+            return None
+        self.due, number = None, self._asked
+        if number is signal.SIGUSR2:
+            self._give_notice(number)
+            return None
+        assert number is not None
+        self._end(number)
+        return number
+
+    def is_ending(self) -> bool:
+        """Whether a signal has come that may end this node: handled already, or the next thing to be."""
+        return self.ended_by is not None or self._.signals.holds(_ENDING_SIGNALS)
+
+    def grace(self) -> float:
+        """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
+        grace, now, kill_wait = self._.spec.shutdown_timeout, self._.clock.monotonic(), self._.attempt.kill_wait
+        if self._kill_from is not None and kill_wait is not None:
+            grace = min(grace, max(LEAST_GRACE, self._kill_from + kill_wait - now - KILL_RESERVE))
+        if self._ends_at is not None:
+            grace = min(grace, max(LEAST_GRACE, self._ends_at - now - KILL_RESERVE))
+        return grace
+
+    def _ask(self, number: signal.Signals) -> None:
+        if self._is_answered:
+            return
+        if self._asked is None:
+            kill_wait = self._.attempt.kill_wait
+            patience = ANSWER_SECONDS if kill_wait is None else min(ANSWER_SECONDS, kill_wait / 2)
+            self.due = self._.clock.monotonic() + patience
+            what = f"{number.name} on {self._.place.host}"
+            self._.coordination.ask(lambda participant: participant.tell_of_signal(what))
+        if self._asked is not signal.SIGTERM:
+            self._asked = number
+
+    def _give_notice(self, number: signal.Signals) -> None:
+        notice = notice_of(self._.spec, f"{number.name} on {self._.place.host}")
+        self._.coordination.ask(lambda participant: participant.give_notice(notice))
+
+    def _end(self, number: signal.Signals) -> None:
+        self.ended_by = number
+        reason = f"{number.name} on {self._.place.host}"
+        self._.coordination.ask(lambda participant: participant.close(Outcome.CANCELLED, reason))

@@ -1,0 +1,100 @@
+"""When the supervisor asks Slurm about the job, and what it makes of the answer."""
+
+from __future__ import annotations
+
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.launch.signal_desk import EARLY_NOTICE, SILENT_RETRY, SignalDesk
+from hpc_elastic.launch.signal_table import HeardBy, Meaning, SlurmAnswer, SlurmWord
+from hpc_elastic.outcome import Outcome
+from tests.rigs.fake_clock import FakeClock
+
+
+class Asked:
+    """A desk, and what it asked."""
+
+    def __init__(self, answer: SlurmAnswer, *, grace: float = 120.0) -> None:
+        self.answer = answer
+        self.near: list[float] = []
+        self.events: list[dict[str, Any]] = []
+        self.clock = FakeClock()
+        events = SimpleNamespace(write=lambda event, **fields: self.events.append({"event": event, **fields}))
+        self.desk = SignalDesk(self._ask, grace=grace, kill_wait=30.0, events=events, clock=self.clock)  # type: ignore[arg-type]
+
+    def _ask(self, near: float) -> SlurmAnswer:
+        self.near.append(near)
+        return self.answer
+
+
+def test_a_signal_is_looked_up_and_the_decision_told() -> None:
+    asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
+    found = asked.desk.hear(signal.SIGTERM, HeardBy.AGENTS, reason="SIGTERM on n2")
+    assert (found.meaning, found.saves, found.seconds) == (Meaning.PREEMPT, True, 40.0)
+    assert asked.near == [120.0 + EARLY_NOTICE], "Slurm may give its notice a minute early"
+    (told,) = asked.events
+    assert told == {
+        "event": "signal_decided",
+        "call": "SIGTERM",
+        "heard_by": "agents alone",
+        "slurm": "is preempted, its grace time runs",
+        "meaning": "preemption",
+        "saves": True,
+        "seconds": 40.0,
+        "reason": "SIGTERM on n2",
+    }
+
+
+def test_a_person_at_a_terminal_waits_for_no_answer() -> None:
+    asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
+    assert asked.desk.hear(signal.SIGINT, HeardBy.BATCH, reason="").outcome is Outcome.CANCELLED
+    assert asked.near == []
+
+
+@pytest.mark.parametrize(
+    ("left", "limit", "lead"),
+    [(3600.0, 7200.0, 120.0), (3600.0, None, 120.0), (100.0, 120.0, 30.0)],
+    ids=["long", "limit not told", "a short job is not told to stop as it begins"],
+)
+def test_the_limit_is_looked_at_when_it_is_near(left: float, limit: float | None, lead: float) -> None:
+    asked = Asked(SlurmAnswer(SlurmWord.RUNNING, left, limit))
+    assert asked.desk.look() is None
+    due = asked.desk.due
+    assert due is not None
+    assert left - lead < due - asked.clock.now < left - lead + 2
+    asked.clock.now = due - 0.1
+    assert asked.desk.look() is None
+    assert len(asked.near) == 1, "not asked again before it is time"
+    asked.clock.now = due
+    asked.answer = SlurmAnswer(SlurmWord.RUNNING, lead - 1, limit)
+    found = asked.desk.look()
+    assert found is not None
+    assert (found.meaning, found.saves, found.seconds) == (Meaning.LIMIT, True, lead - 1)
+    assert asked.desk.due is None
+
+
+def test_a_limit_that_was_raised_meanwhile_is_waited_for_anew() -> None:
+    asked = Asked(SlurmAnswer(SlurmWord.RUNNING, 600.0, 600.0))
+    asked.desk.look()
+    assert asked.desk.due is not None
+    asked.clock.now = asked.desk.due
+    asked.answer = SlurmAnswer(SlurmWord.RUNNING, 5000.0, 9000.0)
+    assert asked.desk.look() is None
+    assert asked.desk.due == pytest.approx(asked.clock.now + 4880, abs=2)
+
+
+@pytest.mark.parametrize("word", [SlurmWord.NO_SLURM, SlurmWord.RUNNING, SlurmWord.ENDED, SlurmWord.REQUEUED])
+def test_there_may_be_nothing_to_look_for(word: SlurmWord) -> None:
+    asked = Asked(SlurmAnswer(word))
+    assert asked.desk.look() is None
+    assert asked.desk.due is None
+    assert asked.events == []
+
+
+def test_a_controller_that_does_not_answer_is_asked_again() -> None:
+    asked = Asked(SlurmAnswer(SlurmWord.SILENT))
+    assert asked.desk.look() is None
+    assert asked.desk.due == asked.clock.now + SILENT_RETRY
