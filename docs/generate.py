@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference that follow from the code: cli, configuration, states and known-failures.
+"""Writes the pages of docs/reference that follow from the code: cli, configuration, states, signals …
 
 ::
 
@@ -29,6 +29,7 @@ from hpc_elastic.configuration.all_options import ALL_OPTIONS  # noqa: E402
 from hpc_elastic.configuration.defaults import default_of  # noqa: E402
 from hpc_elastic.configuration.keys import Keys, key_of, variable_of  # noqa: E402
 from hpc_elastic.failures import known_words  # noqa: E402
+from hpc_elastic.launch import signal_table  # noqa: E402
 from hpc_elastic.rendezvous import transitions  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 
@@ -99,6 +100,32 @@ STATES_INTRODUCTION = """\
 
 <!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/transitions.py,
 hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
+"""
+
+SIGNALS_INTRODUCTION = """\
+# What a signal means
+
+<!-- Written by docs/generate.py from the table in hpc_elastic/launch/signal_table.py; do not edit. -->
+
+A signal by itself says little: Slurm sends SIGTERM when a preemption's grace time begins, when it is over, at the
+time limit, at a cancel and at a requeue. So whoever hears one tells all, the supervisor asks Slurm about the job (for
+2 s at most), and this table decides. Where workers may save first, the [notice](../how-to/save-before-the-end.md) is
+given to them with the time that is left, and what is heard later informs, unless it ends everything now. An agent
+that hears nothing from the supervisor for 4 s (or half of KillWait) goes by the signal alone: SIGUSR2 is a notice of
+`--grace` seconds, SIGTERM ends the run.
+
+| heard | by | Slurm: the job … | it is a | workers | until | who requeues |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+SIGNALS_END = """
+The supervisor looks at the job by itself as well: when it starts, since a notice that came during the batch script's
+set-up is lost; and `--grace` seconds before the limit (at most a quarter of it), since nobody gives notice in an
+allocation that was made without `--signal`.
+
+What is requeued counts for `--max-requeues`, and only a job that [may be](../how-to/resume-after-requeue.md) is. A
+job that is cancelled while an attempt ends does not come back. While Slurm ends a job its record says COMPLETING,
+whatever comes after it: the limit is told by its reason, a preemption by its PreemptTime, a requeue by its Restarts.
 """
 
 KNOWN_INTRODUCTION = """\
@@ -203,6 +230,35 @@ def states_page() -> str:
     )
 
 
+def signals_page() -> str:
+    """The table, with what is the same for several words of Slurm's, or for both hearers, in one row."""
+    said: dict[tuple[str, tuple[str, ...], signal_table.Row], list[str]] = {}
+    for call, halves in signal_table.TABLE.items():
+        for word in signal_table.SlurmWord:
+            found: dict[signal_table.Row, list[str]] = {}
+            for heard_by, words in halves.items():
+                if word in words:
+                    found.setdefault(words[word], []).append(heard_by.value)
+            for row, hearers in found.items():
+                said.setdefault((call.value, tuple(hearers), row), []).append(word.value)
+    lines = []
+    for (call_text, by, row), words in said.items():
+        who = "supervisor or agents" if len(by) == len(signal_table.HeardBy) else by[0]
+        saves = "may save first" if row.saves else "are ended"
+        asked = "whatever it says" if len(words) == len(signal_table.SlurmWord) else "; ".join(words)
+        by_whom = _who_requeues(row, words)
+        lines.append(
+            f"| {call_text} | {who} | {asked} | {row.meaning.value} | {saves} | {row.deadline.value} | {by_whom} |"
+        )
+    return SIGNALS_INTRODUCTION + "\n".join(lines) + "\n" + SIGNALS_END
+
+
+def _who_requeues(row: signal_table.Row, words: list[str]) -> str:
+    if row.meaning is signal_table.Meaning.CANCEL:
+        return "nobody"
+    return "Slurm has" if words == [signal_table.SlurmWord.REQUEUED.value] else "we do"
+
+
 def known_failures_page() -> str:
     """The words that are known, as tables."""
     lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
@@ -224,6 +280,7 @@ PAGES = {
     "docs/reference/cli.md": cli_page,
     "docs/reference/configuration.md": configuration_page,
     "docs/reference/states.md": states_page,
+    "docs/reference/signals.md": signals_page,
     "docs/reference/known-failures.md": known_failures_page,
 }
 

@@ -24,6 +24,8 @@ from hpc_elastic.rendezvous.uid import host_of, node_of, supersedes
 from hpc_elastic.rendezvous.view import View
 
 _MOST_NAMES = 8
+HEARD_PATIENCE = 6.0
+"""Seconds for which no round begins after a signal that may mean the job's end: by then it is known what it means."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,9 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     if view.record.notice is not None and status is not Status.CLOSED:
         proposal = _under_notice(view, view.record.notice, settings)
     elif status is Status.JOINABLE:
-        proposal = _while_joinable(view, settings, settle)
+        # Workers that Slurm's signal has ended (proctrack/linuxproc) must not be started for the moments that are left.
+        undecided = bool(view.record.heard) and view.since_status < HEARD_PATIENCE
+        proposal = None if undecided else _while_joinable(view, settings, settle)
     elif status is Status.FROZEN:
         proposal = _while_frozen(view, settings)
     elif status is Status.FINAL:

@@ -129,3 +129,38 @@ def test_a_coordinator_that_is_frozen_in_the_notice_commits_nothing_when_it_wake
     world.run(lambda: False, seconds=20)
     assert newest(world).number == number
     assert SETTINGS.heartbeat_ttl < 60
+
+
+def all_know(world: World) -> bool:
+    return all(node.participant.record.heard for node in world.live())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> None:
+    """And each that is left reads it: the supervisor among them."""
+    at, reached = 0, True
+    while reached:
+        world, counted = training(), 0
+        reached = False
+
+        def crash(node: Node, where: str, at: int = at) -> None:
+            nonlocal counted, reached
+            if node.index != victim or not node.alive:
+                return
+            if counted == at:
+                node.alive, reached = False, True
+                raise Crash
+            counted += 1
+
+        world.on_effect = crash
+        for node in world.nodes:
+            node.participant.tell_of_signal(f"SIGTERM on n{node.index}")
+        assert world.run(lambda world=world: all_know(world))  # type: ignore[misc]
+        told = {record.heard for record in world.history.values() if record.heard}
+        assert len(told) == 1
+        world.on_effect = lambda node, where: None
+        survivor = next(node for node in world.live() if node.index != victim)
+        survivor.participant.give_notice(Notice("SIGTERM (preemption)", 60.0))
+        assert play_until_over(world), f"node {victim} crashed at its write {at}"
+        assert newest(world).outcome is Outcome.PREEMPTED
+        at += 1

@@ -88,7 +88,7 @@ def decided(run: Run, attempt: int = 0) -> list[dict[str, object]]:
 def test_a_preemption_with_a_grace_time_saves_first_and_the_job_comes_back(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
-    """The agents hear of it, the batch script does not; where Slurm would cancel, the job is back in the queue first."""
+    """The agents alone hear of it; where Slurm would cancel the job, it is back in the queue first."""
     pair = [
         on_nodes(runs, "requeued", "n[1-2]", script=SAVES_WHEN_TOLD),
         on_nodes(runs, "cancelled", "n[3-4]", script=SAVES_WHEN_TOLD),

@@ -21,6 +21,7 @@ from hpc_elastic.rendezvous.notice import (
     seconds_to_save,
 )
 from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status, decode_record
+from hpc_elastic.rendezvous.to_all import WordsToAll
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, Settle, record, uid, view
 
@@ -155,3 +156,71 @@ def test_every_record_after_it_carries_the_notice() -> None:
     assert proposal.event is RoundEvent.NOTICE
     assert (proposal.record.status, proposal.record.members) == (FINAL.status, FINAL.members)
     assert proposal.record.successor(waiting=1).notice == NOTICE
+
+
+# -- a signal that an agent heard
+
+
+def test_a_signal_that_was_heard_is_on_disk_and_told_once() -> None:
+    words = WordsToAll()
+    assert not words
+    words.heard("SIGTERM on n1")
+    words.heard("SIGTERM on n2")
+    assert words
+    proposal = words.next(FINAL)
+    assert proposal is not None
+    assert (proposal.event, proposal.record.heard, proposal.reason) == (
+        RoundEvent.HEARD,
+        "SIGTERM on n1",
+        "SIGTERM on n1",
+    )
+    assert proposal.record.status is Status.FINAL
+    assert decode_record(proposal.record.number, proposal.record.to_json(), run_id="r") == proposal.record
+    assert words.next(proposal.record) is None
+    assert not words, "the log says it"
+
+
+@pytest.mark.parametrize("known", ["a notice", "another's word", "the end"])
+def test_nobody_tells_of_a_signal_when_all_know_more(known: str) -> None:
+    words = WordsToAll()
+    words.heard("SIGTERM on n1")
+    there = {
+        "a notice": replace(FINAL, notice=NOTICE),
+        "another's word": replace(FINAL, heard="SIGTERM on n2"),
+        "the end": replace(FINAL, status=Status.CLOSED, outcome=Outcome.CANCELLED),
+    }[known]
+    assert words.next(there) is None
+    assert not words
+
+
+def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
+    words = WordsToAll()
+    words.heard("SIGTERM on n1")
+    words.give_notice(NOTICE)
+    words.close(Outcome.CANCELLED, "first")
+    words.close(Outcome.FAILED, "second")
+    closing = words.next(FINAL)
+    assert closing is not None
+    assert (closing.record.status, closing.record.outcome, closing.reason) == (
+        Status.CLOSED,
+        Outcome.CANCELLED,
+        "first",
+    )
+    other = WordsToAll()
+    other.heard("SIGTERM on n1")
+    other.give_notice(NOTICE)
+    notice = other.next(FINAL)
+    assert notice is not None
+    assert notice.event is RoundEvent.NOTICE
+
+
+def test_no_round_begins_until_it_is_known_what_a_signal_means() -> None:
+    """Workers that the signal itself has ended are not started anew for the moments that are left."""
+    before = record(Status.JOINABLE, *ALL, heard="SIGTERM on n1")
+    ready = next_proposal(view(replace(before, heard=""), joined=ALL), SETTINGS, Settle())
+    assert ready is not None
+    assert ready.event is RoundEvent.FREEZE
+    assert next_proposal(view(before, joined=ALL, since_status=1.0), SETTINGS, Settle()) is None
+    late = next_proposal(view(before, joined=ALL, since_status=6.5), SETTINGS, Settle())
+    assert late is not None
+    assert late.event is RoundEvent.FREEZE, "nobody can say it"
