@@ -122,7 +122,7 @@ def test_ctrl_c_in_training(emulator: NfsEmulator) -> None:
         assert len(run.moments("saved")) == 2, "the workers got their SIGTERM, and their time"
         assert "does not answer" in run.log()
         assert f"{emulator.paths[0] / 'runs'}" in run.log()
-        assert "end: the run was cancelled (SIGINT); exit code 130" in run.log()
+        assert f"end: the run was cancelled (SIGINT on {os.uname().nodename}); exit code 130" in run.log()
 
 
 def test_ctrl_c_before_there_is_a_run_directory(emulator: NfsEmulator) -> None:
