@@ -19,7 +19,15 @@ JOBS = {
     "leave-interrupt": "leaving:3:how=interrupt:store=shared",
     "leave-abort": "leaving:3:how=abort",
     "deaths": "deaths:4:faults=kill,gil,stop",
+    "deaths-of-8": "deaths:8:faults=term,int,segfault,abort,kill,segfault,int",
+    "deaths-of-2": "deaths:2:faults=abort",
     "death-of-0": "deaths:3:faults=kill:victim=0:store=shared",
+    "death-of-0-tcp": "deaths:3:faults=kill:victim=0",
+    "phases": "phases:8:phases=abort,finalize,check,terminating,assign,starting,completing",
+    "phases-first": "phases:4:phases=initialize,check-before,starting:store=file",
+    "at-once": "at_once:8",
+    "gaps": "assigned:4:how=gaps",
+    "pairs": "assigned:4:how=pairs",
     "lost": "lost_node:3:store=shared",
     "spares": "spares:4",
     "pings": "pings:2",
@@ -91,8 +99,57 @@ def test_processes_that_die_or_hang_are_left_behind_one_by_one(jobs: dict[str, J
         assert rank.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
 
 
-def test_rank_0_may_die_where_the_store_is_files(jobs: dict[str, Job]) -> None:
-    job = jobs["death-of-0"]
+def test_whatever_ends_a_process_the_others_go_on(jobs: dict[str, Job]) -> None:
+    job = jobs["deaths-of-8"]
+    assert job.results[0] == [[iteration, 0, 8 - iteration] for iteration in range(8)], job.output
+    endings = [rank.error or signal.Signals(-rank.exit_code).name for rank in job.ranks[:0:-1]]
+    assert endings == [
+        "SIGTERM",
+        "KeyboardInterrupt: ",
+        "SIGSEGV",
+        "SIGABRT",
+        "SIGKILL",
+        "SIGSEGV",
+        "KeyboardInterrupt: ",
+    ]
+    assert jobs["deaths-of-2"].results[0] == [[0, 0, 2], [1, 0, 1]]
+
+
+@pytest.mark.parametrize("name", ["phases", "phases-first"])
+def test_a_rank_may_die_in_any_phase(jobs: dict[str, Job], name: str) -> None:
+    job = jobs[name]
+    assert [rank.exit_code for rank in job.ranks[1:]] == [-signal.SIGKILL] * (len(job.ranks) - 1), job.output
+    assert job.ranks[0].exit_code == 0, job.output
+    iteration, rank, world_size = job.results[0][-1]
+    assert (rank, world_size) == (0, 1), "it is alone in the end"
+    for (_, _, before), (_, _, after) in zip(job.results[0], job.results[0][1:], strict=False):
+        assert after < before, "nobody comes back, and none of them is waited for"
+    assert iteration >= len(job.results[0]) - 1
+
+
+def test_faults_of_several_ranks_at_once_are_one_restart_or_two(jobs: dict[str, Job]) -> None:
+    job = jobs["at-once"]
+    assert job.ranks[7].exit_code == -signal.SIGKILL, job.output
+    assert job.ranks[6].error == "KeyboardInterrupt: "
+    iterations = {result[0] for result in job.results[:6]}
+    assert len(iterations) == 1
+    assert [result[1:] for result in job.results[:6]] == [[rank, 6, 6] for rank in range(6)]
+
+
+def test_gaps_are_filled_from_the_end(jobs: dict[str, Job]) -> None:
+    job = jobs["gaps"]
+    assert [job.results[rank] for rank in (0, 3, 2)] == [[1, number, 3, 3] for number in range(3)], job.output
+
+
+def test_ranks_with_one_key_leave_together(jobs: dict[str, Job]) -> None:
+    job = jobs["pairs"]
+    assert job.ranks[0].error.startswith("RankDiscarded: rank 0 of 4 is discarded"), job.output
+    assert [job.results[rank] for rank in (2, 3)] == [[1, 0, 2, 2], [1, 1, 2, 2]]
+
+
+@pytest.mark.parametrize("name", ["death-of-0", "death-of-0-tcp"])
+def test_rank_0_may_die_beside_which_the_store_is(jobs: dict[str, Job], name: str) -> None:
+    job = jobs[name]
     assert job.ranks[0].exit_code == -signal.SIGKILL
     assert job.results[1:] == [[[0, 1, 3], [1, 0, 2]], [[0, 2, 3], [1, 1, 2]]], job.output
 

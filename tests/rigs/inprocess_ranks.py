@@ -112,7 +112,7 @@ def _free_ports(count: int = 10) -> int:
 def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, options: dict[str, str]) -> int:
     import logging
 
-    from tests.rigs import inprocess_scenarios
+    from tests.rigs import inprocess_phases, inprocess_scenarios
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -122,7 +122,8 @@ def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, op
     found: dict[str, Any] = {}
     code = 0
     try:
-        found["result"] = getattr(inprocess_scenarios, scenario)(rank, folder, options)
+        place = inprocess_scenarios if hasattr(inprocess_scenarios, scenario) else inprocess_phases
+        found["result"] = getattr(place, scenario)(rank, folder, options)
     except BaseException as error:
         logging.exception("initial rank %d raised", rank)
         found["error"] = f"{type(error).__name__}: {error}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import re
 import signal
 import threading
 import time
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
+from hpc_elastic.inprocess.tools.inject_fault import Fault, strike
 
 Options = dict[str, str]
 
@@ -326,20 +326,9 @@ def deaths(rank: int, folder: Path, options: Options) -> Any:
 
 
 def die(how: str) -> None:
-    if how == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif how == "term":
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1000)
-    elif how == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1000)
-    elif how == "segfault":
-        ctypes.string_at(1)
-    elif how == "gil":
-        re.match(r"(a?){40}a{40}", "a" * 40)
-    else:
-        raise AssertionError(how)
+    """By the code of `inject_fault`; a signal of the process' own may take a moment."""
+    strike(Fault[how.upper()])
+    time.sleep(1000)
 
 
 def lost_node(rank: int, folder: Path, options: Options) -> Any:

@@ -104,13 +104,18 @@ def inject_fault(
     if plan.fault is Fault.SIGNAL_EXC:
         signal.signal(signal.SIGUSR1, _raise_injected)
 
-    def strike() -> None:
+    def strike_later() -> None:
         time.sleep(plan.delay)
         if callback is not None:
             callback()
-        _STRIKES[plan.fault]()
+        strike(plan.fault)
 
-    threading.Thread(target=strike, name="inject-fault", daemon=True).start()
+    threading.Thread(target=strike_later, name="inject-fault", daemon=True).start()
+
+
+def strike(fault: Fault) -> None:
+    """Have it happen in this process, now; not every fault returns."""
+    _STRIKES[fault]()
 
 
 def _raise_injected(*_: object) -> None:
