@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.rigs.slurm_cluster import RigError, SlurmCluster
-from tests.rigs.slurm_cluster.layout import CONTROLLER
 from tests.rigs.slurm_runs import Run
 from tests.soak.faults import Fault, Kind
 from tests.soak.journal import Began, Journal, Place
@@ -88,6 +87,8 @@ class Hands:
         """Whether this rig can."""
         if kind is Kind.DISK_FULL:
             return self.cluster.settings.fs is not None
+        if kind is Kind.PREEMPTION:
+            return any(PREEMPTING in line for line in self.cluster.settings.extra_lines)
         return True
 
     def do(self, fault: Fault) -> Deed:
@@ -212,8 +213,8 @@ class Hands:
     def _freeze(self, deed: Deed) -> None:
         deed.node = self._node(deed)
         deed.at = time.time()
-        freeze(self.cluster, deed.node)
-        self._later(deed, lambda: thaw(self.cluster, deed.node))
+        self.cluster.freeze_node(deed.node)
+        self._later(deed, lambda: self.cluster.thaw_node(deed.node))
 
     def _stop_slurmd(self, deed: Deed) -> None:
         deed.node = self._node(deed)
@@ -248,7 +249,7 @@ class Hands:
     def _fill_disk(self, deed: Deed) -> None:
         hosts = self.cluster.node_names
         for host in hosts:
-            self._tell(host, "fail", error="ENOSPC", operation="write", count=1 << 30)
+            self._tell(host, "fail", error="ENOSPC", operation="write")
         self._later(deed, lambda: [self._tell(host, "heal") for host in hosts] and None)
 
     def _tell(self, host: str, command: str, **arguments: object) -> None:
@@ -283,19 +284,3 @@ def inner_pid(pid: int) -> int:
             return next(int(line.split()[-1]) for line in status if line.startswith("NSpid:"))
     except (OSError, StopIteration):
         return 0
-
-
-def freeze(cluster: SlurmCluster, node: str) -> None:
-    """Stop all that runs on a node."""
-    for pid, _ in cluster.node_pids(node):
-        cluster.kill_process(node, pid, signal.SIGSTOP)
-
-
-def thaw(cluster: SlurmCluster, node: str) -> None:
-    for pid, _ in cluster.node_pids(node):
-        cluster.kill_process(node, pid, signal.SIGCONT)
-
-
-def controller(cluster: SlurmCluster, *argv: str) -> str:
-    """A Slurm command as the administrator."""
-    return cluster.run(list(argv), user="root", node=CONTROLLER).stdout

@@ -133,6 +133,18 @@ def _attempt_ended(*signals: str) -> Callable[[Asked, Told], str]:
     return find
 
 
+def _decided(*meanings: str) -> Callable[[Asked, Told], str]:
+    """A signal of which the run found out that it meant one of these."""
+
+    def find(asked: Asked, told: Told) -> str:
+        for event in told.events:
+            if event["event"] == "signal_decided" and event.get("meaning") in meanings and _in_time(asked, event["t"]):
+                return f"{_clock(event['t'])} {event['meaning']}: {event.get('reason', '')}"
+        return ""
+
+    return find
+
+
 def _name(notice: Any) -> str:
     return str(notice.get("signal", "")) if isinstance(notice, Mapping) else str(notice)
 
@@ -154,8 +166,17 @@ _FINDERS: dict[Kind, tuple[Callable[[Asked, Told], str], ...]] = {
     Kind.SLURMD_STOPPED: (),
     Kind.SLURMCTLD_STOPPED: (),
     Kind.STEPD_KILLED: (_agent_ended,),
-    Kind.NOTICE: (_attempt_ended("SIGUSR2"),),
-    Kind.REQUEUE: (_attempt_ended("SIGTERM"),),
-    Kind.PREEMPTION: (_attempt_ended("SIGTERM", "SIGUSR2"),),
+    Kind.NOTICE: (
+        _decided("time limit", "requeue"),
+        _attempt_ended("SIGUSR2"),
+    ),
+    Kind.REQUEUE: (
+        _decided("requeue"),
+        _attempt_ended("SIGTERM"),
+    ),
+    Kind.PREEMPTION: (
+        _decided("preemption"),
+        _attempt_ended("SIGTERM", "SIGUSR2"),
+    ),
     Kind.DISK_FULL: (_event("worker_failed", "events_dropped", "output_lost"),),
 }

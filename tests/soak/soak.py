@@ -42,6 +42,8 @@ _LOOK = 0.1
 class Size:
     """How the run is asked for."""
 
+    partition: str = PARTITION
+    """Empty: the rig's own."""
     nodes: str = "2-3"
     spares: int = 1
     pace: float = 0.1
@@ -95,7 +97,8 @@ class Soak:
         size = self._size
         self.journal = Journal(self._work / "journal")
         self.run = self._runs.submit(
-            *("--nodes", size.nodes, "--spares", str(size.spares), "-p", PARTITION, "-t", "120"),
+            *("--nodes", size.nodes, "--spares", str(size.spares), "-t", "120"),
+            *(("-p", size.partition) if size.partition else ()),
             *("--nproc-per-node", "1", "--max-restarts", "3", "--restart-steps", "3", "--max-requeues", "500"),
             *("--shutdown-timeout", "5", "--grace", "30", "--rdzv-conf", f"heartbeat_ttl={size.ttl:g}"),
             *("--section-timeouts", f"setup:120,load:{size.hang:g},step:{3 * size.hang:g}"),
