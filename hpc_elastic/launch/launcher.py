@@ -17,10 +17,17 @@ class AgentEnded:
     detail: str
     started: bool = True
     """False: it could not be started; the node may be dead."""
+    gone: bool = False
+    """Whether the site has given the node up: it never comes back into this job."""
 
 
 class Launcher(Protocol):
     """Starts and ends agents. No method blocks for longer than it says."""
+
+    @property
+    def hears_all_ends(self) -> bool:
+        """Whether `take` tells of every agent's end, however its node was lost."""
+        ...
 
     def launch(self) -> None:
         """Start an agent on every node.

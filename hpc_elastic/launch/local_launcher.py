@@ -58,6 +58,10 @@ class LocalLauncher:
         for node in range(self._nodes):
             self.relaunch(node)
 
+    @property
+    def hears_all_ends(self) -> bool:
+        return True  # they are our children
+
     def relaunch(self, node: int) -> None:
         try:
             process = AgentProcess(self._command(node), env=self._environment(node), umask=self._umask)

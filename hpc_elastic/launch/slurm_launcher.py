@@ -38,6 +38,8 @@ class _Step:
         self.bad: dict[int, str] = {}
         """Nodes that made the launch fail, with the reason."""
         self.refused = ""
+        self.instead_of: dict[int, _Step] = {}
+        """Node → the step that was the newest there before."""
         self.process = subprocess.Popen(
             list(argv),
             env=dict(env),
@@ -101,6 +103,8 @@ class SlurmLauncher:
         self._steps: list[_Step] = []
         self._newest: dict[int, _Step] = {}
         """Node → the step that was started there last: what an older one tells of that node is no news."""
+        self._gone: set[int] = set()
+        """Nodes that Slurm has given up."""
         self._unstarted: list[AgentEnded] = []
         self._tries: dict[int | None, int] = {}
         """Launches of each component."""
@@ -120,6 +124,10 @@ class SlurmLauncher:
         argv = srun_agents(len(wanted), self._command, exclude=left_out, component=component, extra=self._extra)
         self._start(argv, wanted, component)
 
+    @property
+    def hears_all_ends(self) -> bool:
+        return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
+
     def relaunch(self, node: int) -> None:
         component = next((index for index, nodes in enumerate(self._components) if node in nodes), None)
         argv = srun_one_agent(self._nodes[node], self._command, component=component, extra=self._extra)
@@ -135,6 +143,7 @@ class SlurmLauncher:
             ]
             return
         self._steps.append(step)
+        step.instead_of = {node: before for node in nodes if (before := self._newest.get(node)) is not None}
         self._newest.update(dict.fromkeys(nodes, step))
 
     def filenos(self) -> list[int]:
@@ -174,9 +183,12 @@ class SlurmLauncher:
             return []
         if event.kind is SrunEventKind.NODE_FAILED:
             # A node that Slurm gave up never comes back into this job: nobody need wait for another agent there.
-            nodes = [self._index[name] for name in event.nodes if name in self._index]
+            # Whichever step says so, and only the first time.
+            nodes = [node for name in event.nodes if (node := self._index.get(name)) is not None]
             why = "Slurm gave the node up (node failure)"
-            return [self._ended(step, node, None, why, started=False) for node in self._newly_ended(step, nodes)]
+            fresh = [node for node in nodes if node not in self._gone]
+            self._gone.update(fresh)
+            return [self._ended(step, node, None, why, started=False) for node in fresh]
         if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED) and not step.bad:
             # After a failed launch srun kills all tasks: that is told, and mended, when the step has ended.
             detail = event.detail or f"exit code {event.exit_code}"
@@ -189,7 +201,7 @@ class SlurmLauncher:
 
     def _ended(self, step: _Step, node: int, code: int | None, detail: str, *, started: bool = True) -> AgentEnded:
         step.ended.add(node)
-        return AgentEnded(node=node, code=code, detail=detail, started=started)
+        return AgentEnded(node=node, code=code, detail=detail, started=started, gone=node in self._gone)
 
     def _step_ended(self, step: _Step, code: int) -> list[AgentEnded]:
         if step.bad and self._worth_another_launch(step):
@@ -203,10 +215,14 @@ class SlurmLauncher:
             return gone
         started = not step.refused and not step.bad
         detail = step.refused or f"its step ended, srun: {describe_code(code)}"
-        return [
+        found = [
             self._ended(step, node, 0 if code == 0 else None, step.bad.get(node, detail), started=started)
             for node in self._newly_ended(step, sorted(step.nodes))
         ]
+        if not started:
+            # An agent that was there before may still be: what its own step tells of it is news again.
+            self._newest.update({node: before for node, before in step.instead_of.items() if before in self._steps})
+        return found
 
     def _worth_another_launch(self, step: _Step) -> bool:
         left = len(step.nodes - set(step.bad))

@@ -17,6 +17,7 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import AttemptResult, closed_result
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
+from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
@@ -113,6 +114,9 @@ class Supervisor:
         self._looks_asked = 0
         self._looks_done = 0
         self._given_up: set[int] = set()
+        self._lost = LostNodes()
+        self._have_trained: set[int] = set()
+        """Nodes that have been members: one that never came may just be slow to start."""
         self._refused: set[int] = set()
         """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
         self._unhealthy: set[int] = set()
@@ -148,6 +152,7 @@ class Supervisor:
                 self._handle_ended(ended)
             self._relaunch_due()
             self._look_at_job()
+            self._try_lost_nodes()
             self._end_notice()
             self._tell_if_waiting()
             self._tell_if_store_silent()
@@ -176,6 +181,7 @@ class Supervisor:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
             found.append(self._notice_ends if self._notice_ends is not None else self._desk.due)
+            found.append(self._lost.next_at())
         if self._launcher.running() or self._due:
             found.append(self._end_by)
         elif self._orphaned_since is not None:
@@ -268,6 +274,7 @@ class Supervisor:
         for notice in self._coordination.take():
             if isinstance(notice, RoundRecord):
                 self._record = notice
+                self._see_lost(notice)
                 if notice.status is Status.CLOSED:
                     self._set_end()
                 elif notice.heard and not self._has_noticed and not self._is_ending():
@@ -296,7 +303,32 @@ class Supervisor:
             number = signal.SIGTERM  # of another version: nothing that is heard is made little of
         self._hear(number, HeardBy.AGENTS, host)
 
+    def _see_lost(self, record: RoundRecord) -> None:
+        self._have_trained |= {member.node for member in record.members}
+        if not self._launcher.hears_all_ends:
+            lost = self._have_trained.intersection(record.lost) - self._given_up - set(self._due)
+            self._lost.see(lost, now=self._clock.monotonic())
+
+    def _try_lost_nodes(self) -> None:
+        """Slurm has not given them up: whoever has rebooted has nobody else to start an agent."""
+        for node in [] if self._is_ending() else self._lost.due(self._clock.monotonic()):
+            name = self._attempt.nodes[node]
+            logger.info("%s is lost to the run, not to Slurm: starting an agent there, should it be back", name)
+            self._events.write("agent_relaunched", node=node, name=name, reason="the node is lost, and may be back")
+            self._launcher.relaunch(node)
+
+    def _is_still_lost(self, ended: AgentEnded) -> bool:
+        """Whether that only says that a lost node is not back yet."""
+        if ended.started or ended.gone or self._is_ending() or not self._lost.is_on_trial(ended.node):
+            return False
+        pause = self._lost.failed(ended.node, now=self._clock.monotonic())
+        if pause is not None:
+            logger.info("%s is not back (%s); again in %g s", self._attempt.nodes[ended.node], ended.detail, pause)
+        return pause is not None
+
     def _handle_ended(self, ended: AgentEnded) -> None:
+        if self._is_still_lost(ended):
+            return
         name = self._attempt.nodes[ended.node]
         self._events.write("agent_ended", node=ended.node, name=name, code=ended.code, detail=ended.detail)
         if self._is_ending():
@@ -347,6 +379,7 @@ class Supervisor:
 
     def _give_up(self, node: int) -> None:
         self._given_up.add(node)
+        self._lost.forget(node)
         self._coordination.ask(lambda participant: participant.give_up_node(node))
 
     def _tell_if_waiting(self) -> None:

@@ -79,7 +79,11 @@ def _read(path: str) -> str:
 
 
 def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tuple[str, str] | None:
-    """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5)."""
+    """The folder of the cgroup `path`, and its mount point: mountinfo's fields 4 (root) and 5, proc(5).
+
+    Of several mounts the last one that has the path counts: it lies over the others.
+    """
+    found = guessed = None
     for line in mounts.splitlines():
         left, separator, right = line.partition(" - ")
         fields, after = left.split(" "), right.split(" ")
@@ -88,17 +92,20 @@ def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tup
         if controller is not None and controller not in after[2].split(","):
             continue
         root, point = _unescape(fields[3]), _unescape(fields[4])
-        relative = path
-        if root != "/":
+        if "/../" in root + "/":  # mounted outside our cgroup namespace, whose place in it nobody tells
+            continue
+        if root == "/":
+            relative = path
+        elif path == root or path.startswith(root + "/"):
+            relative = path[len(root) :] or "/"
+        else:
             # A container sees a part of the tree; a path outside of it can't be reached from here.
-            if path != root and not path.startswith(root + "/"):
-                relative = "/"
-            else:
-                relative = path[len(root) :] or "/"
+            guessed = point, point
+            continue
         if "/../" in relative + "/":  # a cgroup outside our cgroup namespace
             continue
-        return point + ("" if relative == "/" else relative), point
-    return None
+        found = point + ("" if relative == "/" else relative), point
+    return found or guessed
 
 
 def _unescape(field: str) -> str:

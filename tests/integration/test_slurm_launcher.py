@@ -350,8 +350,35 @@ def test_a_node_that_slurm_gives_up_gets_no_other_agent(srun: Srun, make: Callab
     (end,) = ended(launcher, 1)
     assert (end.node, end.code, end.started) == (2, None, False)
     assert "gave the node up" in end.detail
+    assert end.gone
     nothing_more(launcher)
     assert launcher.running()
+
+
+def test_an_agent_that_outlived_a_failed_trial_on_its_node_is_still_heard_of(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    """The node was cut off while another agent was to be started there, and Slurm gave it up in the end."""
+    srun.plan(
+        "until [ -e $FAKE/go ]; do sleep 0.01; done; echo 'srun: error: n2: task 1: Killed' >&2\n"
+        "until [ -e $FAKE/gone ]; do sleep 0.01; done; echo 'srun: error: Node failure on n2' >&2\n" + FOREVER,
+        LAUNCH_FAILED.format(node="n2"),
+        "echo 'srun: error: Node failure on n2' >&2\n" + FOREVER,
+    )
+    launcher = make()
+    launcher.launch()
+    srun.argv(1)
+    launcher.relaunch(1)
+    (end,) = ended(launcher, 1)
+    assert (end.started, end.gone) == (False, False)
+    (srun.folder / "go").touch()
+    (end,) = ended(launcher, 1)
+    assert (end.node, end.code, end.started) == (1, -9, True)
+    launcher.relaunch(1)
+    (end,) = ended(launcher, 1)
+    assert (end.node, end.started, end.gone) == (1, False, True)
+    (srun.folder / "gone").touch()
+    nothing_more(launcher)
 
 
 # -- a step that can not be made
@@ -426,12 +453,12 @@ def test_an_srun_that_never_returns_is_ended(srun: Srun, make: Callable[..., Slu
     pid = int(srun.read(1, "pid"))
     began = time.monotonic()
     launcher.end(within=0.3)
-    assert 0.2 < time.monotonic() - began < 9
+    assert 0.2 < time.monotonic() - began < 5
     assert not alive(pid)
     assert not launcher.running()
     assert launcher.filenos() == []
     launcher.end(within=10)
-    assert time.monotonic() - began < 9, "nothing is left to wait for"
+    assert time.monotonic() - began < 5, "nothing is left to wait for"
 
 
 def test_one_that_returns_is_not_waited_for_longer(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
@@ -441,7 +468,7 @@ def test_one_that_returns_is_not_waited_for_longer(srun: Srun, make: Callable[..
     until((srun.folder / "ready").exists, "the trap")
     began = time.monotonic()
     launcher.end(within=20)
-    assert time.monotonic() - began < 18
+    assert time.monotonic() - began < 10
 
 
 def test_at_the_end_nothing_is_launched_again(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:

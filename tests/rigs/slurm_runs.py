@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -107,6 +107,37 @@ class Run:
 
     def events(self, attempt: int = 0) -> list[dict[str, Any]]:
         return list(read_events(self.root / f"attempt-{attempt:03d}" / "events"))
+
+    def training(self, attempt: int = 0) -> tuple[int, dict[str, list[int]]]:
+        """The newest round in which workers were started: its index, and their ranks by node."""
+        started = [event for event in self.events(attempt) if event["event"] == "workers_started"]
+        newest = max((event["round"] for event in started), default=-1)
+        hosts = {event["host"] for event in started if event["round"] == newest}
+        joined = [event for event in self.events(attempt) if event["event"] == "round_final"]
+        return newest, {e["host"]: e["ranks"] for e in joined if e["round"] == newest and e["host"] in hosts}
+
+    def wait_training(
+        self, nodes: Collection[str], *, after: int = -1, attempt: int = 0, timeout: float = 90
+    ) -> tuple[int, dict[str, list[int]]]:
+        """Wait until workers run on exactly these nodes, in a later round than `after`; see `training`.
+
+        The job log would not do: who loses the batch host writes no more into it.
+        """
+        deadline = time.monotonic() + timeout
+        while True:
+            newest, ranks = self.training(attempt)
+            if newest > after and set(ranks) == set(nodes):
+                return newest, ranks
+            assert time.monotonic() < deadline, (
+                f"after {timeout} s workers run in round {newest} as {ranks}:\n{self.log}"
+            )
+            time.sleep(0.1)
+
+    def seconds_to_train(self, round_index: int, since: float, *, attempt: int = 0) -> float:
+        """From `since` (this machine's time) until the last workers of a round were started."""
+        events = self.events(attempt)
+        times = [e["t"] / 1e9 for e in events if e["event"] == "workers_started" and e["round"] == round_index]
+        return max(times) - since
 
     def uid(self) -> str:
         value: str = json.loads((self.root / "run.json").read_text())["uid"]

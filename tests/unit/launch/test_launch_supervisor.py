@@ -147,6 +147,9 @@ class Agents:
         self.stubborn = False
         self.silent = False
         """The launcher never says that somebody has ended."""
+        self.hears_all_ends = True
+        self.powerless: set[int] = set()
+        """Nodes on which no agent can be started."""
 
     def launch(self) -> None:
         for node in range(self._world.settings.expected_nodes):
@@ -154,11 +157,22 @@ class Agents:
 
     def relaunch(self, node: int) -> None:
         self.relaunched.append((node, self._world.clock.now))
+        if node in self.powerless:
+            self._ended.append(AgentEnded(node=node, code=None, detail="launch failed", started=False))
+            return
         self.of[node] = self._world.start(node)
 
     def kill(self, node: int, code: int | None = -9, *, started: bool = True, detail: str = "Killed") -> None:
         self.of.pop(node).alive = False
         self._ended.append(AgentEnded(node=node, code=code, detail=detail, started=started))
+
+    def cut_power(self, node: int) -> None:
+        """Nobody hears of it."""
+        self.of.pop(node).alive = False
+        self.powerless.add(node)
+
+    def give_up(self, node: int) -> None:
+        self._ended.append(AgentEnded(node=node, code=None, detail="given up", started=False, gone=True))
 
     def filenos(self) -> list[int]:
         return []
@@ -272,6 +286,49 @@ def stage() -> Iterator[Callable[..., Stage]]:
     yield lambda settings=SETTINGS: Stage(ready, never, settings)
     os.close(ready)
     os.close(never)
+
+
+# -- nodes that are lost to the run and not to Slurm
+
+
+def test_a_lost_node_of_which_nobody_hears_is_tried_until_it_is_back(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.hears_all_ends = False
+    back_at: list[float] = []
+
+    def power_on() -> None:
+        s.agents.powerless.clear()
+        back_at.append(s.world.clock.now)
+
+    result = s.run(3.0, lambda: s.agents.cut_power(2), 40.0, power_on, 60.0, s.done)
+    assert result.outcome is Outcome.SUCCEEDED
+    tries = [at for node, at in s.agents.relaunched if node == 2]
+    assert len(tries) == len(s.agents.relaunched) >= 3
+    assert [at > back_at[0] for at in tries] == [False] * (len(tries) - 1) + [True], "and not again once it is there"
+    record = s.world.newest()
+    assert record is not None
+    assert {member.node for member in record.members} == {0, 1, 2}
+    assert {fields["node"] for fields in s.names("agent_ended")} == {0, 1, 2}
+    assert all(fields["detail"] != "launch failed" for fields in s.names("agent_ended"))
+
+
+def test_a_node_that_slurm_has_given_up_is_not_tried_any_more(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.agents.hears_all_ends = False
+    tries: list[int] = []
+
+    def give_up() -> None:
+        s.agents.give_up(2)
+        tries.append(len(s.agents.relaunched))
+
+    assert s.run(3.0, lambda: s.agents.cut_power(2), 40.0, give_up, 600.0, s.done).outcome is Outcome.SUCCEEDED
+    assert len(s.agents.relaunched) == tries[0] > 1
+
+
+def test_where_every_end_is_heard_of_nothing_is_tried(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    assert s.run(3.0, lambda: s.agents.cut_power(2), 60.0, s.done).outcome is Outcome.SUCCEEDED
+    assert s.agents.relaunched == []
 
 
 # -- how a run ends
@@ -534,6 +591,8 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
         )
 
     class Launcher:
+        hears_all_ends = True
+
         def __init__(self) -> None:
             self.turn = 0
             self.relaunched: list[int] = []

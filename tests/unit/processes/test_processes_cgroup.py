@@ -48,6 +48,22 @@ def test_in_a_container_that_sees_a_part_of_the_tree(tmp_path: Path) -> None:
     assert oom_kill_count(proc=proc) == 2
 
 
+def test_in_a_namespace_of_its_own_whose_tree_lies_over_the_machines(tmp_path: Path) -> None:
+    """As seen on a node of the Slurm rig: the machine's mounts are still listed, from above the namespace's top."""
+    hidden = V1.replace(" / @/cg/memory", " /.. @/cg/memory")
+    mounts = hidden + "80 31 0:96 / @/cg rw - tmpfs cgroup rw\n82 80 0:32 / @/cg/memory rw - cgroup memory rw,memory\n"
+    files = {"cg/memory/slurm/job_1/memory.oom_control": CONTROL, "cg/memory/memory.oom_control": "oom_kill 0\n"}
+    assert oom_kill_count(proc=tree(tmp_path, cgroup="4:memory:/slurm/job_1\n", mounts=mounts, files=files)) == 5
+
+
+def test_of_several_mounts_the_one_that_has_the_cgroup_counts(tmp_path: Path) -> None:
+    """A container's own part of the tree is mounted beside another one's."""
+    mounts = "29 23 0:26 /other @/old rw - cgroup2 cgroup2 rw\n30 23 0:26 /docker @/cg rw - cgroup2 cgroup2 rw\n"
+    files = {"cg/abc/memory.events": EVENTS, "old/memory.events": "oom_kill 7\n"}
+    proc = tree(tmp_path, cgroup="0::/docker/abc\n", mounts=mounts, files=files)
+    assert oom_kill_count(proc=proc) == 2
+
+
 @pytest.mark.parametrize(
     ("cgroup", "mounts", "files"),
     [
@@ -57,6 +73,7 @@ def test_in_a_container_that_sees_a_part_of_the_tree(tmp_path: Path) -> None:
         ("nonsense\n\n", "nonsense - \n", {}),
         ("0::/a\n", V2, {"cg/a/memory.events": "oom_kill many\n"}),
         ("0::/../a\n", V2, {"cg/memory.events": EVENTS}),
+        ("0::/a\n", V2.replace(" / ", " /.. "), {"cg/memory.events": EVENTS}),
     ],
 )
 def test_nothing_is_said_where_nothing_is_known(

@@ -1,0 +1,259 @@
+"""Every way to lose a node, on a real Slurm that takes minutes to notice it: the others go on, and the job ends."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import wait_until
+from tests.rigs.slurm_runs import Run, SlurmRuns
+
+SHORT = ("-t", "10", "--nproc-per-node", "1")
+SITE_TIMEOUT = 300
+"""SlurmdTimeout as sites have it: what happens within a test is not Slurm's doing."""
+
+# Ends when it is told to.
+TRAINS = """
+import pathlib, time
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
+"""
+
+# The first time, rank 1 takes more memory than its node's job has.
+TAKES_TOO_MUCH = """
+import os, time
+rank, first = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if first and rank == "1":
+    taken = [bytearray(16 << 20) for _ in range(64)]
+time.sleep(120 if first else 0)
+print("rank", rank, "is done")
+"""
+
+# Rank 0 dies when it is told to; all end when they are told to.
+DIES_AT_WILL = """
+import os, pathlib, signal, time
+here = pathlib.Path("die-" + os.uname().nodename)
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
+    if here.exists():
+        here.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    return SlurmRuns(cluster)
+
+
+@pytest.fixture
+def slow_to_notice(cluster: SlurmCluster) -> SlurmCluster:
+    cluster.reconfigure({"SlurmdTimeout": SITE_TIMEOUT})
+    return cluster
+
+
+def _say_end(runs: SlurmRuns) -> None:
+    (runs.folder / "end").touch()
+
+
+def _start(runs: SlurmRuns, *options: str, nodes: int = 4) -> Run:
+    """A run that trains on the first `nodes` nodes, or on any so many."""
+    run = runs.submit(*options, *SHORT, runs.script(TRAINS))
+    wait_until(lambda: len(run.training()[1]) == nodes, timeout=60, what=f"{nodes} nodes train")
+    return run
+
+
+def _wait_success(run: Run, *, timeout: float = 60) -> None:
+    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=timeout, what="the run's verdict")
+    assert run.result()["outcome"] == "succeeded", run.log
+
+
+def _nothing_is_left(run: Run) -> None:
+    wait_until(lambda: run.left_on_nodes() == [], timeout=60, what="no process of the run is left")
+
+
+def _coordinator(run: Run) -> str:
+    """The node that opened the newest round."""
+    opened = [event for event in run.events() if event["event"] == "round_opened"]
+    host: str = max(opened, key=lambda event: (event["round"], event["t"]))["host"]
+    return host
+
+
+def _workers(cluster: SlurmCluster, node: str) -> list[int]:
+    return [
+        pid
+        for pid, command in cluster.node_pids(node, user="alice")
+        if "train.py" in command and "batch" not in command
+    ]
+
+
+def _shrinks_in_time(run: Run, index: int, lost_at: float, what: str, *, within: float = 10.0) -> None:
+    """In 10 s on a machine that has the time; a crowded one is as much slower as its agents took to start."""
+    took = run.seconds_to_train(index, lost_at)
+    begun = min(event["t"] for event in run.events() if event["event"] == "attempt_started") / 1e9
+    start = run.seconds_to_train(0, begun)
+    print(f"{what}: workers run again after {took:.1f} s (the start took {start:.1f} s)")
+    assert took <= within + 5 * start
+
+
+def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_ends(
+    slow_to_notice: SlurmCluster, runs: SlurmRuns
+) -> None:
+    cluster = slow_to_notice
+    run = _start(runs, "--nodes", "2-4")
+    other = _coordinator(run) if _coordinator(run) != "n1" else "n3"
+    lost_at = time.time()
+    cluster.kill_node("n1")
+    cluster.kill_node(other)
+    alive = set(cluster.node_names) - {"n1", other}
+    index, ranks = run.wait_training(alive)
+    assert sorted(rank for found in ranks.values() for rank in found) == [0, 1]
+    # Who succeeds the coordinator may have to ask the other one anew.
+    _shrinks_in_time(run, index, lost_at, "two nodes lost their power", within=20.0)
+    _say_end(runs)
+    _wait_success(run)
+    # Slurm has not noticed yet, and holds the job; the others' part of the allocation is given back.
+    for node in sorted(alive):
+        cluster.wait_node(node, {"idle"}, timeout=60)
+    assert "the batch host n1 does not answer" in run.log
+    assert "SUCCEEDED" in run.log
+
+
+def test_where_all_nodes_are_needed_the_batch_hosts_death_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """By an agent: no supervisor is left. Then with the node that was left, once Slurm knows."""
+    cluster.reconfigure({"SlurmdTimeout": 10})
+    run = _start(runs, "--nodes", "3", "--rdzv-conf", "last_call_timeout=3", nodes=3)
+    cluster.kill_node("n1")
+    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=60, what="the attempt's verdict")
+    assert run.result()["outcome"] == "too_few_nodes"
+    assert run.result()["action"] == "requeue"
+    run.wait_training({"n2", "n3", "n4"}, attempt=1, timeout=120)
+    _say_end(runs)
+    assert run.wait_end() == "COMPLETED"
+    assert run.result(1)["outcome"] == "succeeded"
+    _nothing_is_left(run)
+
+
+def test_a_frozen_coordinator_is_left_behind_and_taken_in_when_it_thaws(
+    slow_to_notice: SlurmCluster, runs: SlurmRuns
+) -> None:
+    cluster = slow_to_notice
+    run = _start(runs, "--nodes", "2-4")
+    node = _coordinator(run)
+    (worker,) = _workers(cluster, node)
+    lost_at = time.time()
+    cluster.freeze_node(node)
+    index, _ = run.wait_training(set(cluster.node_names) - {node})
+    _shrinks_in_time(run, index, lost_at, "a kernel hung")
+    assert _workers(cluster, node) == [worker]
+    cluster.thaw_node(node)
+    run.wait_training(cluster.node_names, after=index)
+    assert worker not in _workers(cluster, node), "it was told that it is out"
+    _say_end(runs)
+    _wait_success(run)
+    run.wait_end()
+    _nothing_is_left(run)
+
+
+@pytest.mark.parametrize("cluster", ["emulated"], indirect=True)
+def test_a_cut_off_node_learns_that_it_is_out(slow_to_notice: SlurmCluster, runs: SlurmRuns) -> None:
+    """Its network is gone, and with it the filesystem; its workers go on meanwhile."""
+    cluster = slow_to_notice
+    run = _start(runs, "--nodes", "2-4")
+    (worker,) = _workers(cluster, "n3")
+    lost_at = time.time()
+    cluster.cut_link("n3")
+    cluster.tell_client("n3", "freeze")
+    index, _ = run.wait_training({"n1", "n2", "n4"})
+    _shrinks_in_time(run, index, lost_at, "a node was cut off")
+    cluster.tell_client("n3", "thaw")
+    cluster.heal_link("n3")
+    run.wait_training(cluster.node_names, after=index)
+    assert worker not in _workers(cluster, "n3")
+    _say_end(runs)
+    _wait_success(run)
+    _nothing_is_left(run)
+
+
+@pytest.mark.parametrize("silent", [True, False], ids=["unheard", "connections-closed"])
+def test_a_node_that_reboots_before_slurm_has_missed_it_comes_back(
+    slow_to_notice: SlurmCluster, runs: SlurmRuns, silent: bool
+) -> None:
+    cluster = slow_to_notice
+    run = _start(runs, "--nodes", "2-4")
+    cluster.kill_node("n3", silent=silent)
+    cluster.start_node("n3", wait=False)
+    run.wait_training(cluster.node_names, after=0)
+    _say_end(runs)
+    _wait_success(run)
+    assert run.wait_end() == "COMPLETED"
+    assert {event["restarts_used"] for event in run.events() if event["event"] == "round_final"} == {0}
+
+
+def test_a_node_that_slurm_gives_up_or_drains_breaks_nothing(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """Its slurmd is gone; what runs there does not know, until Slurm takes the node out of the job."""
+    run = _start(runs, "--nodes", "2-4")
+    cluster.drain("n4")
+    cluster.stop_slurmd("n3")
+    wait_until(lambda: cluster.job_info(run.job)["NodeList"] == "n[1-2,4]", timeout=60, what="Slurm has given n3 up")
+    cluster.start_node("n3", wait=False)
+    _say_end(runs)
+    _wait_success(run)
+    run.wait_end()
+    _nothing_is_left(run)
+
+
+def test_segments_leave_together(slow_to_notice: SlurmCluster, runs: SlurmRuns) -> None:
+    cluster = slow_to_notice
+    run = _start(runs, "--nodes", "2-4", "--segment", "2")
+    cluster.kill_node("n4")
+    index, ranks = run.wait_training({"n1", "n2"})
+    assert ranks == {"n1": [0], "n2": [1]}
+    # Its other half waits for it, and is of use again when it is back.
+    assert _workers(cluster, "n3") == []
+    cluster.start_node("n4", wait=False)
+    _, ranks = run.wait_training(cluster.node_names, after=index)
+    assert {frozenset(ranks["n3"]), frozenset(ranks["n4"])} == {frozenset({2}), frozenset({3})}
+    _say_end(runs)
+    _wait_success(run)
+    log = run.wait_log(lambda log: "; exit code 0" in log)
+    assert "(the rest of a segment)" in log
+
+
+def test_a_spare_takes_the_place_of_a_node_that_fails_its_health_check(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """/tmp is each node's own."""
+    check = runs.folder / "check.sh"
+    check.write_text("#!/bin/sh\ntest ! -e /tmp/broken || { echo the fan is broken; exit 1; }\n")
+    check.chmod(0o755)
+    script = runs.script(DIES_AT_WILL)
+    run = runs.submit("--nodes", "3", "--spares", "1", "--health-check", str(check), *SHORT, script)
+    wait_until(lambda: len(run.training()[1]) == 3, timeout=60, what="three nodes train")
+    index, before = run.training()
+    (spare,) = set(cluster.node_names) - set(before)
+    run.wait_log(lambda log: f"{spare} waits as a spare" in log, timeout=60)
+    broken = max(before)
+    assert cluster.run(["touch", "/tmp/broken"], node=broken).returncode == 0
+    assert cluster.run(["touch", f"die-{broken}"], cwd=runs.folder).returncode == 0
+    after, ranks = run.wait_training({spare, *before} - {broken}, after=index)
+    assert after == index + 1
+    assert ranks == {**{node: here for node, here in before.items() if node != broken}, spare: before[broken]}
+    _say_end(runs)
+    _wait_success(run)
+    log = run.wait_log(lambda log: "; exit code 0" in log)
+    assert f"{spare} took the place of {broken}" in log
+    assert f"node {broken} left: health check failed: {check} ended with exit code 1" in log
+
+
+def test_a_worker_that_takes_too_much_memory_is_told_as_that(slurm_can_run: None) -> None:
+    """On nodes that hold the job to its memory; without accounting, too."""
+    with SlurmCluster(2, accounting=False, cgroups=True) as cluster:
+        runs = SlurmRuns(cluster)
+        run = runs.submit_and_follow("--nodes", "2", "--mem", "400", *SHORT, runs.script(TAKES_TOO_MUCH))
+        assert run.done is not None
+        assert run.done.returncode == 0, run.log
+        cause = run.report()["verdict"]["failure"]
+        assert (cause["global_rank"], cause["failure_class"]) == (1, "infrastructure")
+        assert cause["oom_kills"] > 0
+        assert run.wait_end() == "COMPLETED"
