@@ -19,6 +19,7 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.log_pieces import holds_at_end
+from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
@@ -244,6 +245,11 @@ class LocalWorkers:
     def failed(self) -> bool:
         """Whether a worker has ended badly, and not by us."""
         return any(self._is_failure(slot) for slot in self._slots)
+
+    @property
+    def want_no_other_try(self) -> bool:
+        """One of them said so by its exit code."""
+        return any(slot.exit is not None and slot.exit.exitcode == ExitCode.NOT_RETRYABLE for slot in self._slots)
 
     @property
     def succeeded(self) -> bool:

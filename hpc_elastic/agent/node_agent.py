@@ -392,7 +392,7 @@ class NodeAgent:
     def _report_failure(self, reason: str) -> None:
         """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
         assert self._workers is not None
-        failure = first_word(reason, node=self._.info.node, seconds=self._workers.seconds, watch=self._.watch)
+        failure = first_word(reason, node=self._.info.node, workers=self._workers, watch=self._.watch)
         index = self._workers.round
         self._.coordination.ask(lambda participant: participant.report_failure(index, failure))
 

@@ -9,6 +9,7 @@ from hpc_elastic.rendezvous.state import HangMark, NodeFailure
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.hang_watch import HangWatch
+    from hpc_elastic.agent.local_workers import LocalWorkers
     from hpc_elastic.failures.worker_failure import WorkerFailure
 
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
@@ -45,13 +46,13 @@ def sum_up(
     )
 
 
-def first_word(reason: str, *, node: int, seconds: float, watch: HangWatch) -> NodeFailure:
+def first_word(reason: str, *, node: int, workers: LocalWorkers, watch: HangWatch) -> NodeFailure:
     """What is told at once of a round's failure, before the evidence is there.
 
     Args:
         reason: In a few words.
         node: Index of this node.
-        seconds: How long its workers ran.
+        workers: Know how long they ran, and whether one of them said by its exit code not to try again.
         watch: Knows whether one hangs, and how far they came.
     """
     hang = watch.mark
@@ -59,10 +60,10 @@ def first_word(reason: str, *, node: int, seconds: float, watch: HangWatch) -> N
         node=node,
         fingerprint="",
         failure_class="unknown" if hang is None else "hang",
-        retryable=True,
+        retryable=not workers.want_no_other_try,
         message=reason,
         step=watch.furthest_step,
-        seconds=seconds,
+        seconds=workers.seconds,
         hang=hang,
     )
 

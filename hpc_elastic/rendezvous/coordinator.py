@@ -272,8 +272,9 @@ def _under_notice(view: View, notice: Notice, settings: RendezvousSettings) -> P
     if len(over) == len(record.members) and not view.kept:
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if view.failures:
-        first = min(view.failures.values(), key=failure_order)
-        return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}")
+        final = [failure for failure in view.failures.values() if not failure.retryable]
+        first = min(final or view.failures.values(), key=failure_order)
+        return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}", retryable=not final)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
         return _preempted(record, notice, f"then {_told(lost, view)}")
@@ -301,8 +302,8 @@ def _under_notice(view: View, notice: Notice, settings: RendezvousSettings) -> P
     )
 
 
-def _preempted(record: RoundRecord, notice: Notice, said: str) -> Proposal:
-    return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}")
+def _preempted(record: RoundRecord, notice: Notice, said: str, *, retryable: bool = True) -> Proposal:
+    return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
 
 
 def noticed_after(record: RoundRecord, notice: Notice) -> Proposal:

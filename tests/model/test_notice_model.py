@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hpc_elastic.rendezvous.notice import Notice, NoticeWord
@@ -164,3 +166,23 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
         assert play_until_over(world), f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
         at += 1
+
+
+def test_a_worker_that_wants_no_other_attempt_has_its_way_also_in_a_notice() -> None:
+    """By the exit code 93, say, since its job has been out of time too often."""
+    world = training()
+    world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+    assert world.run(lambda: newest(world).notice is not None)
+    world.nodes[2].participant.report_failure(0, replace(failure(2), retryable=False))
+    assert world.run(lambda: is_over(world), seconds=10)
+    assert newest(world).outcome is Outcome.PREEMPTED
+    assert not newest(world).retryable
+
+
+def test_another_failure_in_a_notice_is_requeued() -> None:
+    world = training()
+    world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
+    assert world.run(lambda: newest(world).notice is not None)
+    world.nodes[2].participant.report_failure(0, failure(2))
+    assert world.run(lambda: is_over(world), seconds=10)
+    assert newest(world).retryable

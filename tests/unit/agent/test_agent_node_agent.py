@@ -88,6 +88,7 @@ class Workers:
     news: bool = False
     pids: list[int] = field(default_factory=lambda: [4711])
     seconds: float = 12.0
+    want_no_other_try: bool = False
     running: list[int] = field(default_factory=lambda: [0, 1])
     took_stacks: bool = False
     stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
@@ -440,6 +441,7 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
     assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "confirm", "say_goodbye"]
     index, first_word = p.said.last("report_failure")
     assert (index, first_word.failure_class, first_word.message) == (0, "unknown", "rank 0 ended with exit code 1")
+    assert first_word.retryable
     index, summed = p.said.last("sum_up_failures")
     assert (index, summed.message, summed.seconds) == (0, "rank 1: boom", 12.0)
     assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]
