@@ -2,6 +2,8 @@
 
 For a training script: `heartbeat`, `section`, `checkpoint_done`, `should_checkpoint` and `preemption_notice`. They need
 no torch, and cost nothing until they are used.
+
+For a notebook: `launch` and `LaunchConfig`. For programs that submit: `hpc_elastic.submission.ElasticExecutor`.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
     from hpc_elastic.worker_heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_heartbeat import section as section
@@ -20,20 +23,23 @@ __version__ = "0.1.0"
 
 _FROM = {
     **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_heartbeat"),
+    "LaunchConfig": "hpc_elastic.submission.notebook",
     **dict.fromkeys(("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_notice"),
 }
 """What is imported when it is first used, and from where."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _FROM:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "launch":
+        return import_module("hpc_elastic.launch")  # which can be called
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_FROM[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM})
+    return sorted({*globals(), *_FROM, "launch"})

@@ -6,6 +6,7 @@
       run.json                           what was asked for (run_spec.py): immutable
       secret                             0600: authenticates rings (store/doorbell.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
+      call.pkl  launcher.json            of a submitted function: see submission/places.py
       latest -> attempt-000
       attempt-000/                       one per execution of the job
         attempt.json                     job id, nodes, versions, requeue armed or why not

@@ -159,6 +159,10 @@ class _Speaker:
         self._is_told = False
         self.has_begun = False
 
+    @property
+    def heeds_notices(self) -> bool:
+        return self._heeds
+
     def read_notice(self) -> NoticeRecord | None:
         """The agent's notice. That this worker asks, and that it has been told, is said to the agent once."""
         if not self._heeds:
@@ -273,3 +277,8 @@ _speaker = _Speaker()
 def read_notice_of_agent() -> NoticeRecord | None:
     """For `worker_notice`."""
     return _speaker.read_notice()
+
+
+def asks_for_notices() -> bool:
+    """Whether this process has ever asked whether there is a notice."""
+    return _speaker.heeds_notices

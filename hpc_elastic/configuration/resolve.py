@@ -17,7 +17,7 @@ from hpc_elastic.errors import UsageError
 NOT_SETTINGS = frozenset(
     VARIABLE_PREFIX + name
     for name in (
-        *("RUN_DIR", "ATTEMPT", "HEARTBEAT", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND", "HEALTH_TOKEN"),
+        *("RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND", "HEALTH_TOKEN"),
         *(
             "TORCH",
             "REQUIRE_SLURM",

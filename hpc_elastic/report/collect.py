@@ -17,6 +17,7 @@ from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 
 _JSON_LIMIT = 4 << 20
+_OUR_MODULES = "hpc_elastic.submission."
 
 
 def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistory:
@@ -39,6 +40,8 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         spec = {}
     entrypoint = spec.get("entrypoint")
     target = text_of(entrypoint.get("target")) if isinstance(entrypoint, dict) else ""
+    if target.startswith(_OUR_MODULES):
+        target = ""  # it calls a function, whose name is the run's
     numbers = sorted(n for n in map(attempt_number, os.listdir(root)) if n is not None)
     return RunHistory(
         run_id=text_of(spec.get("run_id")) or root.name,

@@ -51,6 +51,17 @@ def test_no_module_of_the_light_packages_imports_torch(package: str) -> None:
     assert not names & {"torch", "submitit", "numpy"}
 
 
+def test_submitit_and_cloudpickle_are_imported_by_who_submits_alone() -> None:
+    code = (
+        "import hpc_elastic, hpc_elastic.submission, hpc_elastic.launch, hpc_elastic.cli.main\n"
+        "assert callable(hpc_elastic.launch)\n"
+        "import hpc_elastic.submission.worker"  # as each worker of a function does
+    )
+    loaded = after(code)
+    assert "hpc_elastic.submission.worker" in loaded
+    assert not loaded & {"submitit", "torch", "numpy", "cloudpickle"}
+
+
 def after(code: str) -> set[str]:
     """The modules that are loaded when a fresh interpreter has run `code`."""
     script = f"{code}\nimport sys\nprint(*sys.modules, sep='\\n')"

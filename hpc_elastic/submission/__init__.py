@@ -1,0 +1,39 @@
+"""Python functions as runs, in submitit's way: `ElasticExecutor`, its jobs, and `launch` for notebooks.
+
+Everything is imported when it is first used: a worker that runs a function needs little of it, and not submitit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hpc_elastic.submission.executor import ElasticExecutor as ElasticExecutor
+    from hpc_elastic.submission.job import ElasticJob as ElasticJob
+    from hpc_elastic.submission.job_errors import ElasticJobFailedError as ElasticJobFailedError
+    from hpc_elastic.submission.job_errors import ElasticJobUncompletedError as ElasticJobUncompletedError
+    from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
+    from hpc_elastic.submission.notebook import launch as launch
+
+_FROM = {
+    "ElasticExecutor": "executor",
+    "ElasticJob": "job",
+    "ElasticJobFailedError": "job_errors",
+    "ElasticJobUncompletedError": "job_errors",
+    "LaunchConfig": "notebook",
+    "launch": "notebook",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_FROM[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FROM})

@@ -1,0 +1,159 @@
+"""`ElasticExecutor`: submitit's executor, with agents under the function.
+
+``submitit.AutoExecutor(folder, cluster="elastic")`` finds it by the entry points in pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from submitit.core.core import Executor, Job
+from submitit.core.utils import DelayedSubmission, JobPaths
+
+from hpc_elastic.configuration.option_table import Parsed, explaining
+from hpc_elastic.configuration.run_request import check_values
+from hpc_elastic.errors import UsageError
+from hpc_elastic.submission import parameters as names
+from hpc_elastic.submission.auto_executor import ParameterNames, slurm_arguments
+from hpc_elastic.submission.call import Call, CallTerms, function_name, own_sys_path
+from hpc_elastic.submission.debug_job import ElasticDebugJob
+from hpc_elastic.submission.job import ElasticJob
+from hpc_elastic.submission.requests import Request, submit_here, submit_to_slurm
+
+_GIGABYTE = 1 << 30
+
+
+class ElasticExecutor(Executor):  # type: ignore[misc]
+    """Runs functions on every rank of every node, restarted, requeued and reported on as any run of this package.
+
+    Parameters are given to `update_parameters`: submitit's (``nodes``, ``tasks_per_node``, ``timeout_min``,
+    ``gpus_per_node`` …), those of submitit's SlurmExecutor (``partition``, ``setup``, ``additional_parameters`` …), and
+    the options of ``hpc-elastic submit`` (``min_nodes``, ``spares``, ``max_restarts`` …), by their names.
+    """
+
+    job_class = ElasticJob
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        cluster: str = "auto",
+    ) -> None:
+        """Args:
+        folder: For everything about the jobs; under Slurm, one that all nodes share. May hold ``%j``.
+        max_num_timeout: How often a job may be requeued because its time was over.
+        max_pickle_size_gb: The most that a submission's functions and arguments may take.
+        python: The workers' interpreter, with its arguments, as for a shell (default: this one).
+        cluster: ``slurm``; ``local``: real agents, on this machine; ``debug``: in this process; ``auto``: Slurm where
+            there is one, else this machine.
+
+        Raises:
+            UsageError: a value that can't be right.
+        """
+        super().__init__(folder)
+        dropped = slurm_arguments()
+        self.max_num_timeout = dropped.pop("max_num_timeout", max_num_timeout)
+        self.max_pickle_size_gb = dropped.pop("max_pickle_size_gb", max_pickle_size_gb)
+        self.python = dropped.pop("python", python)
+        if dropped:
+            raise names.unknown(f"slurm_{next(iter(dropped))}")
+        self.update_parameters(cluster=cluster)
+
+    @classmethod
+    def affinity(cls) -> int:
+        """0: there, and taken only where somebody asks for it."""
+        return 0
+
+    @classmethod
+    def _valid_parameters(cls) -> ParameterNames:
+        return ParameterNames(names.NAMES)
+
+    def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Called by an AutoExecutor with what has no prefix."""
+        return {**params, **names.normalized(slurm_arguments())}
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        """Change parameters for the jobs to come.
+
+        Raises:
+            UnknownParameterError: there is no such one; the nearest name is in the message.
+            UsageError: a value that can't be right.
+        """
+        changed = names.normalized(kwargs)
+        wanted = {**self.parameters, **changed}
+        if "max_num_timeout" in changed:
+            self.max_num_timeout = changed["max_num_timeout"]
+        self._parsed(wanted, "any", os.environ)
+        self.parameters.update(changed)
+
+    @property
+    def cluster(self) -> str:
+        """Where jobs go: ``slurm``, ``local`` or ``debug``."""
+        asked: str = self.parameters.get("cluster", "auto")
+        if asked == "auto":
+            asked = self._parsed(self.parameters, "any", os.environ).get("cluster") or "auto"
+        if asked != "auto":
+            return asked
+        return "slurm" if shutil.which("sbatch") else "local"
+
+    def _parsed(self, parameters: Mapping[str, Any], name: str, env: Mapping[str, str]) -> Parsed:
+        slurm = parameters.get("cluster", "auto") in ("auto", "slurm")
+        parsed = names.parsed_options(parameters, job_name=name, env=env, slurm=slurm)
+        with explaining(parsed):
+            check_values(parsed)
+        return parsed
+
+    def _internal_process_submissions(self, delayed_submissions: Sequence[DelayedSubmission]) -> list[Job[Any]]:
+        cluster = self.cluster
+        if cluster == "debug":
+            return [ElasticDebugJob(self.folder, delayed) for delayed in delayed_submissions]
+        calls = [_call(delayed) for delayed in delayed_submissions]
+        requests = [self._request(call, cluster, os.environ, many=len(calls)) for call in calls]
+        if cluster == "local":
+            return [self._job(submit_here(request)) for request in requests]
+        parallelism = self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM)
+        return [self._job(placed) for placed in submit_to_slurm(requests, parallelism=parallelism)]
+
+    def _job(self, placed: tuple[str, Path]) -> ElasticJob[Any]:
+        job_id, run_dir = placed
+        job: ElasticJob[Any] = ElasticJob(self.folder, job_id, run_dir=run_dir)
+        job.paths.remember()
+        return job
+
+    def _request(self, call: Call, cluster: str, env: Mapping[str, str], *, many: int) -> Request:
+        name = function_name(call.function)
+        policy = self.parameters.get("restart_on", "all")
+        terms = CallTerms(
+            name=name,
+            folder=str(self.folder),
+            timeouts_left=self.max_num_timeout,
+            stderr_to_stdout=bool(self.parameters.get("stderr_to_stdout", False)),
+            exceptions_are_final=policy != "all",
+            sys_path=own_sys_path(),
+        )
+        parameters = {"max_num_timeout": self.max_num_timeout, **self.parameters}
+        parsed = self._parsed(parameters, name, env)
+        return Request.of(
+            call,
+            terms,
+            parameters=parameters,
+            parsed=parsed,
+            cluster=cluster,
+            runs_dir=Path(JobPaths.get_first_id_independent_folder(self.folder)),
+            python=self.python or parsed.get("python") or sys.executable,
+            largest=int(self.max_pickle_size_gb * _GIGABYTE / many),
+            env=env,
+        )
+
+
+def _call(delayed: DelayedSubmission) -> Call:
+    if not callable(delayed.function):
+        raise UsageError(f"{delayed.function!r} is no function: give one to submit, with its arguments behind it")
+    return Call(delayed.function, tuple(delayed.args), dict(delayed.kwargs))

@@ -1,0 +1,325 @@
+"""`ElasticJob`: a submitit job whose truth is the run's directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar, cast
+
+from submitit.core.core import Job
+from submitit.core.utils import DelayedSubmission
+
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.submission import local_process, outcome_files, places
+from hpc_elastic.submission.call import read_call
+from hpc_elastic.submission.job_errors import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
+from hpc_elastic.submission.job_paths import ElasticJobPaths
+from hpc_elastic.submission.job_states import FORGOTTEN, ElasticWatcher, is_over, slurm_client
+from hpc_elastic.submission.objects import UnreadableObjectError
+
+R = TypeVar("R", covariant=True)
+
+_SETTLE_SECONDS = 15.0
+"""How long the files may take to show an end that Slurm or the launcher's absence tells of, or a requeue."""
+_REPORT_SECONDS = 30.0
+"""How long a failed run's report is waited for."""
+_FIRST_LOOK = 0.05
+_SLOWEST_LOOK = 1.0
+
+
+class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
+    """One submitted call. `result` is rank 0's value, `results` all ranks'; `task` gives one rank's view of it."""
+
+    watcher = ElasticWatcher()
+
+    def __init__(
+        self,
+        folder: Path | str,
+        job_id: str,
+        tasks: Sequence[int] = (0,),
+        *,
+        run_dir: Path | None = None,
+        rank: int | None = None,
+    ) -> None:
+        """Args:
+        folder: The executor's.
+        job_id: Slurm's, or on this machine the run's id.
+        tasks: As submitit has it; not used.
+        run_dir: None: found by the job's id in `folder`.
+        rank: Of which rank this is the view; None: the whole job's.
+        """
+        self._rank = rank
+        self._cluster = ""
+        self._over_since: float | None = None
+        paths = ElasticJobPaths(folder, job_id, rank, run_dir=run_dir)
+        self._run_dir = paths.run_dir
+        super().__init__(folder, job_id, (0,))
+        self._paths = paths
+        if not RunPaths(self._run_dir).run_json.is_file():
+            raise UsageError(f"no run of job {job_id} is known in {folder}")
+
+    def _register_in_watcher(self) -> None:
+        if self.cluster == "slurm":
+            self.watcher.register_job(self.job_id)
+
+    # -- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def paths(self) -> ElasticJobPaths:
+        return self._paths
+
+    @property
+    def run_dir(self) -> Path:
+        """Where everything about it is kept."""
+        return self._run_dir
+
+    @property
+    def cluster(self) -> str:
+        """``slurm`` or ``local``."""
+        if not self._cluster:
+            spec = self._spec()
+            self._cluster = spec.cluster if spec is not None else "slurm"
+        return self._cluster
+
+    @property
+    def num_tasks(self) -> int:
+        """Ranks: of the newest round; before the first, as many as there are to be."""
+        if self._rank is not None:
+            return 1
+        return outcome_files.world_size(self._run) or self._planned_ranks()
+
+    @property
+    def task_id(self) -> int | None:
+        """The rank that this is the view of; 0 for a job with one."""
+        if self._rank is not None:
+            return self._rank
+        return None if self.num_tasks > 1 else 0
+
+    def task(self, task_id: int) -> ElasticJob[R]:
+        """The same job as `task_id`, a global rank, has it: its result, its output."""
+        if self._rank is not None:
+            if task_id == 0:
+                return self
+            raise ValueError("task_id must be 0: this is one rank's view already")
+        if not 0 <= task_id < self.num_tasks:
+            raise ValueError(f"task_id {task_id} must be between 0 and {self.num_tasks - 1}")
+        return type(self)(self.paths._folder, self.job_id, run_dir=self.run_dir, rank=task_id)
+
+    def submission(self) -> DelayedSubmission:
+        """The submitted call, with `function`, `args` and `kwargs`."""
+        call = read_call(places.call_file(self._run))
+        return DelayedSubmission(call.function, *call.args, **call.kwargs)
+
+    # -- what becomes of it -----------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """Slurm's words, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
+        end = outcome_files.find_end(self._run)
+        if end is not None:
+            return end.state
+        if self.cluster != "slurm":
+            return self._local_state()
+        return self.watcher.get_state(self.job_id, mode="standard")
+
+    def _local_state(self) -> str:
+        if not local_process.lives(self._run):
+            return "NODE_FAIL" if places.attempts(self._run) else "CANCELLED"
+        return "RUNNING" if places.attempts(self._run) else "PENDING"
+
+    def get_info(self, mode: str = "force") -> dict[str, str]:
+        """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
+        if self.cluster != "slurm":
+            return {"JobID": self.job_id, "State": self.state}
+        info = dict(self.watcher.get_info(self.job_id, mode=mode))
+        end = outcome_files.find_end(self._run)
+        return info if end is None else {**info, "JobID": self.job_id, "State": end.state}
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether it has ended, once and for all: a job that is about to come back has not.
+
+        Args:
+            force_check: Ask Slurm now; else it is asked seldom, and the run's files are looked at.
+        """
+        if outcome_files.find_end(self._run) is not None:
+            return True
+        if self._is_over_elsewhere(force=force_check):
+            now = time.monotonic()
+            self._over_since = self._over_since or now
+            stored = outcome_files.newest_stored(self._run)
+            comes_back = stored is not None or places.attempts(self._run)
+            return not comes_back or now - self._over_since >= _SETTLE_SECONDS
+        self._over_since = None
+        return False
+
+    def _is_over_elsewhere(self, *, force: bool) -> bool:
+        """Whether Slurm (or the launcher's absence) says that nothing will come any more."""
+        if self.cluster != "slurm":
+            return not local_process.lives(self._run)
+        if self._over_since is not None:
+            self.watcher.look_again_at(self.job_id)  # it may be requeued at this moment
+        state = self.watcher.get_state(self.job_id, mode="force" if force else "standard")
+        return is_over(state) or (state == FORGOTTEN and self.watcher.has_asked_about(self.job_id))
+
+    def wait(self) -> None:
+        """Return when it is `done`."""
+        pause = _FIRST_LOOK
+        while not self.done():
+            time.sleep(pause)
+            pause = min(_SLOWEST_LOOK, pause * 1.3)
+
+    def result(self) -> R:
+        """What the function returned on rank 0 (of a rank's view: on that one). Waits.
+
+        Raises:
+            ElasticJobFailedError: it failed; the cause is what it raised.
+            ElasticJobUncompletedError: it was cancelled, or ended without a result.
+        """
+        return self._value(self._rank or 0)
+
+    def results(self) -> list[R]:
+        """What the function returned, in the order of ranks. Waits, and raises as `result` does."""
+        if self._rank is not None:
+            return [self.result()]
+        self._raise_failure()
+        return [self._value(rank) for rank in range(self.num_tasks)]
+
+    def exception(self) -> ElasticJobFailedError | ElasticJobUncompletedError | None:
+        """What `result` would raise, or None. Waits."""
+        self.wait()
+        end = outcome_files.find_end(self._run)
+        if end is not None and end.succeeded:
+            return None
+        return self._failure(end)
+
+    def _value(self, rank: int) -> R:
+        self._raise_failure()
+        try:
+            return cast(R, outcome_files.read_result(self._run, rank))
+        except (UnreadableObjectError, UnsafePathError) as error:
+            raise ElasticJobUncompletedError(job_id=self.job_id, why=str(error), report=self._where()) from error
+
+    def _raise_failure(self) -> None:
+        error = self.exception()
+        if error is not None:
+            raise error
+
+    def _failure(self, end: outcome_files.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
+        report = "\n".join(filter(None, (self._awaited_report(), self._where())))
+        raised = outcome_files.read_exception(self._run)
+        error: ElasticJobFailedError | ElasticJobUncompletedError
+        if end is not None and (raised is not None or end.state == "FAILED"):
+            if raised is not None and raised[1].get("type") == "JobNotRequeuedError":
+                report = f"{raised[1].get('message')}\n{report}"
+            error = ElasticJobFailedError(job_id=self.job_id, report=report)
+        else:
+            why = f"it ended as {self.state}" + (f": {end.reason}" if end is not None else "")
+            error = ElasticJobUncompletedError(job_id=self.job_id, why=why, report=report)
+        if raised is not None:
+            error.__cause__ = as_cause(*raised)
+        return error
+
+    def _awaited_report(self) -> str:
+        """The report, which is written just after the end is."""
+        deadline = time.monotonic() + (_REPORT_SECONDS if places.attempts(self._run) else 0.0)
+        while not (text := outcome_files.report_text(self._run)) and time.monotonic() < deadline:
+            if self.cluster != "slurm" and not local_process.lives(self._run):
+                return outcome_files.report_text(self._run)
+            time.sleep(_FIRST_LOOK)
+        return text
+
+    def _where(self) -> str:
+        return f"run directory: {self.run_dir}"
+
+    # -- what it said -----------------------------------------------------------------------------------------------
+
+    def stdout(self) -> str | None:
+        """What its ranks printed, one after the other; None where none has begun."""
+        return self._output("stdout")
+
+    def stderr(self) -> str | None:
+        """The same for what they wrote to stderr."""
+        return self._output("stderr")
+
+    def _output(self, stream: str) -> str | None:
+        ranks = range(outcome_files.world_size(self._run) or 0) if self._rank is None else (self._rank,)
+        texts = [outcome_files.output(self._run, rank, stream) for rank in ranks]
+        found = [text for text in texts if text is not None]
+        return "\n".join(found) if found else None
+
+    def log(self) -> str:
+        """The job log: what the batch host printed, all attempts'."""
+        try:
+            return self._run.job_log.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def report(self) -> str:
+        """The report of the newest attempt that has ended: who failed first and why; empty where there is none yet."""
+        return outcome_files.report_text(self._run)
+
+    # -- what can be done to it -------------------------------------------------------------------------------------
+
+    def cancel(self, check: bool = True) -> None:
+        """End it; it does not come back.
+
+        Args:
+            check: Whether it is an error where Slurm does not take it.
+        """
+        if self.cluster != "slurm":
+            local_process.send(self._run, signal.SIGTERM)
+            return
+        from hpc_elastic.slurm.errors import SlurmError
+
+        try:
+            slurm_client().cancel(JobId(self.job_id))
+        except SlurmError:
+            if check:
+                raise
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """Give it notice, as Slurm does before its time is over: what can be saved is saved, and the job comes back.
+
+        Args:
+            timeout: Accepted as submitit's: whether it counts as a timeout is decided by the time that it has run.
+        """
+        if self.cluster == "slurm":
+            slurm_client().notify(JobId(self.job_id))
+        elif not local_process.send(self._run, signal.SIGUSR2):
+            raise UsageError(f"job {self.job_id} is not running on {os.uname().nodename}")
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_cancel_at_deletion") and not self._is_known_to_have_ended():
+            self.cancel(check=False)
+
+    def _is_known_to_have_ended(self) -> bool:
+        return outcome_files.find_end(self._run) is not None
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _run(self) -> RunPaths:
+        return RunPaths(self.run_dir)
+
+    def _spec(self) -> RunSpec | None:
+        try:
+            return load_run_spec(self._run.run_json)
+        except UnreadableRunError:
+            return None
+
+    def _planned_ranks(self) -> int:
+        spec = self._spec()
+        if spec is None:
+            return 1
+        per_node = int(spec.nproc_per_node) if spec.nproc_per_node.isdigit() else 1
+        return spec.max_nodes * per_node
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._register_in_watcher()

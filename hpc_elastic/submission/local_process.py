@@ -1,0 +1,132 @@
+"""A submitted function's run on this machine, in a process of its own that outlives the submitting program.
+
+As a program, ``python -c … RUN_DIR SECONDS DELAY``, it is the launcher of the run, with a time limit for each attempt.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.processes import tree
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.self_command import module_command
+from hpc_elastic.submission import places
+from hpc_elastic.submission.parameters import ScriptLines
+
+_LOOK_SECONDS = 0.2
+_children: dict[int, subprocess.Popen[bytes]] = {}
+"""Launchers that this process started, to be waited for when they have ended."""
+
+
+def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, env: Mapping[str, str], cwd: str) -> None:
+    """Start the run.
+
+    Args:
+        paths: The run's, just made.
+        limit: Seconds that an attempt may take; 0: as long as it likes.
+        delay: Seconds before that at which notice is given.
+        lines: Shell commands around it.
+        env: For the launcher, the agents and the workers.
+        cwd: Where.
+    """
+    command = [*module_command("hpc_elastic.submission.local_process", "main"), str(paths.root), f"{limit}", f"{delay}"]
+    if lines.setup or lines.teardown:
+        body = [*lines.setup, '"$@"', "code=$?", *lines.teardown, 'exit "$code"']
+        if not lines.teardown:
+            body = [*lines.setup, 'exec "$@"']
+        command = ["bash", "-c", "\n".join(body), "bash", *command]
+    log = os.open(paths.job_log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), cwd=cwd, start_new_session=True
+        )
+    finally:
+        os.close(log)
+    _children[process.pid] = process
+    proc = tree.look_at(process.pid)
+    write_json(
+        places.launcher_file(paths),
+        {"pid": process.pid, "starttime": proc.starttime if proc else 0, "host": os.uname().nodename},
+    )
+
+
+def lives(paths: RunPaths) -> bool:
+    """Whether the run's launcher is there. On another machine's nothing can be said: yes."""
+    facts = read_json(places.launcher_file(paths))
+    if isinstance(facts, str):
+        return False
+    if facts.get("host") != os.uname().nodename:
+        return True
+    child = _children.get(int(facts["pid"]))
+    if child is not None and child.poll() is not None:
+        return False
+    return _process(facts) is not None
+
+
+def send(paths: RunPaths, number: signal.Signals) -> bool:
+    """A signal for the launcher (and its shell, where it has one); False where it is not there."""
+    facts = read_json(places.launcher_file(paths))
+    if isinstance(facts, str) or facts.get("host") != os.uname().nodename or _process(facts) is None:
+        return False
+    pid = int(facts["pid"])
+    try:
+        for proc in tree.subtree(tree.all_processes(), [pid]):
+            if proc.ppid == pid and proc.sid == pid and _is_launcher(proc.pid):
+                os.kill(proc.pid, number)
+                return True
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _is_launcher(pid: int) -> bool:
+    try:
+        return b"hpc_elastic.submission.local_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _process(facts: Mapping[str, object]) -> tree.Proc | None:
+    proc = tree.look_at(int(str(facts["pid"])))
+    return proc if proc is not None and not proc.is_dead and proc.starttime == facts["starttime"] else None
+
+
+class _TimeLimit(threading.Thread):
+    """Gives this process notice, in each attempt once, before its time is over."""
+
+    def __init__(self, paths: RunPaths, *, seconds: float) -> None:
+        super().__init__(name="time limit", daemon=True)
+        self._paths = paths
+        self._seconds = seconds
+
+    def run(self) -> None:
+        from hpc_elastic.clock import SystemClock
+
+        clock, never = SystemClock(), threading.Event()
+        attempt, due = -1, 0.0
+        while True:
+            found = places.attempts(self._paths)
+            if found and found[-1].number > attempt:
+                attempt, due = found[-1].number, clock.monotonic() + self._seconds
+            if due and clock.monotonic() >= due:
+                os.kill(os.getpid(), signal.SIGUSR2)
+                due = 0.0
+            clock.wait(never, _LOOK_SECONDS)
+
+
+def main() -> None:
+    """Run, in the process that `start` started."""
+    run_dir, limit, delay = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    if limit:
+        _TimeLimit(RunPaths(run_dir), seconds=max(0.5, limit - delay)).start()
+    from hpc_elastic.launch.local_launch import run_local
+
+    sys.exit(run_local(run_dir))

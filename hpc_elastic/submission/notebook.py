@@ -1,0 +1,160 @@
+"""``hpc_elastic.launch(fn, …)``: a function on several workers of this machine, from a notebook or a script.
+
+The vocabulary is that of torch's ``LaunchConfig`` and ``elastic_launch``; what the workers do is the executor's.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import UsageError
+
+_LOOK_SECONDS = 0.2
+_NO_PLACE = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
+_REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": "a node's address is found by itself"}
+_HARMLESS = {"rdzv_backend": ("", "etcd", "static", "c10d"), "rdzv_endpoint": ("",), "local_addr": (None,)}
+"""torch's own defaults, which say nothing."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LaunchConfig:
+    """torch's, as far as it says something here. torch's own is taken in its place."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    run_id: str = ""
+    """Part of the job's name."""
+    role: str = "default"
+    rdzv_endpoint: str = ""
+    rdzv_backend: str = ""
+    rdzv_configs: Mapping[str, Any] = field(default_factory=dict)
+    rdzv_timeout: int = -1
+    """Seconds; -1: the default."""
+    max_restarts: int = 3
+    monitor_interval: float = 5.0
+    start_method: str = "spawn"
+    """Accepted: workers are always new processes."""
+    local_addr: str | None = None
+    shutdown_timeout: int = 30
+    log_dir: str | None = None
+    """Where the run directory is made; None: a temporary folder, removed when all went well."""
+
+
+_TAKEN = frozenset(field.name for field in fields(LaunchConfig))
+
+
+def launch(
+    fn: Callable[..., Any],
+    *args: Any,
+    config: Any = None,
+    cluster: str = "local",
+    show_output: bool = True,
+    **options: Any,
+) -> dict[int, Any]:
+    """Call ``fn(*args)`` on every worker, and wait.
+
+    Args:
+        fn: Any function: of a notebook, a lambda, a closure.
+        args: Its arguments. (For named ones: functools.partial.)
+        config: A `LaunchConfig`, this one or torch's.
+        cluster: ``local``: agents on this machine; ``slurm``: a job; ``debug``: one call in this process.
+        show_output: Print what the workers print, with their rank in front, while it runs.
+        options: Fields of `LaunchConfig`, and parameters of `ElasticExecutor`.
+
+    Returns:
+        What it returned, by global rank.
+
+    Raises:
+        ElasticJobFailedError: it failed; the cause is what it raised.
+        UsageError: a value that can't be right.
+    """
+    from hpc_elastic.submission.executor import ElasticExecutor
+
+    parameters = _parameters(config, options)
+    log_dir = parameters.pop("log_dir", None)
+    temporary = tempfile.TemporaryDirectory(prefix="hpc-elastic-") if log_dir is None and cluster != "slurm" else None
+    folder = Path(temporary.name) if temporary is not None else Path(log_dir or "runs")
+    executor = ElasticExecutor(folder, cluster=cluster)
+    executor.update_parameters(**parameters)
+    job = executor.submit(fn, *args)
+    if cluster == "debug":
+        return {0: job.result()}
+    try:
+        _watch(job, show=show_output)
+        results = job.results()
+    except KeyboardInterrupt:
+        job.cancel(check=False)
+        job.wait()
+        raise
+    except BaseException:
+        if temporary is not None:
+            _keep(temporary)
+        raise
+    if temporary is not None:
+        temporary.cleanup()
+    return dict(enumerate(results))
+
+
+def _parameters(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The executor's, from torch's words and its own."""
+    given: dict[str, Any] = {}
+    if config is not None:
+        given = {name: getattr(config, name) for name in _TAKEN if hasattr(config, name)}
+        if given.get("role") == "default_role":
+            del given["role"]  # torch's word for none
+    given.update(options)
+    for name, why in _REFUSED.items():
+        value = given.pop(name, None)
+        if value is not None and value not in _HARMLESS[name]:
+            raise UsageError(f"{name}={value!r}: {why}")
+    given.pop("start_method", None)
+    run_id = given.pop("run_id", "")
+    if run_id and run_id != "none":
+        given.setdefault("name", run_id)
+    timeout = given.pop("rdzv_timeout", -1)
+    conf = dict(given.pop("rdzv_configs", None) or {})
+    if timeout is not None and timeout >= 0:
+        conf["timeout"] = timeout
+    if conf:
+        given.setdefault("rdzv_conf", conf)
+    if "min_nodes" in given or "max_nodes" in given:
+        least = given.pop("min_nodes", 1)
+        given.setdefault("nodes", (least, given.pop("max_nodes", least)))
+        given.pop("max_nodes", None)
+    given.setdefault("timeout_min", "UNLIMITED")
+    return given
+
+
+def _watch(job: Any, *, show: bool) -> None:
+    """Until it ends; the job log meanwhile, as far as it is the workers'."""
+    shown = 0
+    is_over = False
+    while not is_over:
+        is_over = job.done()
+        if show:
+            text = job.log()
+            end = text.rfind("\n") + 1
+            lines = [line for line in text[shown:end].splitlines() if _is_a_workers(line)]
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
+            shown = end
+        if not is_over:
+            time.sleep(_LOOK_SECONDS)
+
+
+def _is_a_workers(line: str) -> bool:
+    """``[node0:3] …``."""
+    head, bracket, _ = line.partition("]")
+    return bool(bracket) and head.startswith("[") and head.rpartition(":")[2].isdigit()
+
+
+def _keep(temporary: tempfile.TemporaryDirectory[str]) -> None:
+    """Leave the folder there: the error names it."""
+    temporary._finalizer.detach()  # type: ignore[attr-defined]

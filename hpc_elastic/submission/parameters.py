@@ -1,0 +1,251 @@
+"""The executor's parameters: submitit's names and Slurm's, and every option of ``hpc-elastic submit`` by its own. Pure.
+
+They become the same options that the command line has, and so have the same meaning, defaults, layers and checks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
+from hpc_elastic.configuration.keys import texts_of
+from hpc_elastic.configuration.option_table import Option, Parsed
+from hpc_elastic.configuration.resolve import resolve
+from hpc_elastic.configuration.run_request import current_directory
+from hpc_elastic.errors import UsageError
+
+GENERIC = (
+    "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
+)  # fmt: skip
+"""submitit's own, which any executor takes without a prefix."""
+
+_SYNONYMS = {
+    "name": "job_name",
+    "timeout_min": "time",
+    "mem_gb": "mem",
+    "tasks_per_node": "ntasks_per_node",
+    "nproc_per_node": "ntasks_per_node",
+    "grace": "signal_delay_s",
+    "num_gpus": "gpus_per_node",
+}
+_AS_SBATCH_ARGUMENT = ("cpus_per_gpu", "mem_per_gpu", "mem_per_cpu", "wckey")
+_OWN = (
+    "min_nodes", "ntasks_per_node", "signal_delay_s", "gpus_per_task", "array_parallelism", "setup", "teardown",
+    "stderr_to_stdout", "additional_parameters", "srun_args", "use_srun", "restart_on", "cluster",
+    "max_num_timeout", "allow_local_runs_dir",
+)  # fmt: skip
+_NOT_HERE = frozenset(
+    (
+        "module", "no_python", "run_path", "start_method", "python", "wait", "follow", "dry_run", "array", "output",
+        "error", "runs_dir", "run_id", "chdir", "cluster", "nproc_per_node", "grace", "signal", "preemption_signal",
+    )
+)  # fmt: skip
+"""Options of the command line that an executor has no use for, or has another name for."""
+
+_LEFT_OUT = tuple(sorted(_NOT_HERE - {"python", "chdir", "cluster", "nproc_per_node", "grace"}))
+"""Of these, what a configuration file says is for the command line alone."""
+_OPTION_OF = {option.dest: option for option in ALL_OPTIONS}
+NAMES = frozenset(
+    {dest for dest in _OPTION_OF if dest not in _NOT_HERE} | {*GENERIC, *_SYNONYMS, *_OWN, *_AS_SBATCH_ARGUMENT}
+)
+"""Every parameter that there is."""
+
+RESTART_ON = ("all", "infrastructure", "never")
+DEFAULT_MINUTES = 5
+"""submitit's time limit, where nobody gives one."""
+DEFAULT_SIGNAL_DELAY = 90
+"""The same for the notice, seconds."""
+DEFAULT_PARALLELISM = 256
+_CLUSTERS = ("auto", "slurm", "local", "debug")
+
+
+class UnknownParameterError(UsageError, ValueError, NameError):
+    """There is no such parameter. (submitit raises ValueError, or NameError, for it.)"""
+
+
+def unknown(name: str) -> UnknownParameterError:
+    """The error for a name, with the nearest one that there is."""
+    nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else "; what sbatch has besides goes into additional_parameters"
+    return UnknownParameterError(f"the executor has no parameter {name}{hint}")
+
+
+def normalized(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters under one name each; of two names for the same, the later one counts. None is "not given".
+
+    Raises:
+        UnknownParameterError: there is no such one.
+        UsageError: a value that can't be right.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in NAMES:
+            raise unknown(name)
+        if value is None:
+            continue
+        if name == "mem_gb":
+            value = _memory(value)
+        found[_SYNONYMS.get(name, name)] = value
+    _check(found)
+    return found
+
+
+def _check(found: Mapping[str, Any]) -> None:
+    if not found.get("use_srun", True):
+        raise UsageError("use_srun=False: the agents are started with srun, one on each node; leave it out")
+    policy = found.get("restart_on", "all")
+    if policy not in RESTART_ON:
+        raise UsageError(f"restart_on={policy!r}: give one of {', '.join(RESTART_ON)}")
+    if found.get("cluster", "auto") not in _CLUSTERS:
+        raise UsageError(f"cluster={found['cluster']!r}: give one of {', '.join(_CLUSTERS)}")
+    for name in ("setup", "teardown"):
+        lines = found.get(name, ())
+        if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
+            raise UsageError(f"{name}={lines!r}: give a list of shell commands")
+    for name in ("max_num_timeout", "signal_delay_s", "array_parallelism"):
+        value = found.get(name, 1)
+        least = 0 if name == "max_num_timeout" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise UsageError(f"{name}={value!r}: give a whole number from {least}")
+
+
+def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping[str, str], slurm: bool) -> Parsed:
+    """What the parameters say, over what the configuration's layers say, as a command line of ``submit`` would.
+
+    Args:
+        parameters: From `normalized`.
+        job_name: Where none is given.
+        env: For the layers.
+        slurm: Whether it is for Slurm: sbatch's own variables count there.
+
+    Raises:
+        UsageError: a value that can't be right.
+    """
+    values: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, str] = {}
+    for name, option, value in _options(parameters):
+        texts = _texts(name, option, value)
+        if texts:
+            values[option.dest] = (*values.get(option.dest, ()), *texts) if option.repeatable else texts
+            sources[option.dest] = f"{name} ="
+    given = Parsed(values=values, sources=sources, command=("hpc_elastic.submission.worker",))
+    here = current_directory(env)
+    resolved = resolve(
+        given, ALL_OPTIONS, env=env, here=here, left_out=_LEFT_OUT, yields=YIELDS if slurm else None
+    ).parsed
+    found = dict(resolved.values)
+    found.setdefault("time", (str(DEFAULT_MINUTES),))
+    found.setdefault("grace", (str(DEFAULT_SIGNAL_DELAY),))
+    found.setdefault("nproc_per_node", ("1",))
+    found.setdefault("job_name", (job_name,))
+    found["module"] = ("1",)
+    return replace(resolved, values=found)
+
+
+def _options(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
+    """The parameter's name, its option, and the value for that."""
+    tasks = found.get("ntasks_per_node", 1)
+    per_task = max(1, tasks) if isinstance(tasks, int) else 1
+    for name, value in found.items():
+        if name in ("min_nodes", "nodes"):
+            continue
+        if name == "ntasks_per_node":
+            yield name, _OPTION_OF["nproc_per_node"], max(1, value) if isinstance(value, int) else value
+        elif name == "signal_delay_s":
+            yield name, _OPTION_OF["grace"], value
+        elif name == "time":
+            yield name, _OPTION_OF["time"], _minutes(value)
+        elif name == "cpus_per_task":  # submitit's tasks are our workers; Slurm's task is an agent, one on each node
+            yield name, _OPTION_OF["cpus_per_task"], value * per_task if isinstance(value, int) else value
+        elif name == "gpus_per_task":
+            yield name, _OPTION_OF["gpus_per_node"], value * per_task if isinstance(value, int) else value
+        elif name in _AS_SBATCH_ARGUMENT:
+            yield name, _OPTION_OF["sbatch_args"], [f"--{name.replace('_', '-')}={value}"]
+        elif name in _OPTION_OF and name not in _NOT_HERE:
+            yield name, _OPTION_OF[name], value
+    nodes = _nodes(found)
+    if nodes is not None:
+        yield "nodes", _OPTION_OF["nodes"], nodes
+    yield from _additional(found.get("additional_parameters") or {})
+    yield from _restarts(found)
+
+
+def _additional(given: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
+    """sbatch's options by sbatch's names: what is an option of ours too is that, the rest goes to sbatch as it is."""
+    for key, value in given.items():
+        dest = key.replace("-", "_")
+        source = f"additional_parameters {key}"
+        if dest in _OPTION_OF and dest not in ("sbatch_args", "signal", "output", "error", "array"):
+            yield source, _OPTION_OF[dest], value
+        else:
+            flag = f"--{key.replace('_', '-')}"
+            yield source, _OPTION_OF["sbatch_args"], [flag if value is True else f"{flag}={value}"]
+
+
+def _restarts(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
+    policy = found.get("restart_on", "all")
+    if policy == "never":
+        for dest in ("max_restarts", "max_requeues"):
+            yield "restart_on", _OPTION_OF[dest], 0
+    elif "max_num_timeout" in found and "max_requeues" not in found:
+        yield "max_num_timeout", _OPTION_OF["max_requeues"], max(3, found["max_num_timeout"])
+
+
+def _nodes(found: Mapping[str, Any]) -> str | None:
+    nodes, least = found.get("nodes"), found.get("min_nodes")
+    if isinstance(nodes, Sequence) and not isinstance(nodes, str):
+        nodes = "-".join(map(str, nodes))
+    if least is None:
+        return None if nodes is None else str(nodes)
+    return str(least) if nodes is None else f"{least}-{str(nodes).replace(':', '-').rpartition('-')[2]}"
+
+
+def _texts(name: str, option: Option, value: Any) -> tuple[str, ...]:
+    if option.dest == "requeue" and isinstance(value, bool):
+        return ("1" if value else "0",)
+    if isinstance(value, Mapping) or (isinstance(value, Sequence) and not isinstance(value, str)):
+        if not option.repeatable:
+            value = _text(option.dest, value)
+    elif option.repeatable:
+        value = [str(value)]
+    return texts_of(option, value, called=name)
+
+
+def _text(dest: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        mark = ":" if dest == "section_timeouts" else "="
+        return ",".join(f"{key}{mark}{item}" for key, item in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def _minutes(value: Any) -> str:
+    """submitit counts minutes; a text is sbatch's."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if value <= 0:
+        raise UsageError(f"timeout_min={value}: give minutes, more than 0")
+    seconds = max(1, round(value * 60))
+    return str(seconds // 60) if seconds % 60 == 0 else f"{seconds // 60}:{seconds % 60:02d}"
+
+
+def _memory(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise UsageError(f"mem_gb={value!r}: give gigabytes, as a number")
+    return f"{int(value)}G" if value == int(value) else f"{int(value * 1024)}M"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLines:
+    """What goes into the batch script around the run."""
+
+    setup: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> ScriptLines:
+        return cls(setup=tuple(parameters.get("setup", ())), teardown=tuple(parameters.get("teardown", ())))

@@ -1,0 +1,186 @@
+"""ElasticExecutor without Slurm: real agents and workers on this machine, all runs at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hpc_elastic
+from hpc_elastic.submission import (
+    ElasticExecutor,
+    ElasticJob,
+    ElasticJobFailedError,
+    ElasticJobUncompletedError,
+)
+from hpc_elastic.submission.job_errors import WorkerRaisedError
+from tests.rigs import submitted_functions as functions
+
+PATIENCE = 120.0
+LARGE = 64 << 20
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+@dataclass
+class Jobs:
+    """Everything that the tests look at, submitted before the first of them."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.places = {name: self.folder / name for name in ("saved", "over", "killed", "cancelled")}
+        for place in self.places.values():
+            place.mkdir(parents=True)
+        executor = ElasticExecutor(self.folder / "jobs" / "%j", cluster="local")
+        executor.update_parameters(timeout_min=60)
+        submit = executor.submit
+        executor.update_parameters(nodes=2)
+        self.saved = submit(functions.Saved(self.places["saved"]), "never")
+        self.killed = submit(functions.killed_once, self.places["killed"])
+        executor.update_parameters(nodes=1, restart_on="infrastructure")
+        self.raised = submit(functions.raises, ValueError("first"))
+        self.odd = submit(functions.raises_odd)
+        executor.update_parameters(setup=["export FROM_SETUP=yes"], teardown=["echo torn down"], stderr_to_stdout=True)
+        self.spoke = submit(functions.speaks_to, 2)
+        executor.update_parameters(setup=[], teardown=[], stderr_to_stdout=False, tasks_per_node=2)
+        outside = 3
+        self.large = submit(lambda: bytes(LARGE) if os.environ["RANK"] == "1" else outside)
+        executor.update_parameters(tasks_per_node=1)
+        self.cancelled = submit(functions.sleeps, self.places["cancelled"])
+        executor.update_parameters(timeout_min=0.1)
+        self.late = submit(functions.sleeps, self.places["cancelled"])
+        executor.update_parameters(timeout_min=9, max_num_timeout=0)
+        self.over = submit(functions.Saved(self.places["over"]), "never")
+
+    def all(self) -> list[ElasticJob[Any]]:
+        return [value for value in vars(self).values() if isinstance(value, ElasticJob)]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    found = Jobs(tmp_path_factory.mktemp("submission"))
+    yield found
+    for job in found.all():
+        if not job.done():
+            job.cancel()
+    for job in found.all():
+        job.wait()
+
+
+def test_every_rank_goes_on_from_its_own_state(jobs: Jobs) -> None:
+    place = jobs.places["saved"]
+    until(lambda: (place / "begun-0-1").exists() and (place / "begun-1-1").exists())
+    jobs.saved._interrupt()
+    assert jobs.saved.results() == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+    assert (place / "saved-1").exists()
+    assert jobs.saved.task(1).result() == [(1, 0), (1, 1)]
+    assert jobs.saved.state == "COMPLETED"
+    left = sorted(path.parent.parent.name for path in jobs.saved.run_dir.glob("attempt-*/checkpoint/*"))
+    assert left == ["attempt-000", "attempt-000"]
+
+
+def test_a_worker_that_is_killed_is_started_again(jobs: Jobs) -> None:
+    assert jobs.killed.results() == [1, 1]
+    assert jobs.killed.num_tasks == 2
+
+
+def test_a_failure_is_the_reports_verdict_and_the_cause_what_was_raised(jobs: Jobs) -> None:
+    with pytest.raises(ElasticJobFailedError) as caught:
+        jobs.raised.result()
+    text = str(caught.value)
+    assert "Root Cause (first observed failure):\n  KeyError: 'key'" in text
+    assert jobs.raised.report() in text
+    assert "not retryable" in text
+    cause = caught.value.__cause__
+    assert (type(cause), cause.args) == (KeyError, ("key",))  # type: ignore[union-attr]
+    told = str(cause.__cause__)  # type: ignore[union-attr]
+    assert re.search(r"submitted_functions.py\", line \d+, in raises\n", told)
+    assert "ValueError: first\n\nThe above exception was the direct cause" in told
+    assert "hpc_elastic" not in told, "our own frames are nobody's business"
+    assert (jobs.raised.stdout() or "").count("called") == 1, "what a function raises is final, as asked for"
+    assert jobs.raised.state == "FAILED"
+    assert isinstance(jobs.raised.exception(), ElasticJobFailedError)
+
+
+def test_an_exception_that_can_not_be_copied_is_told_of_all_the_same(jobs: Jobs) -> None:
+    error = jobs.odd.exception()
+    assert isinstance(error, ElasticJobFailedError)
+    assert isinstance(error.__cause__, WorkerRaisedError)
+    assert str(error.__cause__) == "OddError: odd 1 2"
+    assert "OddError: odd 1 2" in str(error.__cause__.__cause__)
+
+
+def test_shell_commands_around_the_run_and_one_stream(jobs: Jobs) -> None:
+    assert jobs.spoke.result() == "yes"
+    assert jobs.spoke.stdout() == "said\n"
+    assert jobs.spoke.stderr() == ""
+    until(lambda: jobs.spoke.log().endswith("torn down\n"))
+
+
+def test_a_closure_and_a_large_value(jobs: Jobs) -> None:
+    assert jobs.large.result() == 3
+    assert jobs.large.task(1).result() == bytes(LARGE)
+
+
+def test_a_cancelled_job_has_no_result(jobs: Jobs) -> None:
+    until(lambda: (jobs.places["cancelled"] / "sleeping-0").exists() and jobs.cancelled.state == "RUNNING")
+    jobs.cancelled.cancel()
+    with pytest.raises(ElasticJobUncompletedError, match="it ended as CANCELLED"):
+        jobs.cancelled.result()
+    assert jobs.cancelled.state == "CANCELLED"
+    again: ElasticJob[None] = ElasticJob(jobs.folder / "jobs" / "%j", jobs.cancelled.job_id)
+    assert again.done()
+    assert again.run_dir == jobs.cancelled.run_dir
+
+
+def test_the_time_limit_ends_what_can_not_be_saved(jobs: Jobs) -> None:
+    with pytest.raises(ElasticJobFailedError, match=r"Job not requeued because: timed-out and not checkpointable\."):
+        jobs.late.result()
+
+
+def test_a_job_may_be_out_of_time_only_so_often(jobs: Jobs) -> None:
+    until(lambda: (jobs.places["over"] / "begun-0-1").exists())
+    jobs.over._interrupt(timeout=True)
+    with pytest.raises(ElasticJobFailedError, match=r"Job not requeued because: timed-out too many times\."):
+        jobs.over.result()
+    assert (jobs.places["over"] / "saved-0").exists(), "checkpoint() is called all the same, as submitit does"
+
+
+def test_launch_calls_a_function_on_workers_here(capfd: pytest.CaptureFixture[str]) -> None:
+    def square(value: int) -> int:
+        print(f"at work {os.environ['RANK']}", flush=True)
+        return value * value + int(os.environ["RANK"])
+
+    config = hpc_elastic.LaunchConfig(nproc_per_node=2, run_id="squares")
+    assert hpc_elastic.launch(square, 5, config=config) == {0: 25, 1: 26}
+    said = capfd.readouterr().out
+    assert re.search(r"\[node0:0\] at work 0", said)
+    assert re.search(r"\[node0:1\] at work 1", said)
+    assert "[hpc-elastic]" not in said
+
+
+def test_launch_raises_what_failed_and_keeps_its_files() -> None:
+    with pytest.raises(ElasticJobFailedError, match="ZeroDivisionError") as caught:
+        hpc_elastic.launch(partial(divmod, 1, 0), max_restarts=0, show_output=False)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    folder = Path(re.findall(r"run directory: (\S+)", str(caught.value))[-1])
+    assert (folder / "job.log").exists()
+
+
+def test_launch_in_this_process() -> None:
+    assert hpc_elastic.launch(os.getpid, cluster="debug") == {0: os.getpid()}
+    with pytest.raises(hpc_elastic.errors.UsageError, match="nothing to point at"):
+        hpc_elastic.launch(os.getpid, rdzv_backend="etcd-v2", rdzv_endpoint="here:29400")

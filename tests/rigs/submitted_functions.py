@@ -1,0 +1,85 @@
+"""What tests submit: functions that tell where they are by files, and wait for a word."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from submitit.helpers import Checkpointable, DelayedSubmission
+
+PATIENCE = 120.0
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def wait_for(path: Path, what: str = "a word") -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not come: {path}")
+        time.sleep(0.02)
+
+
+def touch(folder: Path, name: str) -> None:
+    (folder / name).touch()
+
+
+class Saved(Checkpointable):
+    """Each rank's state is its own. Goes on when it hears the word `go`, or at once in its second life."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lives: list[tuple[int, int]] = []
+
+    def __call__(self, word: str) -> list[tuple[int, int]]:
+        self.lives.append((rank(), len(self.lives)))
+        touch(self.folder, f"begun-{rank()}-{len(self.lives)}")
+        if len(self.lives) < 2:
+            wait_for(self.folder / word)
+        return self.lives
+
+    def checkpoint(self, *args: Any, **kwargs: Any) -> DelayedSubmission:
+        touch(self.folder, f"saved-{rank()}")
+        return super().checkpoint(*args, **kwargs)
+
+
+class OddError(Exception):
+    """No copy of it can be made by pickle."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"odd {first} {second}")
+
+
+def killed_once(folder: Path) -> int:
+    """Rank 0 dies in the first round."""
+    if rank() == 0 and not (folder / "killed").exists():
+        touch(folder, "killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def raises(error: Exception) -> None:
+    print("called", flush=True)
+    try:
+        raise error
+    except ValueError as problem:
+        raise KeyError("key") from problem
+
+
+def raises_odd() -> None:
+    raise OddError(1, 2)
+
+
+def sleeps(folder: Path) -> None:
+    touch(folder, f"sleeping-{rank()}")
+    time.sleep(PATIENCE)
+
+
+def speaks_to(stream: int) -> str:
+    os.write(stream, b"said\n")
+    return os.environ.get("FROM_SETUP", "")

@@ -1,0 +1,171 @@
+"""Calls, results and exceptions as files: by value where need be, whole or not at all, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.submission import outcome_files, places
+from hpc_elastic.submission.call import Call, CallTerms, function_name, own_sys_path, read_call, read_terms, write_call
+from hpc_elastic.submission.job_errors import (
+    ElasticJobFailedError,
+    ElasticJobUncompletedError,
+    WorkerRaisedError,
+    as_cause,
+)
+from hpc_elastic.submission.objects import UnreadableObjectError, read_head, read_object, write_object
+
+TERMS = CallTerms(name="f", folder="/f", timeout_min=1.5, timeouts_left=2, sys_path=("/a", "/b"))
+
+
+def test_a_call_comes_back_with_its_terms(tmp_path: Path) -> None:
+    path, outer = tmp_path / "call.pkl", 10
+    size = write_call(path, Call(lambda left, *, right: left + right + outer, (1,), {"right": 2}), TERMS)
+    assert size == path.stat().st_size
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert read_call(path)() == 13
+    assert read_terms(path) == TERMS
+
+
+def test_what_can_not_travel_is_refused_with_the_functions_name(tmp_path: Path) -> None:
+    path = tmp_path / "call.pkl"
+    with pytest.raises(UsageError, match="the function f, or one of its arguments, can't be handed"):
+        write_call(path, Call(print, (threading.Lock(),)), TERMS)
+    assert os.listdir(tmp_path) == [], "nothing half-written is left"
+
+
+@pytest.mark.parametrize("raw", [b"", b"{}\n", b'{"version": 99}\n', b"no json\n", b'{"version": 1}\nno pickle'])
+def test_a_file_that_can_not_be_read_is_a_fact(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "result.pkl"
+    with pytest.raises(UnreadableObjectError, match="no such file"):
+        read_object(path)
+    path.write_bytes(raw)
+    path.chmod(0o600)
+    with pytest.raises(UnreadableObjectError):
+        read_object(path)
+
+
+def test_nothing_is_unpickled_that_others_could_have_written(tmp_path: Path) -> None:
+    path = tmp_path / "result.pkl"
+    write_object(path, {}, 3)
+    assert read_object(path) == 3
+    path.chmod(0o660)
+    with pytest.raises(UnsafePathError, match="nothing is unpickled"):
+        read_object(path)
+    path.chmod(0o600)
+    link = tmp_path / "link.pkl"
+    link.symlink_to(path)
+    with pytest.raises(UnreadableObjectError):
+        read_head(link)
+
+
+def test_the_submitters_modules_are_found_and_not_its_interpreters() -> None:
+    found = own_sys_path()
+    assert os.path.abspath(".") in found
+    assert not [path for path in found if path.startswith(os.path.realpath(sys.prefix) + "/lib")]
+
+
+def test_names_for_people() -> None:
+    from functools import partial
+
+    class Model:
+        def __call__(self) -> None: ...
+
+    assert function_name(max) == "max"
+    assert function_name(partial(max, 1)) == "max"
+    assert function_name(Model()).endswith("Model")
+    assert "<locals>" not in function_name(Model())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+def make_round(run: RunPaths, attempt: int, number: int, ranks: int) -> places.RoundPlace:
+    place = places.RoundPlace(attempt=run.attempt(attempt), round=number)
+    for rank in range(ranks):
+        place.rank_dir(rank).mkdir(parents=True)
+    return place
+
+
+def end(run: RunPaths, attempt: int, **facts: Any) -> None:
+    given = {"outcome": "succeeded", "reason": "r", "exit_code": 0, "action": "end", "decision": "why", **facts}
+    StoredResult(**given).save(run.attempt(attempt).result_json)
+
+
+def test_the_end_is_that_of_the_newest_attempt(run: RunPaths) -> None:
+    assert outcome_files.find_end(run) is None
+    make_round(run, 0, 0, 1)
+    end(run, 0, outcome="preempted", action="requeue", exit_code=75)
+    assert outcome_files.find_end(run) is None, "it comes back"
+    make_round(run, 1, 0, 1)
+    assert outcome_files.find_end(run) is None, "it runs"
+    end(run, 1, outcome="cancelled", exit_code=143)
+    found = outcome_files.find_end(run)
+    assert found is not None
+    assert (found.state, found.succeeded, found.reason) == ("CANCELLED", False, "why")
+
+
+def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
+    for number in (0, 9, 10):
+        place = make_round(run, 0, number, 2)
+        for rank in range(2):
+            write_object(places.result_file(place.rank_dir(rank)), {}, (number, rank))
+    assert [outcome_files.read_result(run, rank) for rank in range(2)] == [(10, 0), (10, 1)]
+    assert outcome_files.world_size(run) == 2
+    with pytest.raises(UnreadableObjectError, match="rank 2 ended without returning anything"):
+        outcome_files.read_result(run, 2)
+
+
+def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) -> None:
+    place = make_round(run, 0, 1, 3)
+    for rank in (2, 1):
+        head = {"type": "ValueError", "message": str(rank), "traceback": f"line {rank}"}
+        write_object(places.exception_file(place.rank_dir(rank)), head, ValueError(rank))
+        os.utime(places.exception_file(place.rank_dir(rank)), ns=(10 - rank, 10 - rank))
+    assert outcome_files.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
+    verdict = '{"verdict": {"attempt": 0, "round": 1, "failure": {"global_rank": 1}}}'
+    run.attempt(0).report_json.write_text(verdict)
+    assert outcome_files.read_exception(run)[1]["message"] == "1"  # type: ignore[index]
+    run.attempt(0).report_json.write_text('{"verdict": {"attempt": null, "round": 1, "failure": null}}')
+    assert outcome_files.read_exception(run)[1]["message"] == "2"  # type: ignore[index]
+
+
+def test_output_is_that_of_all_attempts_and_rounds(run: RunPaths) -> None:
+    assert outcome_files.output(run, 0, "stdout") is None
+    for attempt, number in ((0, 0), (0, 1), (1, 0)):
+        place = make_round(run, attempt, number, 1)
+        (place.rank_dir(0) / "stdout.log").write_text(f"{attempt}.{number}\n")
+    (place.rank_dir(0) / "stdout.log.000").write_text("rotated\n")
+    assert outcome_files.output(run, 0, "stdout") == "0.0\n0.1\nrotated\n1.0\n"
+    assert outcome_files.output(run, 0, "stderr") is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ElasticJobFailedError(job_id="7", report="who failed"),
+        ElasticJobUncompletedError(job_id="7", why="cancelled", report=""),
+    ],
+)
+def test_a_jobs_error_pickles_with_its_cause(error: Exception) -> None:
+    error.__cause__ = as_cause(ValueError("oh"), {"traceback": "Traceback: there"})
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), repr(again.__cause__)) == (type(error), str(error), "ValueError('oh')")
+
+
+def test_the_cause_shows_where_it_was_raised() -> None:
+    found = as_cause(None, {"type": "Odd", "message": "no copy", "traceback": "Traceback: there"})
+    assert isinstance(found, WorkerRaisedError)
+    assert str(found) == "Odd: no copy"
+    assert "Traceback: there" in str(found.__cause__)
