@@ -8,7 +8,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.resources import gpu_count
 
-_AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK")
+_AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # the last one since 24.11
 
 
 def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
@@ -24,7 +24,7 @@ def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
     Raises:
         UsageError: the total is not the same on each node.
     """
-    given = next((name for name in _AS_A_WHOLE if env.get(name)), None)
+    given = next((name for name in _AS_A_WHOLE if _asks_for_gpus(name, env.get(name, ""))), None)
     if given is None or env.get("SLURM_GPUS_PER_NODE"):
         return ()
     job = JobEnvironment.from_env(env)
@@ -43,3 +43,7 @@ def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
             )
         return (f"--gpus-per-node={each}",)
     return (f"--gpus-per-node={here}",) if here else ()
+
+
+def _asks_for_gpus(name: str, value: str) -> bool:
+    return "gpu" in value if name == "SLURM_TRES_PER_TASK" else bool(value)

@@ -186,7 +186,8 @@ class FakeSlurm:
             **job.fields,
         }
         for key, value in fields.items():
-            text = re.sub(rf"\b{key}=\S*", lambda _, key=key, value=value: f"{key}={value}", text, count=1)
+            rest = ".*" if key == "Comment" else r"\S*"  # a text of the user's goes on to the line's end
+            text = re.sub(rf"\b{key}={rest}", lambda _, key=key, value=value: f"{key}={value}", text, count=1)
         return text
 
     def _queue_line(self, job: FakeJob) -> str:
