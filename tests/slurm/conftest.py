@@ -52,14 +52,14 @@ def slurm_can_run() -> None:
 @pytest.fixture(scope="session")
 def plain_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
     """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 11 s; one for the session."""
-    with SlurmCluster(4, release=_RELEASE, accounting=not _RELEASE) as started:
+    with SlurmCluster(4, gpus=2, release=_RELEASE, accounting=not _RELEASE) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def emulated_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
     """The same on emulated NFS, whose caches hold for 3 s: a mount of its own on each node and on the login host."""
-    with SlurmCluster(4, fs=caches_of(3.0)) as started:
+    with SlurmCluster(4, gpus=2, fs=caches_of(3.0)) as started:
         yield started
 
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.batch import CONTROLLER_PATIENCE, SlurmSite
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.batch import CONTROLLER_PATIENCE, SlurmSite, run_of_this_job
+from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signal_table import SlurmWord
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.errors import SlurmError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
@@ -110,3 +115,35 @@ def test_what_slurm_says_is_asked_in_a_hurry(site: Callable[..., Any]) -> None:
     assert slurm.ask(near=0.0).word is SlurmWord.REQUEUED, "this attempt began after one restart"
     slurm, _ = site(Client(None, state=UNAVAILABLE))
     assert slurm.ask(near=0.0).word is SlurmWord.SILENT
+
+
+@pytest.mark.parametrize(
+    ("is_batch", "requeue", "said"),
+    [
+        (False, True, "Slurm requeues batch jobs only"),
+        (True, False, "--no-requeue"),
+        (True, True, ""),
+    ],
+)
+def test_an_allocation_of_sallocs_is_not_armed(
+    site: Callable[..., Any], is_batch: bool, requeue: bool, said: str
+) -> None:
+    slurm, _ = site(Client(state=SimpleNamespace(is_batch=is_batch, requeue=requeue)))
+    armed, reason = slurm._armed(SimpleNamespace(requeue=True, max_requeues=3))
+    assert armed is (not said)
+    assert said in reason
+
+
+def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> None:
+    entry = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
+    spec = RunSpec(run_id="r", uid="0" * 32, name="r", created_ns=1, entrypoint=entry, cwd="/")
+    one, array = (
+        create_run(replace(spec, run_id=name, array=text), tmp_path).paths for name, text in (("a", ""), ("b", "0-3"))
+    )
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert run_of_this_job(one.root, {}) == one.root
+    assert run_of_this_job(array.root, task) == array.root / "task-3"
+    with pytest.raises(UsageError, match="is an array of runs"):
+        run_of_this_job(array.root, {})
+    with pytest.raises(UsageError, match="this job is task 3 of an array: all tasks would write to it"):
+        run_of_this_job(one.root, task)

@@ -95,6 +95,26 @@ def test_het_job_is_all_components_in_order(version: str, nodes: str) -> None:
         assert job.requeue_id == load(path)["SLURM_JOB_ID_HET_GROUP_0"]
 
 
+def test_the_components_of_a_het_job_are_told_apart() -> None:
+    for path in DATA.glob("*/env-*-batch.txt"):
+        job = JobEnvironment.from_env(load(path))
+        sizes = [len(part) for part in job.components]
+        assert sizes == ([1, 2] if path.name == "env-het-batch.txt" else []), path
+        if sizes:
+            assert tuple(node for part in job.components for node in part) == job.nodes
+
+
+def test_a_node_of_two_components_is_the_first_ones() -> None:
+    env = {
+        **load(DATA / "22.05.8" / "env-het-batch.txt"),
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
+    }
+    job = JobEnvironment.from_env(env)
+    assert job.components == (("n1", "n2"), ("n3",))
+    assert job.nodes == ("n1", "n2", "n3")
+
+
 def test_a_het_tasks_place_is_not_its_place_in_the_sorted_step_list() -> None:
     job = JobEnvironment.from_env(load(DATA / "20.11.4" / "env-het-step-n3-task0.txt"))
     assert job.task is not None

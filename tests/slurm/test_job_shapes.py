@@ -1,0 +1,212 @@
+"""Jobs of every shape on a real Slurm: arrays, het jobs, steps and scripts of one's own, GPUs, runs side by side."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_runs import Run, SlurmRuns
+
+SHORT = ("-t", "10", "--nproc-per-node", "1")
+QUICK_TTL = ("--rdzv-conf", "heartbeat_ttl=4")
+WAITS = """
+import os, sys, time
+rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "-")
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} gpus {gpus} round {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+      f" attempt {attempt} task {os.environ.get('SLURM_ARRAY_TASK_ID', '-')}", flush=True)
+stop = sys.argv[1]
+deadline = time.monotonic() + 300
+while not os.path.exists(stop) and time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
+SAVES = """
+import os, sys, time
+import hpc_elastic
+task = os.environ.get("SLURM_ARRAY_TASK_ID", "-")
+print(f"task {task} attempt {os.environ['HPC_ELASTIC_ATTEMPT']} rank {os.environ['RANK']}", flush=True)
+for step in range(6000):
+    time.sleep(0.05)
+    if hpc_elastic.should_checkpoint(step):
+        sys.exit(0)
+"""
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    return SlurmRuns(cluster)
+
+
+def task_of(run: Run, task: int) -> Run:
+    return Run(run.runs, job=f"{run.job}_{task}", root=run.root / f"task-{task}", done=None)
+
+
+def sbatch(runs: SlurmRuns, script: str, *options: str) -> str:
+    path = runs.folder / "own.sh"
+    path.write_text(script)
+    argv = ["sbatch", "--parsable", "-o", "own.log", "--open-mode=append", "-t", "10", *options, str(path)]
+    return runs.cluster.run(argv, cwd=runs.folder, check=True).stdout.strip()
+
+
+def wait_file(path: Path, wanted: str, *, count: int = 1, timeout: float = 60) -> str:
+    deadline = time.monotonic() + timeout
+    while True:
+        text = path.read_text(errors="replace") if path.exists() else ""
+        if len(re.findall(wanted, text)) >= count:
+            return text
+        assert time.monotonic() < deadline, f"no {count} times {wanted!r} in {path} after {timeout} s:\n{text}"
+        time.sleep(0.05)
+
+
+def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--array", "0-2%2", "-w", "n1", *SHORT, runs.script(SAVES))
+    first, second, third = (task_of(run, task) for task in range(3))
+    for task in (first, second):
+        task.wait_log(lambda log: "attempt 0 rank 0" in log, timeout=60)
+    status = runs.hpc_elastic("status", run.job).stdout
+    assert f"job {run.job}: 3 runs: " in status.splitlines()[0]
+    assert re.search(r"submitted .*_2  \[PENDING: JobArrayTaskLimit\]", status), status
+    assert "as in" in runs.hpc_elastic("report", run.job).stderr
+    # Two runs on one node, one of them requeued: the other does not notice.
+    assert "asked to save" in runs.hpc_elastic("requeue", second.job).stdout
+    second.wait_log(lambda log: f"job {second.job} is requeued" in log)
+    assert "cancelled" in runs.hpc_elastic("cancel", third.job).stdout
+    second.wait_log(lambda log: "task 1 attempt 1 rank 0" in log, timeout=90)
+    assert first.log.count("rank 0") == 1
+    assert sorted(path.name for path in second.root.glob("attempt-*")) == ["attempt-000", "attempt-001"]
+    assert runs.hpc_elastic("status", second.job).stdout.startswith(f"run {run.root.name}_1: ")
+    assert "SIGTERM" in runs.hpc_elastic("cancel", first.job).stdout
+    assert cluster.wait_job(first.job) == "CANCELLED"
+    assert first.report()["outcome"] == "cancelled"
+    assert cluster.job_state(second.job) == "RUNNING"
+    assert "none of its 3 runs" in runs.hpc_elastic("cancel", run.job).stdout
+    assert cluster.wait_job(second.job) == "CANCELLED"
+    assert not list(third.root.glob("attempt-*"))
+    listed = runs.hpc_elastic("list").stdout.splitlines()
+    assert [line.split()[3] for line in listed] == [f"{run.root.name}_{task}" for task in range(3)]
+
+
+def test_a_het_jobs_components_are_one_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    stop = runs.folder / "stop"
+    run = runs.submit(
+        *("-N1", "--gpus-per-node", "1", "--het", "-N 2 --gres=gpu:2", "-t", "10", "--max-restarts", "0", *QUICK_TTL),
+        *(runs.script(WAITS), str(stop)),
+    )
+    log = run.wait_log(lambda log: log.count("of 5 gpus") == 5, timeout=60)
+    assert len(re.findall(r"of 5 gpus 0 ", log)) == 1
+    assert len(re.findall(r"of 5 gpus 0,1 ", log)) == 4
+    nodes = json.loads((run.root / "attempt-000" / "attempt.json").read_text())["nodes"]
+    status = runs.hpc_elastic("status", "--json", run.job)
+    assert json.loads(status.stdout)["slurm"]["nodes"] == nodes
+    run.kill_agent(nodes[2])
+    log = run.wait_log(lambda log: log.count("round 1 attempt 0") == 5, timeout=60)
+    assert len(re.findall(r"of 5 gpus 0,1 round 1", log)) == 4, "its agent was started again in its own component"
+    stop.touch()
+    run.wait_log(lambda log: "; exit code 0" in log)
+    assert run.wait_end() == "COMPLETED"
+    assert run.left_on_nodes() == []
+
+
+def test_agents_in_a_step_of_ones_own_resume_after_a_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    text = """
+import os, signal
+print("attempt", os.environ["HPC_ELASTIC_ATTEMPT"], "rank", os.environ["RANK"], flush=True)
+if os.environ["HPC_ELASTIC_ATTEMPT"] == "0" and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    script = f"""#!/bin/bash
+export HOME=/tmp/home-$SLURM_RESTART_COUNT
+srun -n2 --ntasks-per-node=1 hpc-elastic agent --max-restarts 0 --nproc-per-node 1 {runs.script(text)}; echo "first: $?"
+srun -n4 --ntasks-per-node=2 hpc-elastic agent train.py; echo "second: $?"
+srun -n2 --ntasks-per-node=1 hpc-elastic run train.py; echo "third: $?"
+"""
+    job = sbatch(runs, script, "-N2", "-n4", "--ntasks-per-node=2", "--requeue")
+    assert cluster.wait_job(job, {"COMPLETED"}, timeout=120) == "COMPLETED"
+    log = (runs.folder / "own.log").read_text()
+    assert log.count("requeue armed: yes") == 2, log
+    assert log.count("attempt 1 rank") == 2, log
+    assert "first: 0" in log
+    assert log.count("srun started 2 tasks on a node") == 1, "said by the first task alone"
+    assert "second: 2" in log
+    assert log.count("run was started by srun on 2 tasks") == 1
+    (run,) = (path for path in (runs.folder / "runs").iterdir() if not path.name.startswith("."))
+    assert sorted(path.name for path in run.glob("attempt-*")) == ["attempt-000", "attempt-001"]
+    assert json.loads((run / "attempt-001" / "report.json").read_text())["outcome"] == "succeeded"
+    # Its home was another: nothing here remembers the job, but its files do.
+    assert "SUCCEEDED" in runs.hpc_elastic("report", str(run)).stdout
+
+
+def test_a_total_of_gpus_is_shared_out_also_to_an_agent_that_is_started_again(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    stop = runs.folder / "stop"
+    script = f"#!/bin/bash\nexec hpc-elastic run {' '.join(QUICK_TTL)} {runs.script(WAITS)} {stop}\n"
+    job = sbatch(runs, script, "-N2", "--gpus=4")
+    own = runs.folder / "own.log"
+    log = wait_file(own, r"of 4 gpus 0,1 round 0", count=4)
+    run = runs.newest()
+    assert run.job == job
+    run.kill_agent(json.loads((run.root / "attempt-000" / "attempt.json").read_text())["nodes"][1])
+    log = wait_file(own, r"of 4 gpus 0,1 round 1", count=4)
+    assert "giving the node up" not in log
+    stop.touch()
+    assert cluster.wait_job(job) == "COMPLETED"
+
+
+def test_a_template_and_a_submission_from_a_compute_node(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    stop = runs.folder / "stop"
+    lines = "@SBATCH_LINES@\ntrap '' USR2\necho prepared\nexec @COMMAND@\n"
+    template = f"#!/bin/bash\n#SBATCH --nodes=2 --comment=mine -t 10\n{lines}"
+    (runs.folder / "mine.sh").write_text(template)
+    argv = ["hpc-elastic", "submit", "--template", "mine.sh", "--nproc-per-node", "1", runs.script(WAITS), str(stop)]
+    inside = ["srun", "-N1", "-n1", "-c2", "--gres=gpu:1", *argv]
+    done = cluster.run(inside, cwd=runs.folder, timeout=60)
+    assert done.returncode == 0, done.stderr
+    run = runs._run_of(done)
+    log = run.wait_log(lambda log: log.count("of 2 gpus - ") == 2, timeout=60)
+    assert "prepared\n" in log
+    info = cluster.job_info(run.job)
+    assert (info["NumNodes"], info["Comment"], info["TimeLimit"]) == ("2", "mine", "00:10:00")
+    # From another home the job's log says whose run it is.
+    seen = runs.hpc_elastic("status", run.job, env={"HOME": "/tmp", "XDG_STATE_HOME": ""})
+    assert seen.stdout.startswith(f"run {run.root.name}: training"), seen.stderr
+    stop.touch()
+    assert run.wait_end() == "COMPLETED"
+    broken = runs.folder / "broken.sh"
+    broken.write_text(template.replace("trap '' USR2\n", "").replace("exec ", ""))
+    refused = runs.hpc_elastic("submit", "--template", "broken.sh", "train.py")
+    assert refused.returncode == 2
+    assert "trap '' USR2 is missing" in refused.stderr
+    assert "exec @COMMAND@" in refused.stderr
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def test_jobs_that_are_no_runs_of_this_accounts(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    script = runs.folder / "sleep.sh"
+    script.write_text("#!/bin/bash\nsleep 60\n")
+    own, theirs = (
+        cluster.run(
+            ["sbatch", "--parsable", "-o", "/dev/null", str(script)], user=user, cwd="/", check=True
+        ).stdout.strip()
+        for user in ("alice", "mallory")
+    )
+    expected = {
+        "999999": "job 999999 is unknown",
+        own: f"job {own} (sleep.sh) is no run that is known here",
+        theirs: f"job {theirs} (sleep.sh) is mallory's, and no run",
+        "12_x": "12_x is no run",
+    }
+    for job, said in expected.items():
+        for subcommand in ("status", "cancel") if job in (own, theirs) else ("requeue", "report"):
+            done = runs.hpc_elastic(subcommand, job)
+            assert done.returncode == 2, (subcommand, job, done.stdout)
+            assert len(done.stderr.splitlines()) == 1, done.stderr
+            assert said in done.stderr, (subcommand, done.stderr)
+    assert cluster.job_state(own) in ("RUNNING", "PENDING")
+    cluster.run(["scancel", own])
+    cluster.run(["scancel", theirs], user="mallory")
