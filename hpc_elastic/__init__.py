@@ -1,7 +1,7 @@
 """Fault-tolerant, elastic PyTorch training on Slurm.
 
-For a training script: `heartbeat`, `section`, `checkpoint_done`, `should_checkpoint` and `preemption_notice`. They need
-no torch, and cost nothing until they are used.
+For a training script: `heartbeat`, `section`, `checkpoint_done`, `should_checkpoint`, `preemption_notice` and
+`on_preemption`. They need no torch, and cost nothing until they are used.
 
 For a notebook: `launch` and `LaunchConfig`. For programs that submit: `hpc_elastic.submission.ElasticExecutor`.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
+    from hpc_elastic.worker_callbacks import on_preemption as on_preemption
     from hpc_elastic.worker_heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_heartbeat import section as section
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FROM = {
+    "on_preemption": "hpc_elastic.worker_callbacks",
     **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_heartbeat"),
     "LaunchConfig": "hpc_elastic.submission.notebook",
     **dict.fromkeys(("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_notice"),

@@ -163,6 +163,10 @@ class _Speaker:
     def heeds_notices(self) -> bool:
         return self._heeds
 
+    @property
+    def is_off(self) -> bool:
+        return self._off
+
     def read_notice(self) -> NoticeRecord | None:
         """The agent's notice. That this worker asks, and that it has been told, is said to the agent once."""
         if not self._heeds:
@@ -272,6 +276,11 @@ def _be_silent() -> None:
 
 
 _speaker = _Speaker()
+
+
+def is_outside() -> bool:
+    """Whether this process speaks for no worker, and never will: outside of a run, a helper, a forked child."""
+    return _speaker.is_off or not os.environ.get(VARIABLE)
 
 
 def read_notice_of_agent() -> NoticeRecord | None:

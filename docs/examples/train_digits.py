@@ -1,8 +1,9 @@
 """Train a small network on scikit-learn's digits with DistributedDataParallel: a script as one writes it for torchrun.
 
-Nothing in it knows about hpc_elastic: it reads RANK, WORLD_SIZE and MASTER_* through `init_process_group`, saves a
-checkpoint after every epoch, and goes on from it when it is started again. The global batch is fixed and split over
-the ranks, so the losses are the same for any number of ranks, interrupted or not.
+One line knows about hpc_elastic: `should_checkpoint` says after an epoch whether the job is about to end, and is False
+outside of a run. The rest reads RANK, WORLD_SIZE and MASTER_* through `init_process_group`, saves a checkpoint after
+every epoch, and goes on from it when it is started again. The global batch is fixed and split over the ranks, so the
+losses are the same for any number of ranks, interrupted or not.
 
 ``--kill-rank R --kill-epoch E`` makes rank R kill itself, once, in the middle of epoch E: to see what happens then.
 """
@@ -23,6 +24,8 @@ import torch.nn.functional as F  # noqa: E402
 from sklearn.datasets import load_digits  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from hpc_elastic import should_checkpoint  # noqa: E402
 
 TRAINING_IMAGES = 1437  # of 1797; the rest measures the accuracy
 
@@ -121,10 +124,16 @@ def main():
             save_checkpoint(
                 args.checkpoint, {**state, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
             )
+        if should_checkpoint(epoch):  # on all ranks after the same epoch; it is saved already
+            if RANK == 0:
+                print(f"stopping after epoch {epoch}: the job is about to end", flush=True)
+            break
         time.sleep(args.epoch_delay)
-
-    if RANK == 0:
-        print(f"final: epoch={state['epoch']} loss={state['loss']:.6f} accuracy={state['accuracy']:.4f}", flush=True)
+    else:  # and not where the next attempt goes on
+        if RANK == 0:
+            print(
+                f"final: epoch={state['epoch']} loss={state['loss']:.6f} accuracy={state['accuracy']:.4f}", flush=True
+            )
     dist.destroy_process_group()
 
 

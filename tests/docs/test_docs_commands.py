@@ -90,7 +90,13 @@ def test_options_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["docs/reference/cli.md", "docs/reference/configuration.md", "docs/reference/states.md"]
+    "name",
+    [
+        "docs/reference/cli.md",
+        "docs/reference/configuration.md",
+        "docs/reference/states.md",
+        "docs/reference/signals.md",
+    ],
 )
 def test_generated_pages_are_those_of_this_code(name: str) -> None:
     module = generator()

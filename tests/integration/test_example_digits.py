@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -40,6 +41,31 @@ def undisturbed_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
         env=env, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     return final_loss(result.stdout)
+
+
+def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: Path, undisturbed_loss: float) -> None:
+    """On all ranks after the same epoch, whichever it is."""
+    command = [
+        *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--max-requeues", "1"),
+        *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS), "--epoch-delay", "1"),
+        *("--checkpoint", str(tmp_path / "digits.pt")),
+    ]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        lines = []
+        for line in run.stdout:
+            lines.append(line)
+            if "epoch 2/" in line:  # after the first one each rank has asked for the first time
+                run.send_signal(signal.SIGUSR2)
+        assert run.wait(timeout=180) == 0, lines
+    output = "".join(lines)
+    stopped = re.search(r"stopping after epoch (\d): the job is about to end", output)
+    assert stopped, output
+    epoch = stopped[1]
+    assert re.search(rf"saved in \d+ of \d+ s \(step {epoch}\)", output), output
+    assert f"resuming after epoch {epoch} from {tmp_path / 'digits.pt'}" in output
+    assert output.count("final: ") == 1
+    assert final_loss(output) == pytest.approx(undisturbed_loss, rel=1e-4)
 
 
 def test_a_killed_worker_costs_a_restart_and_no_accuracy(tmp_path: Path, undisturbed_loss: float) -> None:

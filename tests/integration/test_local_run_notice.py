@@ -15,7 +15,12 @@ others_in_round()
 if ATTEMPT:
     sys.exit(0)
 step = 0
+knows = False
 while True:
+    notice = hpc_elastic.preemption_notice()
+    if not knows and notice is not None and notice.is_agreed:
+        knows = True
+        tell("knows")
     time.sleep(0.02 + 0.005 * RANK)  # no collective keeps these ranks together
     if step == 3:
         tell("trains")
@@ -39,13 +44,41 @@ tell("here")
 others_in_round()
 ATTEMPT or wait_for("never")
 """
+_CALLED_BACK = """
+import hpc_elastic, threading
+due = threading.Event()
+
+def save(notice):
+    tell("saved", here=threading.current_thread() is threading.main_thread())
+    due.set()
+
+if not ATTEMPT:
+    hpc_elastic.on_preemption(save)
+tell("here")
+others_in_round()
+if not ATTEMPT:
+    due.wait()  # as in a call that no Python code interrupts
+    hpc_elastic.checkpoint_done()
+    wait_for("never")
+"""
+
+
+def test_a_callback_is_called_whatever_the_main_thread_does(tmp_path: Path) -> None:
+    with LocalRun(tmp_path, _CALLED_BACK, options=["--max-requeues", "1", "--shutdown-timeout", "1"]) as run:
+        run.wait_moments("here", count=2)
+        run.signal(signal.SIGUSR2)
+        assert run.finish() == ExitCode.OK
+        assert [moment["here"] for moment in run.moments("saved")] == [False, False]
+        assert "saved in" in run.log()
+        assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
 
 
 def test_all_ranks_save_after_one_step_and_the_run_is_requeued(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _STAYS, nproc=2, options=["--max-requeues", "1", "--shutdown-timeout", "1"]) as run:
         run.wait_moments("trains", count=4)
         run.signal(signal.SIGUSR2)
-        run.until(lambda: "all workers save after step" in run.log(), "word that a step is agreed")
+        run.wait_moments("knows", count=4)  # who is told later than it passes the step would save one later
+        assert "all workers save after step" in run.log()
         assert run.moments("saved") == []
         run.say("go-on")
         assert run.finish() == ExitCode.OK

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hpc_elastic
-from hpc_elastic import worker_heartbeat
+from hpc_elastic import worker_callbacks, worker_heartbeat
 from hpc_elastic.heartbeat_record import (
     FILE_BYTES,
     NO_STEP,
@@ -107,6 +109,82 @@ def test_outside_of_a_run_there_is_never_a_notice(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(worker_heartbeat, "_speaker", worker_heartbeat._Speaker())
     assert not hpc_elastic.should_checkpoint(3)
     assert hpc_elastic.preemption_notice() is None
+
+
+# -- callbacks
+
+
+@pytest.fixture
+def watch(page: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[worker_callbacks._Watch]:
+    """Of this process, with nobody registered yet; its thread looks all the time."""
+    monkeypatch.setattr(worker_callbacks, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(worker_callbacks, "_watch", watch := worker_callbacks._Watch())
+    monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
+    yield watch
+    monkeypatch.undo()  # its thread ends
+    for thread in threading.enumerate():
+        if thread.name == "hpc_elastic on_preemption":
+            thread.join(10)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_callback_is_called_once_when_the_step_is_agreed(page: Path, watch: worker_callbacks._Watch) -> None:
+    calls: list[tuple[int | None, str]] = []
+    hpc_elastic.on_preemption(lambda notice: calls.append((notice.step, threading.current_thread().name)))
+    assert said(page).heeds_notices, "from then on it is waited for"
+    tell(page, step=STEP_PENDING)
+    until(lambda: said(page).is_told)
+    assert calls == []
+    tell(page, step=9, serial=2)
+    until(lambda: bool(calls))
+    tell(page, step=9, serial=3)
+    late: list[int | None] = []
+    hpc_elastic.on_preemption(lambda notice: late.append(notice.step))
+    until(lambda: bool(late))
+    assert late == [9], "one that comes after the notice hears of it too"
+    assert calls == [(9, "hpc_elastic on_preemption")]
+
+
+def test_a_callback_that_fails_or_was_taken_back_keeps_no_other_from_being_called(
+    page: Path, watch: worker_callbacks._Watch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def fail(notice: object) -> None:
+        raise RuntimeError("the disk is full")
+
+    hpc_elastic.on_preemption(fail)
+    take_back = hpc_elastic.on_preemption(lambda notice: calls.append("taken back"))
+    take_back()
+    take_back()
+    hpc_elastic.on_preemption(lambda notice: calls.append("called"))
+    tell(page, step=NO_STEP)
+    until(lambda: bool(calls))
+    assert calls == ["called"]
+    assert "RuntimeError: the disk is full" in capsys.readouterr().err
+
+
+def test_what_can_not_be_called_is_refused(page: Path) -> None:
+    with pytest.raises(TypeError, match="must be callable, not str"):
+        hpc_elastic.on_preemption("save")  # type: ignore[arg-type]
+
+
+def test_outside_of_a_run_nothing_is_started(watch: worker_callbacks._Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE)
+    hpc_elastic.on_preemption(print)
+    assert not watch._has_started
+
+
+def test_the_signals_of_the_process_are_left_alone(page: Path, watch: worker_callbacks._Watch) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+    hpc_elastic.on_preemption(print)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)] == before
 
 
 @given(st.integers(0, 31), st.integers(1, 255))
