@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = _report(facts, samples, helps, dict(sorted(left.items())), beats, costs, stops)
     print(text)
     if "inprocess" in options.parts and OURS in systems and not _late(deadline, samples, "the in-process ring"):
-        print(inprocess.described(ranks=4, restarts=10 if options.quick else 40))
+        print(inprocess.measured(quick=True).text())
     if "scale" in options.parts and OURS in systems:
         _scale(facts, quick=options.quick, update=options.update_docs)
     for trouble in samples.troubles:

@@ -51,12 +51,13 @@ class Job:
         return [ending.result for ending in self.ranks]
 
 
-def run_jobs(folder: Path, *jobs: str) -> list[Job]:
+def run_jobs(folder: Path, *jobs: str, search: str = "") -> list[Job]:
     """Run scenarios to their ends, one after the other.
 
     Args:
         folder: Empty, for results and stores.
         jobs: As on the command line.
+        search: A folder in which Python looks for modules after all others.
 
     Raises:
         AssertionError: one did not end in time; with the stacks of all its ranks.
@@ -65,7 +66,7 @@ def run_jobs(folder: Path, *jobs: str) -> list[Job]:
     result = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.rigs.inprocess_ranks", str(folder), *jobs],
         cwd=ROOT,
-        env={**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        env={**env, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "RING_SEARCH": search},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -112,7 +113,7 @@ def _free_ports(count: int = 10) -> int:
 def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, options: dict[str, str]) -> int:
     import logging
 
-    from tests.rigs import inprocess_phases, inprocess_scenarios
+    from tests.rigs import inprocess_phases, inprocess_scenarios, inprocess_timing
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -122,7 +123,8 @@ def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, op
     found: dict[str, Any] = {}
     code = 0
     try:
-        place = inprocess_scenarios if hasattr(inprocess_scenarios, scenario) else inprocess_phases
+        places = (inprocess_scenarios, inprocess_phases, inprocess_timing)
+        place = next(place for place in places if hasattr(place, scenario))
         found["result"] = getattr(place, scenario)(rank, folder, options)
     except BaseException as error:
         logging.exception("initial rank %d raised", rank)
@@ -137,6 +139,8 @@ def main(argv: list[str]) -> int:
     import hpc_elastic.inprocess  # noqa: F401 - once, before the forks
 
     folder = Path(argv[0])
+    if os.environ.get("RING_SEARCH"):
+        sys.path.append(os.environ["RING_SEARCH"])
     # In a child of its own, whose threads no rank is forked beside.
     server, group_port = _serve_group_store()
     os.environ["GROUP_STORE_PORT"] = str(group_port)

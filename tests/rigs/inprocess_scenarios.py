@@ -448,37 +448,3 @@ def held_tensors(rank: int, folder: Path, options: Options) -> Any:
     result = function()
     gc.collect()
     return [result, alive, sum(each() is not None for each in held)]
-
-
-def restart_times(rank: int, folder: Path, options: Options) -> dict[str, Any]:
-    """So many restarts in one call, each by an exception on another rank while the others are in an all-reduce.
-
-    Returns:
-        Seconds from each exception to the function's next start on this rank, by one clock (of one host); resident MiB,
-        threads and descriptors after a tenth of the restarts, and at the end.
-    """
-    count = int(options["restarts"])
-    seconds: list[float] = []
-    sizes: list[list[float]] = []
-    moments = connect()
-
-    @inprocess.Wrapper(**store_of(folder, options))
-    def function(call: inprocess.CallWrapper) -> None:
-        started = time.monotonic()
-        iteration = call.iteration
-        if iteration:
-            seconds.append(started - float(moments.get(f"{folder.name}/fault{iteration - 1}")))
-        if iteration in (count // 10, count):
-            resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-            sizes.append([resident, threading.active_count(), len(os.listdir("/proc/self/fd"))])
-        join_group(folder, str(iteration), moments)
-        summed()
-        if iteration < count:
-            if rank == iteration % int(os.environ["WORLD_SIZE"]):
-                moments.set(f"{folder.name}/fault{iteration}", str(time.monotonic()))
-                raise ValueError("planted")
-            summed()
-        dist.destroy_process_group()
-
-    function()
-    return {"seconds": seconds, "sizes": sizes}
