@@ -9,9 +9,11 @@ A test fails where a page and the code differ.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib.util
 import io
+import itertools
 import os
 import sys
 from collections.abc import Mapping
@@ -212,6 +214,51 @@ def rows(table: Mapping[Enum, Mapping[Enum, Enum]]) -> str:
     return "\n".join([*lines, ""])
 
 
+def words_of_members(path: Path, name: str) -> dict[str, str]:
+    """What an enumeration's source says about its members, by member."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    found = {}
+    for statement, after in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            found[ast.unparse(statement.targets[0])] = " ".join(str(after.value.value).split())
+    return found
+
+
+def sequence() -> str:
+    """A wrapped call with one fault, as a Mermaid sequence diagram: the table walked along `life.RESTART`."""
+    words = words_of_members(ROOT / "hpc_elastic" / "inprocess" / "life.py", "Phase")
+    lines = [
+        "```mermaid",
+        "sequenceDiagram",
+        "    participant F as the rank that fails",
+        "    participant S as the ring's store",
+        "    participant O as every other rank",
+    ]
+    phase = life.Phase.JOINING
+    for event in life.RESTART:
+        said = words[phase.name].replace("`", "").replace(";", ",").replace(":", ",").rstrip(".")
+        lines.append(f"    Note over F,O: {phase.value} - {said}")
+        if phase in life.BARRIERS:
+            name = life.BARRIERS[phase].replace("_", " ")
+            lines += [
+                f"    F->>S: {name}",
+                f"    O->>S: {name}",
+                f"    S-->>F: {event.value}",
+                f"    S-->>O: {event.value}",
+            ]
+        elif event is life.Event.INTERRUPTED:
+            lines += [
+                "    F->>S: record_interrupted",
+                "    S-->>O: interrupted",
+                "    O->>S: answer",
+                "    F->>S: answer",
+            ]
+        phase = life.next_phase(phase, event)
+    lines.append(f"    Note over F,O: {phase.value}")
+    return "\n".join([*lines, "```", ""])
+
+
 def states_page() -> str:
     return "\n".join(
         [
@@ -226,6 +273,8 @@ def states_page() -> str:
             "What a rank does that [restarts in its process](../how-to/restart-in-process.md).\n",
             diagram(life.TRANSITIONS, life.Phase.JOINING),
             rows(life.TRANSITIONS),
+            "A call with one fault, on the ranks that stay:\n",
+            sequence(),
         ]
     )
 

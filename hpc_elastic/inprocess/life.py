@@ -80,6 +80,22 @@ TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
 }
 
 
+BARRIERS: dict[Phase, str] = {
+    Phase.JOINING: "initial_barrier",
+    Phase.STARTING: "iteration_barrier",
+    Phase.COMPLETING: "completion_barrier",
+    Phase.TERMINATING: "termination_barrier",
+}
+"""Where all ranks meet: the method of `hpc_elastic.inprocess.store.StoreMixin`."""
+
+RESTART: tuple[Event, ...] = (
+    Event.ALL_CAME, Event.ASSIGNED, Event.ALL_CAME,
+    Event.INTERRUPTED, Event.ABORTED, Event.FINALIZED, Event.HEALTHY, Event.ALL_CAME, Event.DECIDED, Event.ASSIGNED,
+    Event.ALL_CAME, Event.DONE, Event.ALL_COMPLETED,
+)  # fmt: skip
+"""A call with one fault, on every rank that stays: what docs/ draws."""
+
+
 class IllegalEventError(Exception):
     """A phase met an event that the table does not know: a defect of this package."""
 

@@ -1,0 +1,208 @@
+"""What of the in-process ring needs no torch, on the interpreter that runs this: asynchronous exceptions changed from
+3.10 to 3.13. Prints one line for each case; the exit code is 1 where one failed."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+package = types.ModuleType("hpc_elastic.inprocess")
+package.__path__ = [str(ROOT / "hpc_elastic" / "inprocess")]
+sys.modules["hpc_elastic.inprocess"] = package  # its own __init__ imports torch
+
+from hpc_elastic.inprocess.async_exception import async_raise, reraise_if_unraisable  # noqa: E402
+from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart, SignalHandler  # noqa: E402
+from hpc_elastic.inprocess.progress_watchdog import _bytecode_probe  # noqa: E402
+
+LONG = 60.0
+"""Seconds: whoever waits them out has failed."""
+
+
+class Lasting:
+    """Its destructor lasts until it is interrupted, and what is raised in it is dropped."""
+
+    was_interrupted = False
+
+    def __del__(self) -> None:
+        try:
+            time.sleep(LONG)
+        except RankShouldRestart:
+            Lasting.was_interrupted = True
+            raise
+
+
+def in_sleep() -> None:
+    time.sleep(LONG)
+
+
+def in_loop() -> None:
+    deadline = time.monotonic() + LONG
+    while time.monotonic() < deadline:
+        pass
+
+
+def in_destructor() -> None:
+    Lasting()
+    in_sleep()
+
+
+def in_except() -> None:
+    for _ in range(3):
+        try:
+            time.sleep(LONG)
+        except BaseException:
+            pass
+    in_sleep()
+
+
+def in_generator() -> None:
+    def numbers() -> Any:
+        for _ in range(3):
+            try:
+                yield 1
+                time.sleep(LONG)
+            except BaseException:
+                continue
+
+    for _ in numbers():
+        pass
+    in_sleep()
+
+
+def in_c_callback() -> None:
+    calls: list[int] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def compare(_one: object, _other: object) -> int:
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(LONG)
+        return 0
+
+    values = (ctypes.c_int * 2)()
+    ctypes.CDLL(None).qsort(values, 2, ctypes.sizeof(ctypes.c_int), compare)
+    in_sleep()
+
+
+def in_finally() -> None:
+    done = []
+    try:
+        time.sleep(LONG)
+    finally:
+        time.sleep(0.2)  # is left alone
+        done.append(1)
+    assert done
+
+
+def interrupted(body: Callable[[], None]) -> bool:
+    """Whether the main thread gets out of `body` in time."""
+    part, stop = Interruptible(), threading.Event()
+
+    def watch() -> None:
+        time.sleep(0.05)
+        part.interrupt("a test")
+        part.insist(stop)
+
+    thread = threading.Thread(target=watch)
+    began = time.monotonic()
+    try:
+        part.run(lambda: (thread.start(), body())[0])
+    except RankShouldRestart as error:
+        return error.owner is part and time.monotonic() - began < LONG / 2
+    finally:
+        stop.set()
+        thread.join()
+        part.close()
+    return False
+
+
+def probe_stands_still_in_a_system_call_alone() -> bool:
+    probe, counts = _bytecode_probe(), []
+
+    def look() -> None:
+        for _ in range(20):
+            counts.append(probe.look())
+            time.sleep(0.01)
+
+    def watched(body: Callable[[], None]) -> int:
+        counts.clear()
+        thread = threading.Thread(target=look)
+        thread.start()
+        body()
+        thread.join()
+        return counts[-1] - counts[1]
+
+    def loop() -> None:
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            pass
+
+    return watched(loop) > 0 and watched(lambda: time.sleep(0.6)) <= 1
+
+
+def raised_in_another_thread() -> bool:
+    class Planted(Exception):
+        pass
+
+    caught: list[bool] = []
+
+    def body() -> None:
+        try:
+            in_loop()
+        except Planted:
+            caught.append(True)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    async_raise(thread.ident or 0, Planted)
+    thread.join()
+    return caught == [True]
+
+
+def raised_again_out_of_a_destructor() -> bool:
+    class Planted(Exception):
+        pass
+
+    class Raising:
+        def __del__(self) -> None:
+            raise Planted
+
+    sys.unraisablehook = lambda _: None
+    try:
+        with reraise_if_unraisable(Planted):
+            Raising()
+            in_loop()
+    except Planted:
+        return True
+    finally:
+        sys.unraisablehook = sys.__unraisablehook__
+    return False
+
+
+def main() -> int:
+    bodies = (in_sleep, in_loop, in_destructor, in_except, in_generator, in_c_callback, in_finally)
+    checks = (probe_stands_still_in_a_system_call_alone, raised_in_another_thread, raised_again_out_of_a_destructor)
+    sys.unraisablehook = lambda _: None
+    failed = 0
+    with SignalHandler():
+        for body in bodies:
+            well = interrupted(body)
+            failed += not well
+            print(f"{body.__name__}: {'ok' if well else 'FAILED'}", flush=True)
+    for check in checks:
+        well = check()
+        failed += not well
+        print(f"{check.__name__}: {'ok' if well else 'FAILED'}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
