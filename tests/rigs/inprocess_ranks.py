@@ -113,7 +113,7 @@ def _free_ports(count: int = 10) -> int:
 def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, options: dict[str, str]) -> int:
     import logging
 
-    from tests.rigs import inprocess_phases, inprocess_scenarios, inprocess_timing
+    from tests.rigs import inprocess_gpu, inprocess_phases, inprocess_scenarios, inprocess_timing
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -123,7 +123,7 @@ def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, op
     found: dict[str, Any] = {}
     code = 0
     try:
-        places = (inprocess_scenarios, inprocess_phases, inprocess_timing)
+        places = (inprocess_scenarios, inprocess_phases, inprocess_timing, inprocess_gpu)
         place = next(place for place in places if hasattr(place, scenario))
         found["result"] = getattr(place, scenario)(rank, folder, options)
     except BaseException as error:
