@@ -6,6 +6,7 @@
       run.json                           what was asked for (run_spec.py): immutable
       secret                             0600: authenticates rings (store/doorbell.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
+      nodes.json                         what speaks against nodes, and which are left out (node_records.py)
       call.pkl  launcher.json            of a submitted function: see submission/places.py
       latest -> attempt-000
       attempt-000/                       one per execution of the job
@@ -141,6 +142,10 @@ class RunPaths:
     @property
     def job_log(self) -> Path:
         return self.root / "job.log"
+
+    @property
+    def nodes_json(self) -> Path:
+        return self.root / "nodes.json"
 
     @property
     def latest(self) -> Path:

@@ -8,7 +8,10 @@ from collections.abc import Container, Sequence
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json
+from hpc_elastic.errors import UsageError
 from hpc_elastic.events import event_files, read_event_file
+from hpc_elastic.node_records import NodeRecord, load_record
+from hpc_elastic.node_score import BadNodeSettings, NodeScore, Scope, parse_bad_nodes, score_nodes
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_evidence import read_failures
 from hpc_elastic.report.collect_round import rank_words
@@ -43,14 +46,31 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
     if target.startswith(_OUR_MODULES):
         target = ""  # it calls a function, whose name is the run's
     numbers = sorted(n for n in map(attempt_number, os.listdir(root)) if n is not None)
+    record = load_record(paths.nodes_json)
+    if record.problem:
+        problems.append(f"nodes.json: {record.problem}")
     return RunHistory(
         run_id=text_of(spec.get("run_id")) or root.name,
         run_dir=str(root),
         name=target.rsplit("/", 1)[-1] or text_of(spec.get("name")) or root.name,
         max_requeues=integer(spec.get("max_requeues")),
         attempts=_collect_attempts(paths, numbers, ranks),
+        bad_nodes=_bad_nodes(record, text_of(spec.get("bad_nodes"))),
+        excluded=record.excluded,
         problems=tuple(problems),
     )
+
+
+def _bad_nodes(record: NodeRecord, option: str) -> tuple[NodeScore, ...]:
+    """As they were when the record was written: a report says the same whenever it is made."""
+    try:
+        settings = parse_bad_nodes(option)
+    except UsageError:
+        settings = BadNodeSettings()  # a newer version's word
+    if settings.scope is Scope.OFF:
+        return ()
+    scores = score_nodes(record.evidence, now_ns=record.saved_ns, hours=settings.hours)
+    return tuple(score for score in scores if score.is_bad)
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:

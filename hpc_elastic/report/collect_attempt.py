@@ -35,6 +35,7 @@ class AttemptBuilder:
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
     relaunched: list[str] = field(default_factory=list)
+    unstarted: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     output_lost: list[OutputLoss] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -105,6 +106,7 @@ class AttemptBuilder:
             rounds=tuple(self._completed(part, bad_ends, cut_short) for part in rounds),
             agent_ends=tuple(self.agent_ends),
             relaunched=tuple(self.relaunched),
+            unstarted=tuple(self.unstarted.items()),
             notices=tuple(dict.fromkeys(self.notices)),
             output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
@@ -210,6 +212,8 @@ def _attempt_started(builder: AttemptBuilder, event: dict[str, Any], when: int) 
 
 def _agent_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
     code, detail = integer(event.get("code")), text_of(event.get("detail"))
+    if event.get("started") is False and (who := text_of(event.get("name"))):
+        builder.unstarted.setdefault(who, detail)
     if code is None and not detail:
         return
     name, node = text_of(event.get("name")), integer(event.get("node"))

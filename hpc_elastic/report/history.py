@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.node_score import NodeScore
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.output_losses import OutputLoss
 from hpc_elastic.report.ring import RingRestart
@@ -188,6 +189,8 @@ class AttemptHistory:
     agent_ends: tuple[AgentEnd, ...] = ()
     relaunched: tuple[str, ...] = ()
     """Names of the nodes whose agent was started again."""
+    unstarted: tuple[tuple[str, str], ...] = ()
+    """Names of the nodes where no agent could be started, each with the reason."""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
     output_lost: tuple[OutputLoss, ...] = ()
@@ -210,4 +213,8 @@ class RunHistory:
     """What torchrun would call it: the script."""
     max_requeues: int | None = None
     attempts: tuple[AttemptHistory, ...] = ()
+    bad_nodes: tuple[NodeScore, ...] = ()
+    """By what was known when an attempt ended last; the worst first."""
+    excluded: tuple[str, ...] = ()
+    """Those of them that the next attempt does without, or the one that was begun since."""
     problems: tuple[str, ...] = field(default=())

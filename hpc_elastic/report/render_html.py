@@ -10,6 +10,7 @@ from base64 import b64encode
 
 from hpc_elastic.report.clock_text import NOTABLE_NS, milliseconds_text
 from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.render_html_bad_nodes import bad_nodes_part
 from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
 from hpc_elastic.report.render_html_goodput import goodput_part
 from hpc_elastic.report.render_html_markup import Markup, element
@@ -86,6 +87,7 @@ def render_html(history: RunHistory, *, attempt: int | None = None, limits: Char
         stacks_part(subject.attempt, stacks),
         failures_part(timeline.entries, told),
         rounds_part(history),
+        bad_nodes_part(history),
         windows,
         notes_part(notes),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from hpc_elastic.atomic_file import json_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.node_score import NodeScore
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
@@ -17,6 +18,7 @@ from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Verdict
 
 VERSION = 1
+MOST_EVIDENCE = 20
 
 
 def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None) -> dict[str, Any]:
@@ -42,6 +44,7 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         "decision": (shown.decision if shown is not None else "") or None,
         "verdict": _verdict(subject),
         "goodput": _goodput(goodput or goodput_of(history)),
+        "bad_nodes": [_bad_node(history, score) for score in history.bad_nodes],
         "problems": list(history.problems),
         "attempts": [_attempt(part) for part in history.attempts],
     }
@@ -62,6 +65,26 @@ def json_report(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         parts.append("]}")
     parts.append("\n]}\n")
     return "".join(parts)
+
+
+def _bad_node(history: RunHistory, score: NodeScore) -> dict[str, Any]:
+    return {
+        "node": score.node,
+        "score": score.score,
+        "excluded": score.node in history.excluded,
+        "until_ns": score.until_ns,
+        "evidence": [
+            {
+                "kind": item.kind.value,
+                "why": item.why,
+                "at_ns": item.at_ns,
+                "run_id": item.run_id,
+                "attempt": item.attempt,
+                "round": item.round,
+            }
+            for item in score.evidence[:MOST_EVIDENCE]
+        ],
+    }
 
 
 def _goodput(goodput: Goodput) -> dict[str, Any]:

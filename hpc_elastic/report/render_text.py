@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hpc_elastic.report.bad_node_words import bad_node_lines
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_text_cause import cause_lines
@@ -19,6 +20,7 @@ _NARROWEST = 60
 _RULE = 60
 _OTHERS = 5
 _HISTORY = 9
+_BAD_NODES = 3
 
 
 def render_text(
@@ -49,6 +51,7 @@ def render_text(
     head = _head(history, shown, width, survived=survived)
     done = done_lines(history, subject, shown, width)
     measured = goodput or goodput_of(history)
+    done += bad_node_lines(history, width, cap=None if everything else _BAD_NODES)
     past = past_lines(history, measured, width, cap=None if everything else _HISTORY)
     others: list[str] = []
     if subject.round is not None:

@@ -31,7 +31,13 @@ class ReportResult:
 
 
 def write_report(
-    run_dir: Path | str, *, attempt: int, outcome: str, exit_code: int | None, decision: str = ""
+    run_dir: Path | str,
+    *,
+    attempt: int,
+    outcome: str,
+    exit_code: int | None,
+    decision: str = "",
+    history: RunHistory | None = None,
 ) -> ReportResult:
     """Build an attempt's report from the run directory and write report.txt, report.json and report.html. Never raises.
 
@@ -43,10 +49,15 @@ def write_report(
         outcome: A value of `hpc_elastic.outcome.Outcome`, as the caller knows it (the events may not say it yet).
         exit_code: With which the job will end; None: not known yet.
         decision: What is done about the job: ``requeue: …`` or ``end: …``.
+        history: The run's, where it has been read before.
     """
     try:
         history = with_end(
-            collect_run(run_dir), attempt=attempt, outcome=outcome, exit_code=exit_code, decision=decision
+            history or collect_run(run_dir),
+            attempt=attempt,
+            outcome=outcome,
+            exit_code=exit_code,
+            decision=decision,
         )
         verdict = choose_subject(history, attempt=attempt).verdict
         goodput = goodput_of(history)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.node_records import NodeRecord, save_record
+from hpc_elastic.node_score import Evidence, EvidenceKind
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_json import VERSION, json_report
 from tests.browser.sample_runs import agents, hung_run, requeued_run
@@ -146,6 +148,13 @@ GOODPUT: dict[str, Any] = {
     "until_ns": "int?",
     "costs": [COST],
 }
+BAD_NODE: dict[str, Any] = {
+    "node": TEXT,
+    "score": NUMBER,
+    "excluded": BOOL,
+    "until_ns": INT,
+    "evidence": [{"kind": TEXT, "why": TEXT, "at_ns": INT, "run_id": TEXT, "attempt": INT, "round": INT}],
+}
 RUN: dict[str, Any] = {
     "version": INT,
     "run_id": TEXT,
@@ -157,10 +166,18 @@ RUN: dict[str, Any] = {
     "decision": "str?",
     "verdict": VERDICT,
     "goodput": GOODPUT,
+    "bad_nodes": [BAD_NODE],
     "problems": [TEXT],
     "attempts": [ATTEMPT],
 }
-SECTIONS = {"report.json": RUN, "verdict": VERDICT, "goodput": GOODPUT, "attempts": ATTEMPT, "rounds": ROUND}
+SECTIONS = {
+    "report.json": RUN,
+    "verdict": VERDICT,
+    "goodput": GOODPUT,
+    "bad_nodes": BAD_NODE,
+    "attempts": ATTEMPT,
+    "rounds": ROUND,
+}
 
 
 def wrong(value: object, schema: object, place: str) -> Iterator[str]:
@@ -192,6 +209,8 @@ def wrong(value: object, schema: object, place: str) -> Iterator[str]:
 def everything(root: Path) -> RunBuilder:
     """What the other runs have not: a replaced node, lost output, an agent that died, a tie, compared clocks."""
     builder = RunBuilder(root, nodes=5, per_node=2, compares_clocks=True)
+    lost = Evidence(node="n5", kind=EvidenceKind.LOST, at_ns=START_NS)
+    save_record(builder.paths.nodes_json, NodeRecord(evidence=(lost,), saved_ns=START_NS))
     builder.attempt(0)
     agents(builder, 0, at=1)
     builder.round(0, 0, at=9, without=(4,))

@@ -1,0 +1,211 @@
+"""What is remembered of nodes: nodes.json in the run directory, and one file for each attempt in the account's folder.
+
+The account's files lie under ``$XDG_STATE_HOME/hpc_elastic/nodes``. Each is written once, whole, under a name of its
+own, so nobody needs a lock on a filesystem that may have none. Whatever can't be read counts for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.node_score import MOST_HOURS, Evidence, EvidenceKind
+
+VERSION = 1
+MOST_FILES = 2000
+"""Of an account: the newest are read."""
+MOST_EVIDENCE = 2000
+"""In one file: the latest are kept."""
+_LIMIT = 4 << 20
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+_NAME = re.compile(r"(\d{10,20})-.*\.json\Z")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """What one file holds."""
+
+    evidence: tuple[Evidence, ...] = ()
+    excluded: tuple[str, ...] = ()
+    """The nodes that this program has put on the job's list of excluded ones, and not the user."""
+    saved_ns: int = 0
+    """When it was written, by the writer's wall clock."""
+    problem: str = ""
+    """Why the file could not be read; empty where it was, or where there is none."""
+
+
+def load_record(path: Path) -> NodeRecord:
+    """Read a file. Never raises."""
+    value = read_json(path, limit=_LIMIT)
+    if isinstance(value, str):
+        return NodeRecord(problem="" if value == "missing" else str(value))
+    if value.get("version") != VERSION:
+        return NodeRecord(problem=f"has format version {value.get('version')!r}; this program reads {VERSION}")
+    listed, excluded = value.get("evidence"), value.get("excluded")
+    found = [_evidence(item) for item in (listed if isinstance(listed, list) else ())]
+    return NodeRecord(
+        evidence=tuple(item for item in found if item is not None),
+        excluded=tuple(name for name in (excluded if isinstance(excluded, list) else ()) if isinstance(name, str)),
+        saved_ns=saved if type(saved := value.get("saved_ns")) is int else 0,
+    )
+
+
+def save_record(path: Path, record: NodeRecord) -> None:
+    """Write a file whole. Raises OSError."""
+    latest = sorted(dict.fromkeys(record.evidence), key=lambda item: item.at_ns)[-MOST_EVIDENCE:]
+    head = {"version": VERSION, "saved_ns": record.saved_ns, "excluded": list(record.excluded)}
+    write_json(path, {**head, "evidence": [asdict(item) for item in latest]})
+
+
+def _evidence(value: object) -> Evidence | None:
+    if not isinstance(value, dict):
+        return None
+    try:
+        kind = EvidenceKind(value["kind"])
+        texts = {key: value.get(key, "") for key in ("node", "why", "code", "fingerprint", "run_id")}
+        numbers = {key: value.get(key, -1) for key in ("at_ns", "attempt", "round")}
+    except (KeyError, ValueError):
+        return None  # a newer version's word
+    if not all(isinstance(text, str) for text in texts.values()) or not texts["node"]:
+        return None
+    if any(type(number) is not int for number in numbers.values()):
+        return None
+    return Evidence(kind=kind, **texts, **numbers)
+
+
+# -- the account's ----------------------------------------------------------------------------------------------------
+
+
+def remember(
+    evidence: Collection[Evidence], *, cluster: str, run_id: str, attempt: int, now_ns: int, env: Mapping[str, str]
+) -> str | None:
+    """Put what an attempt saw into the account's folder.
+
+    Args:
+        evidence: What it saw.
+        cluster: Slurm's name of it, or empty.
+        run_id: The run.
+        attempt: Its number.
+        now_ns: The wall clock.
+        env: For XDG_STATE_HOME and HOME.
+
+    Returns:
+        None, or why it could not be remembered.
+    """
+    folder = account_folder(env)
+    if folder is None:
+        return "neither XDG_STATE_HOME nor HOME is set"
+    try:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        make_private_dir(folder.parent)
+        make_private_dir(folder)
+        _drop_old(folder, now_ns)
+        name = f"{now_ns}-{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', run_id)}-{attempt}.json"
+        value = {"version": VERSION, "cluster": cluster, "evidence": [asdict(item) for item in evidence]}
+        write_json(folder / name, value)
+        return None
+    except (OSError, UnsafePathError) as error:
+        return str(error)
+
+
+def account_evidence(env: Mapping[str, str], *, cluster: str = "") -> tuple[Evidence, ...]:
+    """What this account remembers of a cluster's nodes; of all clusters where it is empty. Never raises."""
+    folder = account_folder(env)
+    found: list[Evidence] = []
+    for name in _names(folder)[-MOST_FILES:]:
+        assert folder is not None
+        path = folder / name
+        value = read_json(path, limit=_LIMIT)
+        if isinstance(value, str) or (cluster and value.get("cluster") not in (cluster, "")):
+            continue
+        found += load_record(path).evidence
+    return tuple(dict.fromkeys(found))
+
+
+def forget(env: Mapping[str, str], nodes: Collection[str] | None) -> int:
+    """Forget what the account remembers of these nodes; of all where None.
+
+    Returns:
+        Of how many things.
+
+    Raises:
+        OSError: a file can't be changed.
+    """
+    folder = account_folder(env)
+    gone = 0
+    for name in _names(folder):
+        assert folder is not None
+        gone += forget_in(folder / name, nodes, remove=True)
+    return gone
+
+
+def forget_in(path: Path, nodes: Collection[str] | None, *, remove: bool = False) -> int:
+    """Forget nodes in one file; all of them where None.
+
+    Args:
+        path: The file.
+        nodes: Whom.
+        remove: Whether to remove a file that holds nothing then.
+
+    Returns:
+        How many things were in it about them.
+
+    Raises:
+        OSError: the file can't be changed.
+    """
+    value = read_json(path, limit=_LIMIT)
+    if isinstance(value, str):
+        return 0
+    listed = value.get("evidence")
+    known = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    kept = [] if nodes is None else [item for item in known if item.get("node") not in nodes]
+    if len(kept) == len(known):
+        return 0
+    if remove and not kept:
+        os.unlink(path)
+    else:
+        write_json(path, {**value, "evidence": kept})
+    return len(known) - len(kept)
+
+
+def account_folder(env: Mapping[str, str]) -> Path | None:
+    """Where the account's files are; None where it has no home."""
+    state = env.get("XDG_STATE_HOME", "")
+    if not state.startswith("/"):
+        home = env.get("HOME", "")
+        if not home.startswith("/"):
+            return None
+        state = home + "/.local/state"
+    return Path(state) / "hpc_elastic" / "nodes"
+
+
+def _names(folder: Path | None) -> list[str]:
+    """Oldest first."""
+    try:
+        names = os.listdir(folder) if folder is not None else []
+    except OSError:
+        return []
+    found = [(int(match.group(1)), name) for name in names if (match := _NAME.match(name))]
+    return [name for _, name in sorted(found)]
+
+
+def _drop_old(folder: Path, now_ns: int) -> None:
+    """Nothing in them counts any more, whatever ``hours`` is."""
+    for name in _names(folder):
+        match = _NAME.match(name)
+        if match is None or int(match.group(1)) > now_ns - int(MOST_HOURS * 3600e9):
+            return
+        try:
+            os.unlink(folder / name)
+        except OSError:
+            return
+
+
+def merged(*parts: Iterable[Evidence]) -> tuple[Evidence, ...]:
+    """All of them, each once."""
+    return tuple(dict.fromkeys(item for part in parts for item in part))

@@ -1,0 +1,130 @@
+"""What an attempt tells against nodes: from its history, for `hpc_elastic.node_score`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_elastic.failures.kinds import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.node_score import Evidence, EvidenceKind
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.verdict import Cause, Confidence
+
+_WORDS = 200
+
+
+def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
+    """What happened on which node in one attempt, each thing once.
+
+    Args:
+        history: The run.
+        attempt: The attempt's number.
+    """
+    found: dict[tuple[str, EvidenceKind, int], Evidence] = {}
+    for part in history.attempts:
+        if part.number != attempt:
+            continue
+        for item in (*_unstarted(history, part), *_of_rounds(history, part)):
+            found.setdefault((item.node, item.kind, item.round), item)
+    return tuple(found.values())
+
+
+def _unstarted(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidence]:
+    """Where no agent could be started. Where that is so on every node, it is not the nodes that are broken."""
+    named = {name: why for name, why in attempt.unstarted if name in attempt.nodes}
+    if len(named) == len(attempt.nodes):
+        return
+    for name, why in named.items():
+        yield Evidence(
+            node=name,
+            kind=EvidenceKind.LOST,
+            at_ns=attempt.ended_ns or attempt.started_ns or 0,
+            why=f"no agent could be started there: {why}"[:_WORDS],
+            code=history.name,
+            run_id=history.run_id,
+            attempt=attempt.number,
+        )
+
+
+def _of_rounds(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidence]:
+    for part in attempt.rounds:
+        for loss in part.lost_nodes:
+            kind = _kind_of_loss(attempt, loss)
+            name = _name(attempt, loss.node, loss.host)
+            if kind is not None and name:
+                why = loss.left if loss.left else loss.summary
+                yield _evidence(history, attempt, part, name, kind, loss.seen_ns, why)
+        yield from _of_failures(history, attempt, part)
+
+
+def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
+    """Whoever named a broken part of its node, first or not; and where the round's first failure was."""
+    for failure in part.failures:
+        name = _name(attempt, failure.node, failure.host)
+        if failure.node_suspect and name:
+            why = failure.reason or failure.headline
+            yield _evidence(history, attempt, part, name, EvidenceKind.HARDWARE, failure.ended_ns, why)
+    if not part.failures:
+        return
+    verdict = verdict_of(part)
+    first = verdict.failure
+    if first is None or verdict.cause is not Cause.WORKER or verdict.confidence is not Confidence.HIGH:
+        return
+    hosts = {failure.host for failure in part.failures if failure.global_rank in verdict.same_failure}
+    name = _name(attempt, first.node, first.host)
+    is_the_scripts = bool(first.oom_kills) or not first.retryable or first.category is Category.INPUT
+    if not name or len(hosts) > 1 or is_the_scripts or first.node_suspect:
+        return
+    kind = _kind_of_failure(first)
+    what = f"rank {first.global_rank} failed first: {first.headline}"
+    yield _evidence(history, attempt, part, name, kind, first.ended_ns, what, fingerprint=first.fingerprint)
+
+
+def _kind_of_loss(attempt: AttemptHistory, loss: NodeLoss) -> EvidenceKind | None:
+    """An agent that was killed and started again tells nothing about its node."""
+    if loss.agent_only or loss.broke:
+        return None
+    if loss.left:
+        return EvidenceKind.UNHEALTHY if "health check" in loss.left else None
+    return EvidenceKind.LOST
+
+
+def _kind_of_failure(failure: WorkerFailure) -> EvidenceKind:
+    infrastructure = failure.failure_class in (FailureClass.INFRASTRUCTURE, FailureClass.HANG)
+    return (
+        EvidenceKind.FIRST_FAILURE
+        if infrastructure or failure.signal or not failure.exception_type
+        else EvidenceKind.FIRST_EXCEPTION
+    )
+
+
+def _name(attempt: AttemptHistory, node: int, host: str) -> str:
+    """Slurm's name of it, which a host's own may differ from; empty where it is not known."""
+    if 0 <= node < len(attempt.nodes):
+        return attempt.nodes[node]
+    return host if host in attempt.nodes else ""
+
+
+def _evidence(
+    history: RunHistory,
+    attempt: AttemptHistory,
+    part: RoundHistory,
+    name: str,
+    kind: EvidenceKind,
+    at_ns: int,
+    why: str,
+    *,
+    fingerprint: str = "",
+) -> Evidence:
+    return Evidence(
+        node=name,
+        kind=kind,
+        at_ns=at_ns or attempt.ended_ns or attempt.started_ns or 0,
+        why=" ".join(why.split())[:_WORDS],
+        code=history.name,
+        fingerprint=fingerprint,
+        run_id=history.run_id,
+        attempt=attempt.number,
+        round=part.index,
+    )
