@@ -35,6 +35,8 @@ class AttemptInfo:
     """SLURM_RESTART_COUNT."""
     requeue_armed: bool = False
     requeue_reason: str = ""
+    requeue_way: str = "requeue"
+    """How, where it is armed: ``requeue``, or ``chain`` for a follow-on job."""
     kill_wait: float | None = None
     """Seconds between Slurm's SIGTERM and SIGKILL."""
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,7 @@
-"""Whether the job is put back into the queue when an attempt has ended: one pure function, with its reason."""
+"""Whether, how and when the job is put back into the queue when an attempt has ended: pure, with the reasons.
+
+`decide_arming` says at an attempt's start which way there is, `decide_requeue` at its end whether it is taken.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,108 @@ from enum import Enum
 
 from hpc_elastic.outcome import ExitCode, Outcome
 
+BACK_OFF_SECONDS = 60.0
+"""Before the second attempt in a row that follows one without progress; twice as long before each one after that."""
+MOST_BACK_OFF_SECONDS = 1800.0
+
 
 class RequeueAction(str, Enum):
     """What happens to the job."""
 
     REQUEUE = "requeue"
     END = "end"
+
+
+class RequeueWay(str, Enum):
+    """How a run gets its next attempt."""
+
+    REQUEUE = "requeue"
+    """``scontrol requeue``: the same job again."""
+    ALLOW = "allow"
+    """The same, after its owner has set Requeue=1: the site's default is that jobs are not requeued."""
+    CHAIN = "chain"
+    """A follow-on job in the same run directory, which depends on this one's end."""
+    NONE = "none"
+
+
+class RequeueChoice(str, Enum):
+    """``--requeue-with``."""
+
+    AUTO = "auto"
+    SCONTROL = "scontrol"
+    CHAIN = "chain"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArmingFacts:
+    """What is known about the job when an attempt begins."""
+
+    wanted: bool
+    """Whether requeues were asked for at all."""
+    choice: RequeueChoice
+    has_batch_script: bool
+    """False: ``salloc``; nobody would run it again."""
+    can_chain: bool
+    """Whether the script that was submitted is this program's own, so that it can be submitted once more."""
+    known: bool = True
+    """Slurm could be asked, and knows the job."""
+    problem: str = ""
+    """Why it could not be asked."""
+    job_allows: bool = True
+    """``Requeue=1``."""
+    site_allows: bool = True
+    """``JobRequeue=1``: what holds for jobs that don't say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arming:
+    """Which way there is."""
+
+    way: RequeueWay
+    reason: str = ""
+    """Why there is none, or not the usual one; empty for that."""
+
+    @property
+    def is_armed(self) -> bool:
+        return self.way is not RequeueWay.NONE
+
+
+def decide_arming(facts: ArmingFacts) -> Arming:
+    """Decide which way an attempt's successor comes, if any."""
+    own_script = "the batch script is not one that hpc-elastic submit made"
+    if not facts.wanted:
+        return Arming(way=RequeueWay.NONE, reason="--no-requeue or --max-requeues 0 was given")
+    if not facts.has_batch_script:
+        return Arming(
+            way=RequeueWay.NONE, reason="this is an allocation of salloc's, and Slurm requeues batch jobs only"
+        )
+    if facts.choice is RequeueChoice.CHAIN:
+        if facts.can_chain:
+            return Arming(way=RequeueWay.CHAIN, reason="--requeue-with chain was given")
+        return Arming(way=RequeueWay.NONE, reason=f"--requeue-with chain: {own_script}")
+    if facts.problem:
+        return Arming(way=RequeueWay.REQUEUE, reason=f"not verified: {facts.problem}")
+    if not facts.known:
+        return Arming(way=RequeueWay.NONE, reason="Slurm does not know this job")
+    if facts.job_allows:
+        return Arming(way=RequeueWay.REQUEUE)
+    why = "this job was submitted with --no-requeue" if facts.site_allows else "the site has JobRequeue=0"
+    if facts.choice is RequeueChoice.AUTO and facts.can_chain:
+        return Arming(way=RequeueWay.CHAIN, reason=f"this job may not be requeued: {why}")
+    if not facts.site_allows:
+        return Arming(way=RequeueWay.ALLOW, reason=why)
+    return Arming(way=RequeueWay.NONE, reason=f"{why}, or the site's rules say so")
+
+
+def back_off(idle: int) -> float:
+    """Seconds until an attempt may begin.
+
+    Args:
+        idle: How many attempts in a row have ended without progress.
+    """
+    if idle < 2:
+        return 0.0
+    return min(MOST_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2.0 ** min(idle - 2, 30))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +135,8 @@ class RequeueFacts:
     """The signal that ended the attempt, where one did."""
     hang: bool = False
     """What it ended by was a hang."""
+    idle: int = 0
+    """How many attempts in a row, this one included, ended by a failure without progress."""
     requeued: bool = False
     """Slurm has put the job back into the queue itself: a preemption, or ``scontrol requeue``."""
     cancelled: bool = False
@@ -53,6 +154,8 @@ class RequeueDecision:
     action: RequeueAction
     reason: str
     exit_code: int
+    delay: float = 0.0
+    """Seconds before which the next attempt is not to begin."""
 
 
 def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
@@ -78,10 +181,13 @@ def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
     if not facts.armed:
         return _end(f"requeue is not armed: {facts.armed_reason}", code)
     left = facts.max_requeues - facts.attempt - 1
+    delay = back_off(facts.idle)
+    later = f", in {delay:.0f} s since {facts.idle} attempts in a row made no progress" if delay else ""
     return RequeueDecision(
         action=RequeueAction.REQUEUE,
-        reason=f"requeue {facts.attempt + 1} of {facts.max_requeues} ({left} left): {facts.reason}",
+        reason=f"requeue {facts.attempt + 1} of {facts.max_requeues} ({left} left{later}): {facts.reason}",
         exit_code=ExitCode.REQUEUED,
+        delay=delay,
     )
 
 

@@ -119,6 +119,10 @@ class RunSpec:
     master_port: int | None = None
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
     requeue: bool = True
+    requeue_with: str = "auto"
+    """``scontrol``: the same job again; ``chain``: a follow-on job; ``auto``: that, where the job can't be requeued."""
+    bad_nodes: str = "run"
+    """``run``, ``jobs`` or ``off``, with ``hours=24,share=0.33`` behind it: which nodes are left out."""
     signal_grace: int = 120
     """Seconds before the time limit at which the notice signal is asked for."""
     preemption_signal: str = ""

@@ -20,8 +20,8 @@ from hpc_elastic.store.base import StoreWipedError
 
 logger = logging.getLogger(__name__)
 
-FINISH_SECONDS = 120.0
-"""How long what the supervisor would have done may take: some of Slurm's commands, each 9 s without a controller."""
+FINISH_SECONDS = 2400.0
+"""For what the supervisor would have done: the patience with a controller that is down, and the report."""
 _SPARE_SECONDS = 5.0
 
 

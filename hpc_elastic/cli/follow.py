@@ -11,10 +11,11 @@ from pathlib import Path
 from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
-from hpc_elastic.launch.result import load_result
+from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.output_reader import OutputReader
 from hpc_elastic.reading.screen_text import harmless
+from hpc_elastic.requeue import back_off
 from hpc_elastic.run_index import array_tasks
 from hpc_elastic.run_paths import RunPaths, attempt_number
 from hpc_elastic.slurm.client import SlurmClient
@@ -80,14 +81,53 @@ def newest_result(paths: RunPaths) -> int | None:
         codes = [newest_result(paths.task(task)) for task in tasks]
         known = [code for code in codes if code is not None and code != ExitCode.REQUEUED]
         return max(known) if len(known) == len(codes) else None
+    stored = _newest(paths)
+    return None if stored is None else stored.exit_code
+
+
+def _newest(paths: RunPaths) -> StoredResult | None:
     try:
         numbers = [number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None]
     except OSError:
         return None
     if not numbers:
         return None
-    result = load_result(paths.attempt(max(numbers)).result_json)
-    return None if result is None else result.exit_code
+    return load_result(paths.attempt(max(numbers)).result_json)
+
+
+def next_job(paths: RunPaths) -> str | None:
+    """The follow-on job that the newest attempt left the run to; None where there is none."""
+    stored = _newest(paths)
+    return stored.next_job if stored is not None and stored.exit_code == ExitCode.REQUEUED and stored.next_job else None
+
+
+def waive_delay(
+    client: SlurmClient, job: JobId, states: tuple[JobState, ...], paths: RunPaths, waived: set[int]
+) -> None:
+    """Let a requeued job begin that waits for nothing but Slurm's own delay.
+
+    The attempt that had it requeued did so as well, but Slurm begins the delay anew where that attempt's nodes took
+    long to be done with it (one of them was lost, say).
+
+    Args:
+        client: This cluster's.
+        job: The job.
+        states: What Slurm has just said of it.
+        paths: The run: an attempt may have asked for a delay of its own.
+        waived: Restarts of the job for which it was tried; one try each.
+    """
+    if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
+        return
+    state, stored = states[0], _newest(paths)
+    if stored is None or stored.exit_code != ExitCode.REQUEUED or back_off(stored.idle):
+        return
+    if not state.restarts or state.restarts in waived:
+        return
+    waived.add(state.restarts)
+    try:
+        client.start_now(job)
+    except SlurmError:
+        pass  # then it begins after the delay
 
 
 class LogTail:
@@ -135,6 +175,7 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
 def _wait(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tail: LogTail | None) -> End:
     stop = threading.Event()  # never set: waiting ends by the job's end or by Ctrl-C
     said = ""
+    waived: set[int] = set()
     ended_since: float | None = None
     next_question = clock.monotonic()
     while True:
@@ -150,7 +191,14 @@ def _wait(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tai
                 say(f"job {job} {line}")
                 said = line
             now = clock.monotonic()
+            if states is not None:
+                waive_delay(client, job, states, paths, waived)
             if states is not None and all(state.phase is JobPhase.FINISHED for state in states):
+                following = next_job(paths)
+                if following is not None and following != job.number:
+                    say(f"job {following} goes on with the run")
+                    job, said, ended_since = JobId(following, job.cluster), "", None
+                    continue
                 result = newest_result(paths)
                 ended_since = now if ended_since is None else ended_since
                 told = result is not None and result != ExitCode.REQUEUED

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hpc_elastic.cli import bad_nodes
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.status_text import status_json
 from hpc_elastic.clock import SystemClock
@@ -32,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id has this in it")
     parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
     parser.add_argument("--json", action="store_true", help="one JSON object for each run and line")
+    parser.add_argument(
+        "--bad-nodes", action="store_true", help="instead: the nodes that submit --bad-nodes jobs leaves out, and why"
+    )
+    bad_nodes.add_forget_argument(parser, "this account")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,6 +45,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: the folder can't be read, or a filter makes no sense.
     """
+    if args.forget_nodes is not None:
+        return bad_nodes.forget_account(args.forget_nodes)
+    if args.bad_nodes:
+        return bad_nodes.show_account()
     wanted = _states(args.state)
     most = _limit(args.limit)
     folder = os.path.abspath(runs_folder(args.runs_dir) or DEFAULT_RUNS_DIR)

@@ -9,6 +9,8 @@ from hpc_elastic.cli.run_job import RunJob, add_arguments, find_run_job, slurm_c
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState
 from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.job_state import JobPhase
 
 __all__ = ["add_arguments", "requeue", "run"]
 
@@ -27,6 +29,10 @@ def run(args: argparse.Namespace) -> int:
 def requeue(asked: RunJob, client: SlurmClient) -> str:
     """Requeue, and say what happens. Raises as `run`."""
     status, job = asked.status, asked.job
+    if status.state is RunState.REQUEUED and _has_ended(job, client):
+        # Whoever had decided it was killed before Slurm heard of it.
+        client.requeue(job)
+        return f"job {job} had ended without the requeue that was decided; it is in the queue again now"
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
         raise UsageError(f"job {job} waits in the queue already; hpc-elastic status {job} says for what")
     if status.state is RunState.ENDED:
@@ -43,3 +49,8 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     return (
         f"the workers of job {job} are asked to save; it is requeued when they have (hpc-elastic status {job} --watch)"
     )
+
+
+def _has_ended(job: JobId, client: SlurmClient) -> bool:
+    states = client.queue_states([job])
+    return bool(states) and all(state.phase is JobPhase.FINISHED for state in states)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc_elastic.cli import run_job
+from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.screen import is_terminal, tell
 from hpc_elastic.cli.status_text import status_json, status_lines
 from hpc_elastic.clock import Clock, SystemClock
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-w", "--watch", action="store_true", help=f"again each {WATCH_SECONDS:g} s, until the run has ended"
     )
     parser.add_argument("--no-slurm", action="store_true", help="from the files alone")
+    bad_nodes.add_forget_argument(parser, "the run")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: RUN means none.
     """
     paths = run_job.find_paths(args)
+    if args.forget_nodes is not None:
+        return bad_nodes.forget_run(args.forget_nodes, paths.nodes_json)
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=SLURM_SECONDS)
     while True:

@@ -45,6 +45,8 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
         put("round", f"{status.round}: nodes are meeting")
     if status.lost:
         put("lost", _names(status.lost))
+    if status.bad_nodes:
+        put("left out", _names(status.bad_nodes))
     if status.waiting:
         put("waiting", f"{status.waiting} nodes for a place")
     if status.opened_because:

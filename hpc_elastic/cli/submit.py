@@ -16,6 +16,7 @@ from hpc_elastic.atomic_file import write_private
 from hpc_elastic.cli.command_line import read_command_line, say
 from hpc_elastic.cli.het import Component, het_components
 from hpc_elastic.cli.job_lookup import COMMENT_MARK
+from hpc_elastic.cli.submit_nodes import exclude_arguments
 from hpc_elastic.cli.template import read_template
 from hpc_elastic.configuration import job_options
 from hpc_elastic.configuration.option_table import Parsed, explaining
@@ -95,7 +96,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str], *, have_sbatch: bool) -> int
     client = CommandSlurmClient(SubprocessRunner(env, overruled=options.overruled_variables()), clock)
     _check_node_count(client, options, parse_nodes(options.nodes or "1")[0], env)
     with _interrupts_deferred():
-        job = _submit_run(client, spec, runs_dir, script, tasks)
+        job = _submit_run(client, spec, runs_dir, script, tasks, options, env, now_ns=clock.time_ns())
         _remember(job, paths, clock.time_ns(), env)
     _say_where(job, paths, options)
     if not (parsed.flag("wait") or parsed.flag("follow")):
@@ -132,14 +133,25 @@ def _script(options: SbatchOptions, paths: RunPaths, template: str | None) -> st
     return render_script(options, run_dir=run_dir, command=own_command("batch", run_dir), template=template)
 
 
-def _submit_run(client: SlurmClient, spec: RunSpec, runs_dir: Path, script: str, tasks: Sequence[int]) -> JobId:
+def _submit_run(
+    client: SlurmClient,
+    spec: RunSpec,
+    runs_dir: Path,
+    script: str,
+    tasks: Sequence[int],
+    options: SbatchOptions,
+    env: Mapping[str, str],
+    *,
+    now_ns: int,
+) -> JobId:
     run: NewRun = create_run(spec, runs_dir)
     try:
         write_private(run.paths.script, script)
         create_tasks(run.paths, spec, tasks)
         if not tasks:
             write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
-        return client.submit(str(run.paths.script))
+        left_out = exclude_arguments(client, run.paths, spec, options, env, now_ns=now_ns)
+        return client.submit(str(run.paths.script), extra=left_out)
     except SlurmMissingError as error:
         run.discard()
         raise UsageError(f"{error.why}; run on this machine with --cluster local") from None

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.errors import UsageError
+from hpc_elastic.requeue import RequeueChoice
 from hpc_elastic.slurm.node_range import MAX_NODES
 from hpc_elastic.slurm.sbatch import SbatchOptions, sbatch_variables
 from hpc_elastic.slurm.time_limit import check_time_option
@@ -71,6 +72,16 @@ OPTIONS = (
     ),
     Option(names=("--requeue",), dest="requeue", group=GROUP, help="requeue what can be mended (the default)"),
     Option(names=("--no-requeue",), dest="requeue", constant="0", group=GROUP, help="never requeue"),
+    Option(
+        names=("--requeue-with",), dest="requeue_with", metavar="auto|scontrol|chain", group=GROUP,
+        help="how: the same job again (scontrol), or a follow-on job that depends on this one's end (chain); auto "
+        "(the default) takes that where this job may not be requeued",
+    ),
+    Option(
+        names=("--bad-nodes",), dest="bad_nodes", metavar="run|jobs|off[,hours=H][,share=S]", group=GROUP,
+        help="which nodes a requeue leaves out: what was lost, unfit, or where failures began, in this run (the "
+        "default) or in all jobs of yours that say jobs, in the last H hours (24), at most a share S of all (0.33)",
+    ),
     Option(
         names=("--grace",), dest="grace", metavar="SECONDS", group=GROUP,
         help="notice before the time limit, for a last checkpoint (default 120; Slurm may be 60 s early)",
@@ -234,6 +245,20 @@ def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:
     return str(low) if low == most + spares else f"{low}-{most + spares}"
 
 
+def requeue_choice(parsed: Parsed) -> RequeueChoice:
+    """``--requeue-with``.
+
+    Raises:
+        UsageError: it is none of the three.
+    """
+    text = parsed.get("requeue_with") or RequeueChoice.AUTO.value
+    try:
+        return RequeueChoice(text)
+    except ValueError:
+        names = ", ".join(choice.value for choice in RequeueChoice)
+        raise UsageError(f"{parsed.source('requeue_with', '--requeue-with')} {text}: give one of {names}") from None
+
+
 def wants_requeue(parsed: Parsed) -> bool:
     return parsed.get("requeue") != "0"
 
@@ -251,4 +276,5 @@ def only_for_slurm(parsed: Parsed) -> list[str]:
         check_time_option(time_limit, option=parsed.sources["time"])
     meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
     meaningless |= {"exclusive", "sbatch_args", "srun_args", "wait", "follow", "gpus", "het", "template"}
+    meaningless |= {"requeue_with", "bad_nodes"}
     return [source for dest, source in parsed.sources.items() if dest in meaningless and parsed.from_command_line(dest)]

@@ -13,6 +13,7 @@ from pathlib import Path
 from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.option_table import Parsed
 from hpc_elastic.errors import UsageError
+from hpc_elastic.node_score import Scope, parse_bad_nodes
 from hpc_elastic.run_index import DEFAULT_RUNS_DIR
 from hpc_elastic.run_paths import attempt_number, task_index
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
@@ -91,6 +92,8 @@ def build_spec(
         spares=job_options.spare_nodes(parsed),
         segment=job_options.segment_nodes(parsed, nodes),
         requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_says_no_requeue(parsed, env)),
+        requeue_with=job_options.requeue_choice(parsed).value,
+        bad_nodes=_bad_nodes(parsed),
         signal_grace=grace,
         sbatch_args=parsed.all("sbatch_args"),
         srun_args=parsed.all("srun_args"),
@@ -134,6 +137,12 @@ def notice_seconds(parsed: Parsed) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_GRACE):
         raise UsageError(f"--grace {text}: give whole seconds from 1 to {_MAX_GRACE}")
     return int(text)
+
+
+def _bad_nodes(parsed: Parsed) -> str:
+    text = parsed.get("bad_nodes") or Scope.RUN.value
+    parse_bad_nodes(text, option=parsed.source("bad_nodes", "--bad-nodes"))
+    return text
 
 
 def _site_says_no_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:

@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.clock import Clock
+from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
+
+YOUNG_SECONDS = 5.0
+"""How long an attempt that was just begun by another job may take to say which one that is."""
+_LOOK_SECONDS = 0.2
+
+
+class RunElsewhereError(HpcElasticError):
+    """Two jobs were submitted for one run directory, and this is the later one."""
+
+    template = "attempt {attempt} of this run is running in job {job}; this job ends, and changes nothing"
 
 
 def claim_attempt(paths: RunPaths) -> AttemptPaths:
@@ -27,6 +43,39 @@ def claim_attempt(paths: RunPaths) -> AttemptPaths:
         make_private_dir(attempt.events)
         _point_latest(paths.latest, attempt.root)
         return attempt
+
+
+def give_way(
+    paths: RunPaths, mine: AttemptPaths, *, job_id: str | None, is_running: Callable[[str], bool], clock: Clock
+) -> None:
+    """Leave a run alone that is going on in another job: of two that begin at once, the later one gives way.
+
+    Args:
+        paths: The run's.
+        mine: The attempt that was just claimed; it is removed where this job gives way.
+        job_id: This job's.
+        is_running: Whether Slurm says that of a job; False where it can't be asked.
+        clock: For the time that another one has to say which job it is.
+
+    Raises:
+        RunElsewhereError: it gives way.
+    """
+    deadline = clock.monotonic() + YOUNG_SECONDS
+    for number in range(mine.number - 1, -1, -1):
+        before = paths.attempt(number)
+        while before.root.is_dir() and not before.attempt_json.exists() and clock.monotonic() < deadline:
+            clock.wait(threading.Event(), _LOOK_SECONDS)
+        if not before.root.is_dir():
+            continue  # one that gave way
+        try:
+            other = load_attempt(before.attempt_json).job_id
+        except UnreadableAttemptError:
+            return
+        if other is None or other == job_id or before.result_json.exists() or not is_running(other):
+            return
+        shutil.rmtree(mine.root, ignore_errors=True)
+        _point_latest(paths.latest, before.root)
+        raise RunElsewhereError(attempt=number, job=other)
 
 
 def _point_latest(link: Path, target: Path) -> None:

@@ -5,44 +5,53 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from hpc_elastic import run_index
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_word import slurm_answer
+from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
-from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.launch.site import EligibleNodes, SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.write_back import WriteBack
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.requeue import Arming, ArmingFacts, RequeueChoice, RequeueWay, decide_arming
+from hpc_elastic.run_paths import RunPaths, task_index
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.self_command import own_command
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
+from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_environment import JobEnvironment
+from hpc_elastic.slurm.job_state import JobPhase
 from hpc_elastic.slurm.step_gpus import step_gpu_flags
 
 logger = logging.getLogger(__name__)
 
 HURRIED_SECONDS = 2.0
-CONTROLLER_PATIENCE = 600.0
-"""How long a requeue waits for a controller that does not answer."""
-CONTROLLER_RETRY = 10.0
 
 
 class SlurmSite:
     """The allocation that this process is in."""
 
     def __init__(
-        self, env: Mapping[str, str], *, client: SlurmClient, hurried: SlurmClient, clock: Clock, umask: int
+        self,
+        env: Mapping[str, str],
+        *,
+        client: SlurmClient,
+        hurried: SlurmClient,
+        clock: Clock,
+        umask: int,
+        script: Path | None = None,
     ) -> None:
         """Args:
         env: The batch script's environment.
@@ -50,6 +59,7 @@ class SlurmSite:
         hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
         clock: For the patience with a controller that does not answer.
         umask: The user's, for the workers.
+        script: What `submit` made and sbatch was given; None: the job's script is the user's own.
         """
         self._env = dict(env)
         self._client = client
@@ -58,40 +68,68 @@ class SlurmSite:
         self._umask = umask
         self._job = JobEnvironment.from_env(env)
         self._id = JobId(self._job.requeue_id)
+        # A follow-on job of several components would get one list of options for all.
+        self._script = script if self._job.het_leader_id is None else None
+        self._requeuer = JobRequeuer(
+            client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
+        )
+
+    @property
+    def cluster_name(self) -> str:
+        return self._job.cluster or ""
 
     def facts(self, spec: RunSpec) -> SiteFacts:
-        armed, reason = self._armed(spec)
-        kill_wait, version = None, ""
+        kill_wait, version, site_allows = None, "", True
         try:
             config = self._client.config()
             kill_wait, version = float(config.kill_wait), ".".join(str(part) for part in config.version)
+            site_allows, self._requeuer.has_epilog = config.job_requeue, config.has_epilog
         except SlurmError as error:
             logger.warning("Slurm's settings can't be read: %s", error)
+        arming = self._arm(spec, site_allows=site_allows)
         return SiteFacts(
             cluster="slurm",
             nodes=self._job.nodes,
             job_id=self._job.requeue_id,
             restart_count=self._job.restart_count,
-            requeue_armed=armed,
-            requeue_reason=reason,
+            requeue_armed=arming.is_armed,
+            requeue_reason=arming.reason,
+            requeue_way=arming.way,
             kill_wait=kill_wait,
             version=version,
         )
 
-    def _armed(self, spec: RunSpec) -> tuple[bool, str]:
-        if not spec.requeue or spec.max_requeues == 0:
-            return False, "--no-requeue or --max-requeues 0 was given"
+    def _arm(self, spec: RunSpec, *, site_allows: bool) -> Arming:
+        state, problem = None, ""
         try:
             state = self._client.job_state(self._id)
         except SlurmError as error:
-            return False, f"Slurm can't be asked: {error}"
-        if state is None:
-            return False, f"Slurm does not know job {self._id}"
-        if not state.is_batch:
-            return False, "this is an allocation of salloc's, and Slurm requeues batch jobs only"
-        if not state.requeue:
-            return False, "this job was submitted with --no-requeue, or the site has JobRequeue=0"
-        return True, ""
+            problem = f"Slurm can't be asked: {error}"
+        arming = decide_arming(
+            ArmingFacts(
+                wanted=spec.requeue and spec.max_requeues > 0,
+                choice=RequeueChoice(spec.requeue_with),
+                has_batch_script=state is None or state.is_batch,
+                can_chain=self._script is not None,
+                known=state is not None,
+                problem=problem,
+                job_allows=state is not None and state.requeue,
+                site_allows=site_allows,
+            )
+        )
+        try:
+            if arming.way is RequeueWay.ALLOW:
+                self._requeuer.allow()
+                return Arming(way=RequeueWay.REQUEUE, reason=f"{arming.reason}; it was set for this job")
+            if arming.way is RequeueWay.CHAIN:
+                why = self._client.would_run(str(self._script))
+                if why is not None:
+                    return Arming(way=RequeueWay.NONE, reason=f"no job can be submitted from here: {why}")
+        except SlurmUnavailableError as error:
+            return Arming(way=arming.way, reason=f"{arming.reason}; not verified: {error}")
+        except SlurmError as error:
+            return Arming(way=RequeueWay.NONE, reason=f"{arming.reason}, and nothing else is possible: {error}")
+        return arming
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> SlurmLauncher:
         # The mark goes into the task's environment, not into srun's: a new agent on this host would take srun for a
@@ -115,26 +153,60 @@ class SlurmSite:
             return SlurmAnswer(SlurmWord.SILENT)
         return slurm_answer(state, restarts=self._job.restart_count, near=near, now_ns=self._clock.time_ns())
 
-    def requeue(self) -> str:
-        # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
-        # what is ignored here is ignored there. (Seen on 22.05: scontrol died of it, and the requeue held.)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
-        while True:
-            try:
-                self._client.requeue(self._id)
-                break
-            except SlurmUnavailableError as error:
-                # The controller restarts, or is overrun: the job would be lost for what passes in minutes.
-                if self._clock.monotonic() >= deadline:
-                    raise
-                logger.warning("%s; trying again for up to %.0f s", error, deadline - self._clock.monotonic())
-                self._clock.wait(threading.Event(), CONTROLLER_RETRY)
-            except SlurmError:
-                if not self._is_requeued():
-                    raise
-                break
-        return f"job {self._id} is requeued"
+    def is_running(self, job_id: str) -> bool:
+        try:
+            states = self._hurried.queue_states([JobId(job_id)])
+        except SlurmError:
+            return False
+        return any(state.phase is JobPhase.RUNNING for state in states)
+
+    def eligible_nodes(self) -> EligibleNodes | None:
+        if self._job.het_leader_id is not None:
+            return None  # each component has nodes and a list of its own
+        try:
+            state = self._hurried.job_state(self._id)
+            if state is None:
+                return None
+            partitions = self._hurried.partitions(state.partition)
+        except SlurmError as error:
+            logger.warning("the partition's nodes can't be asked for: %s", error)
+            return None
+        return EligibleNodes(
+            known=frozenset().union(*(part.names for part in partitions)),
+            usable=frozenset().union(*(part.usable_names for part in partitions)),
+            required=frozenset(state.required),
+            excluded=state.excluded,
+        )
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> str | None:
+        if self._script is None:
+            return None
+        try:
+            return self._hurried.would_run(str(self._script), extra=[f"--exclude={compress(nodes)}"])
+        except SlurmError:
+            return None  # nobody knows; Slurm refuses a list that makes no sense
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
+        done = self._requeuer.carry_out(replace(plan, script=self._script))
+        if done.next_job:
+            self._remember(done.next_job)
+        return done
+
+    def _remember(self, job_id: str) -> None:
+        """So that the run is found by the follow-on job's id too."""
+        problem = (
+            None
+            if self._script is None
+            else run_index.record(
+                cluster=self._job.cluster or "",
+                job_id=job_id,
+                submitted_ns=self._clock.time_ns(),
+                run_dir=self._script.parent,
+                env=self._env,
+            )
+        )
+        if problem is not None:
+            logger.warning("the run can't be found by job %s: %s", job_id, problem)
 
     def end_job(self) -> None:
         """Give the allocation back, where no batch script is left that could end by itself.
@@ -144,13 +216,6 @@ class SlurmSite:
         """
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._client.cancel(self._id)
-
-    def _is_requeued(self) -> bool:
-        try:
-            state = self._client.job_state(self._id)
-        except SlurmError:
-            return False
-        return state is not None and state.restarts > self._job.restart_count
 
 
 def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clock | None = None) -> int:
@@ -169,7 +234,7 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     clock = clock or SystemClock()
     WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
-    site = slurm_site(env, clock, umask=umask)
+    site = slurm_site(env, clock, umask=umask, paths=paths)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 
@@ -191,12 +256,20 @@ def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
     return paths.task(int(task)).root if spec.array and task is not None else run_dir
 
 
-def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int) -> SlurmSite:
-    """The site of the job that `env` belongs to.
+def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int, paths: RunPaths) -> SlurmSite:
+    """The site of the job that `env` belongs to, and that runs what lies at `paths`.
 
     Raises:
         JobEnvironmentError: it belongs to none.
     """
     runner = SubprocessRunner(env)
     hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    return SlurmSite(env, client=CommandSlurmClient(runner, clock), hurried=hurried, clock=clock, umask=umask)
+    client = CommandSlurmClient(runner, clock)
+    return SlurmSite(env, client=client, hurried=hurried, clock=clock, umask=umask, script=_own_script(paths))
+
+
+def _own_script(paths: RunPaths) -> Path | None:
+    """What `submit` made for this run, or for the array whose task it is; None where the job's script is not ours."""
+    if task_index(paths.root.name) is not None:
+        paths = RunPaths(paths.root.parent)
+    return paths.script if paths.script.is_file() else None

@@ -18,7 +18,9 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import closed_result
 from hpc_elastic.launch.batch import slurm_site
-from hpc_elastic.launch.run_attempt import conclude, load_run, log_to_stdout
+from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.result import load_result
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status
@@ -62,9 +64,10 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
     events = EventLog(
         attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
     )
-    site = slurm_site(env, clock, umask=umask)
-    decision = conclude(paths, spec, site, attempt, closed_result(record, record.outcome), events)
-    if decision.action is RequeueAction.END:
+    site = slurm_site(env, clock, umask=umask, paths=paths)
+    decision = conclude(paths, spec, site, attempt, closed_result(record, record.outcome), events, clock=clock)
+    stored = load_result(attempt_paths.result_json)
+    if decision.action is RequeueAction.END or (stored is not None and stored.next_job):
         logger.info("ending job %s, whose batch script is gone", attempt.job_id)
         events.close()
         site.end_job()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_elastic.agent.main import node_key
@@ -12,6 +12,7 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.site import SiteFacts
@@ -28,6 +29,10 @@ class LocalSite:
     def __init__(self, env: Mapping[str, str], *, umask: int) -> None:
         self._env = dict(env)
         self._umask = umask
+
+    @property
+    def cluster_name(self) -> str:
+        return ""
 
     def facts(self, spec: RunSpec) -> SiteFacts:
         armed = spec.requeue and spec.max_requeues > 0
@@ -51,8 +56,17 @@ class LocalSite:
     def ask(self, *, near: float) -> SlurmAnswer:
         return SlurmAnswer(SlurmWord.NO_SLURM)
 
-    def requeue(self) -> str:
-        return "the next attempt starts at once"
+    def is_running(self, job_id: str) -> bool:
+        return False
+
+    def eligible_nodes(self) -> None:
+        return None
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
+        return None
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
+        return Requeued(words="the next attempt starts at once")
 
 
 def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Callable[[], None] = lambda: None) -> int:

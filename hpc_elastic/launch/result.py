@@ -23,6 +23,10 @@ class StoredResult:
     """Why."""
     fingerprint: str = ""
     step: int = -1
+    idle: int = 0
+    """How many attempts in a row, this one included, ended by a failure without progress."""
+    next_job: str = ""
+    """The follow-on job's id, where the next attempt is another job's."""
 
     def save(self, path: Path) -> None:
         write_json(path, {"version": VERSION, **asdict(self)}, durable=True)
@@ -34,7 +38,7 @@ def load_result(path: Path) -> StoredResult | None:
     if isinstance(value, str) or value.get("version") != VERSION:
         return None
     chosen = {key: value[key] for key in StoredResult.__slots__ if key in value}
-    if any(type(item) is not (int if key in ("exit_code", "step") else str) for key, item in chosen.items()):
+    if any(type(item) is not (int if key in ("exit_code", "step", "idle") else str) for key, item in chosen.items()):
         return None
     try:
         return StoredResult(**chosen)

@@ -13,41 +13,37 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
-from hpc_elastic.agent.restart_policy import RestartPolicy, made_progress
+from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
-from hpc_elastic.launch.attempt_result import AttemptResult
-from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.attempts import claim_attempt, give_way
+from hpc_elastic.launch.conclude import HUNG_SECONDS, conclude
 from hpc_elastic.launch.output import JobOutput, say
-from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.signal_desk import SignalDesk
-from hpc_elastic.launch.signal_table import SlurmWord
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supervisor import Supervisor
-from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.uid import new_uid
-from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueFacts, decide_requeue
+from hpc_elastic.requeue import (
+    RequeueAction,
+    RequeueDecision,
+    RequeueWay,
+)
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.store.ring_secret import read_secret
 
 if TYPE_CHECKING:
-    from hpc_elastic.failures.worker_failure import WorkerFailure
+    pass
 
 logger = logging.getLogger(__name__)
 
-REPORT_SECONDS = 120.0
-"""For the report of an attempt: of a large run, on a slow filesystem."""
-HUNG_SECONDS = 5.0
-"""Without any answer: it is said so, and not waited for any more where somebody waits for us."""
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 T = TypeVar("T")
@@ -98,6 +94,7 @@ def _run_attempt(
 ) -> RequeueDecision:
     facts = site.facts(spec)
     attempt_paths = on_disk(lambda: claim_attempt(paths))
+    on_disk(lambda: give_way(paths, attempt_paths, job_id=facts.job_id, is_running=site.is_running, clock=clock))
     attempt = AttemptInfo(
         number=attempt_paths.number,
         cluster=facts.cluster,
@@ -108,6 +105,7 @@ def _run_attempt(
         restart_count=facts.restart_count,
         requeue_armed=facts.requeue_armed,
         requeue_reason=facts.requeue_reason,
+        requeue_way=facts.requeue_way.value,
         kill_wait=facts.kill_wait,
         versions=_versions(facts),
     )
@@ -158,88 +156,12 @@ def _run_attempt(
         attempt,
         result,
         events,
+        clock=clock,
         files=files,
         is_hurried=lambda: signals.holds({signal.SIGINT}),
         is_told_to_end=lambda: signals.holds(_ENDING_SIGNALS),
     )
     events.close(within=HUNG_SECONDS)
-    return decision
-
-
-def conclude(
-    paths: RunPaths,
-    spec: RunSpec,
-    site: Site,
-    attempt: AttemptInfo,
-    result: AttemptResult,
-    events: EventLog,
-    *,
-    files: FileThread | None = None,
-    is_hurried: Callable[[], bool] = lambda: False,
-    is_told_to_end: Callable[[], bool] = lambda: False,
-) -> RequeueDecision:
-    """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided.
-
-    Args:
-        paths: The run's.
-        spec: What was asked for.
-        site: For the requeue.
-        attempt: The attempt.
-        result: How it ended.
-        events: Its log.
-        files: Touches the files; in bounded time, since the user waits for the end.
-        is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
-        is_told_to_end: Whether a signal has come since the attempt has ended: the job may have been cancelled.
-    """
-    hand = files or FileThread()
-    attempt_paths = paths.attempt(attempt.number)
-
-    def on_disk(action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
-        """`answers`: the filesystem has just answered, so what takes long is work."""
-        # Who was told to end by a signal has little time, and does not spend it on a mount that may never answer.
-        short = hand.stuck_for() > HUNG_SECONDS or (result.signal_number is not None and not answers)
-        try:
-            within = HUNG_SECONDS if short else REPORT_SECONDS
-            return hand.do(action, within=within, unless=lambda: hand.stuck_for() > HUNG_SECONDS and is_hurried())
-        except FilesystemHangsError:
-            return otherwise
-
-    def finish(decision: RequeueDecision) -> None:
-        def save() -> bool:
-            _save_result(attempt_paths, result, decision)
-            return True
-
-        def report() -> bool:
-            _report(attempt, paths, result, decision)
-            return True
-
-        if not (on_disk(save, False) and on_disk(report, False, answers=True)):
-            logger.error("%s does not answer: the report can't be written", attempt_paths.root)
-        _say_end(attempt, result, decision)
-
-    events.write("verdict", outcome=result.outcome.value, reason=result.reason)
-    before = None
-    if attempt.number:
-        before = on_disk(lambda: load_result(paths.attempt(attempt.number - 1).result_json), None)
-    decision = _decide(before, spec, attempt, result)
-    events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
-    events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
-    # Written before the job is requeued: from then on Slurm's SIGKILL is KillWait away. Where it is already, the job
-    # comes first.
-    is_late = result.signal_number is not None
-    if not is_late:
-        finish(decision)
-    if decision.action is RequeueAction.REQUEUE and not result.requeued:
-        cancelled = is_told_to_end() and site.ask(near=0.0).word is SlurmWord.ENDED
-        requeued = _not_requeued(decision) if cancelled else _requeue(site, decision)
-        if requeued != decision:
-            decision = requeued
-            events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
-            events.write("attempt_ended", outcome=result.outcome.value, exit_code=decision.exit_code)
-            if not is_late:
-                finish(decision)
-    if is_late:
-        finish(decision)
     return decision
 
 
@@ -260,98 +182,6 @@ def _observe(
         settle=policy.settle,
         clock=clock,
     ).coordination
-
-
-def _decide(before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult) -> RequeueDecision:
-    same = before is not None and may_be_a_bug(result.fingerprint) and before.fingerprint == result.fingerprint
-    progress = made_progress(
-        step=result.step,
-        before=before.step if before is not None else -1,
-        seconds=result.seconds,
-        window=spec.restart_window,
-    )
-    return decide_requeue(
-        RequeueFacts(
-            outcome=result.outcome,
-            reason=result.reason,
-            retryable=result.retryable,
-            attempt=attempt.number,
-            max_requeues=spec.max_requeues,
-            armed=attempt.requeue_armed,
-            armed_reason=attempt.requeue_reason,
-            same_as_before=same and not progress,
-            signal_number=result.signal_number,
-            requeued=result.requeued,
-            cancelled=result.cancelled,
-            hang=result.fingerprint.startswith(HANG_FINGERPRINT),
-        )
-    )
-
-
-def _requeue(site: Site, decision: RequeueDecision) -> RequeueDecision:
-    try:
-        logger.info("%s", site.requeue())
-    except HpcElasticError as error:
-        logger.error("the requeue failed: %s", error)
-        reason = f"{decision.reason}; but the requeue failed: {error}"
-        return RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(ExitCode.WORKERS_FAILED))
-    return decision
-
-
-def _not_requeued(decision: RequeueDecision) -> RequeueDecision:
-    reason = f"{decision.reason}; but the job was cancelled meanwhile"
-    return RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(ExitCode.TERMINATED))
-
-
-def _save_result(attempt_paths: AttemptPaths, result: AttemptResult, decision: RequeueDecision) -> None:
-    stored = StoredResult(
-        outcome=result.outcome.value,
-        reason=result.reason,
-        exit_code=decision.exit_code,
-        action=decision.action.value,
-        decision=decision.reason,
-        fingerprint=result.fingerprint,
-        step=result.step,
-    )
-    try:
-        stored.save(attempt_paths.result_json)
-    except OSError as error:
-        logger.error("the result could not be written: %s", error)
-
-
-def _report(attempt: AttemptInfo, paths: RunPaths, result: AttemptResult, decision: RequeueDecision) -> None:
-    """Write the report. A failure of it never hides the result."""
-    try:
-        from hpc_elastic.report.write import write_report
-
-        report = write_report(
-            paths.root,
-            attempt=attempt.number,
-            outcome=result.outcome.value,
-            exit_code=decision.exit_code,
-            decision=f"{decision.action.value}: {decision.reason}",
-        )
-        say(report.text)
-        if decision.exit_code and os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            _pass_on(report.verdict.failure)
-    except Exception as error:
-        logger.exception("the report could not be made: %s", error)
-
-
-def _pass_on(failure: WorkerFailure | None) -> None:
-    """Hand the first failure to whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees it too."""
-    from hpc_elastic.failures.error_handler import ErrorHandler
-
-    if failure is not None and failure.error_file:
-        ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
-    else:
-        logger.info("no worker left an error file that could be passed on")
-
-
-def _say_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
-    word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
-    logger.info("attempt %d %s", attempt.number, word)
-    logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
 
 
 def _versions(facts: SiteFacts) -> dict[str, str]:
@@ -375,7 +205,10 @@ def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
     asked += f", {spares} of them spare{'s' if spares > 1 else ''}" if spares else ""
     nodes = f"{len(attempt.nodes)} node{'s' if len(attempt.nodes) > 1 else ''}{asked}"
     where = f"job {attempt.job_id}" if attempt.job_id else "this machine"
-    armed = "yes" if attempt.requeue_armed else f"no, because {attempt.requeue_reason}"
+    armed = "no, because " if not attempt.requeue_armed else "yes" if not attempt.requeue_reason else "yes, "
+    if attempt.requeue_armed and attempt.requeue_way == RequeueWay.CHAIN.value:
+        armed = "yes, by a follow-on job: "
+    armed += attempt.requeue_reason
     lines = [
         f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes}: {_shortened(attempt.nodes)}",
         f"command: {spec.entrypoint}",

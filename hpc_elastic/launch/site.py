@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.launch.launcher import Launcher
+from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signal_table import SlurmAnswer
+from hpc_elastic.requeue import RequeueWay
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 
@@ -22,12 +25,31 @@ class SiteFacts:
     restart_count: int = 0
     requeue_armed: bool = False
     requeue_reason: str = ""
+    requeue_way: RequeueWay = RequeueWay.REQUEUE
     kill_wait: float | None = None
     version: str = ""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EligibleNodes:
+    """The nodes that the job may get, by Slurm's names."""
+
+    known: frozenset[str]
+    usable: frozenset[str]
+    """Neither down nor drained; busy ones count."""
+    required: frozenset[str] = frozenset()
+    """Those that the job asks for by name."""
+    excluded: tuple[str, ...] = ()
+    """Those that it does without now, for whatever reason."""
+
+
 class Site(Protocol):
     """Slurm's allocation, or this machine."""
+
+    @property
+    def cluster_name(self) -> str:
+        """Slurm's name of the cluster; empty where it is not known, or there is none."""
+        ...
 
     def facts(self, spec: RunSpec) -> SiteFacts:
         """Ask what an attempt's start needs to know."""
@@ -45,11 +67,27 @@ class Site(Protocol):
         """
         ...
 
-    def requeue(self) -> str:
-        """Have the job run again.
+    def is_running(self, job_id: str) -> bool:
+        """Ask whether a job runs; within seconds. False too where nobody knows."""
+        ...
+
+    def eligible_nodes(self) -> EligibleNodes | None:
+        """Ask which nodes the next attempt may get; within seconds. None: not known, or there is no choice."""
+        ...
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> str | None:
+        """Ask whether the run could never begin without these nodes; within seconds.
 
         Returns:
-            What was done, in words.
+            Why not; None where nothing speaks against it.
+        """
+        ...
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
+        """Have the next attempt queued.
+
+        Returns:
+            What was done.
 
         Raises:
             HpcElasticError: it could not be; the message says why.

@@ -330,7 +330,9 @@ class Supervisor:
         if self._is_still_lost(ended):
             return
         name = self._attempt.nodes[ended.node]
-        self._events.write("agent_ended", node=ended.node, name=name, code=ended.code, detail=ended.detail)
+        self._events.write(
+            "agent_ended", node=ended.node, name=name, code=ended.code, detail=ended.detail, started=ended.started
+        )
         if self._is_ending():
             return
         if not ended.started:

@@ -112,6 +112,11 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "step_agreed": lambda e: _round(e),
     "verdict": lambda e: str(e["outcome"]).replace("_", " "),
     "requeue_decision": _requeue,
+    "nodes_judged": lambda e: (
+        (f"the next attempt does without {', '.join(e['excluded'])}" if e["excluded"] else "bad nodes stay")
+        + "".join(f"; {one['node']} stays: {one['reason']}" for one in e.get("spared") or ())
+    ),
+    "requeued": lambda e: "the next attempt is queued",
     "attempt_ended": lambda e: f"{str(e['outcome']).replace('_', ' ')}, exit code {e['exit_code']}",
     "agent_started": lambda e: f"pid {e['pid']}, version {e['version']}",
     "round_final": lambda e: (

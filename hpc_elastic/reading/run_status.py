@@ -15,6 +15,7 @@ from hpc_elastic.atomic_file import read_json
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.node_records import load_record
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -85,6 +86,8 @@ class RunStatus:
     reason: str = ""
     exit_code: int | None = None
     created_ns: int = 0
+    bad_nodes: tuple[str, ...] = ()
+    """What later attempts do without."""
     problem: str = ""
     """What could not be read."""
 
@@ -105,6 +108,7 @@ def read_status(paths: RunPaths, *, clock: Clock) -> RunStatus:
         "max_restarts": spec.max_restarts if spec else 0,
         "max_requeues": spec.max_requeues if spec else 0,
         "created_ns": spec.created_ns if spec else 0,
+        "bad_nodes": load_record(paths.nodes_json).excluded,
     }
     number = _newest_attempt(paths)
     if number is None:
@@ -200,8 +204,12 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
     value = read_json(attempt.result_json)
     if isinstance(value, str) or type(value.get("exit_code")) is not int:
         return {}
-    return {
+    found = {
         "outcome": str(value.get("outcome", "")),
         "reason": str(value.get("reason", "")),
         "exit_code": value["exit_code"],
     }
+    next_job = value.get("next_job")
+    if value["exit_code"] == ExitCode.REQUEUED and isinstance(next_job, str) and next_job:
+        found["job_id"] = next_job  # the run goes on in another job
+    return found

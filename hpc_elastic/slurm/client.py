@@ -27,7 +27,7 @@ from hpc_elastic.slurm.errors import (
     one_line,
 )
 from hpc_elastic.slurm.hostlist import compress
-from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_show_job, parse_squeue
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -134,12 +134,32 @@ class SlurmClient(Protocol):
         """Set Requeue=1: what the owner may do for a --no-requeue job."""
         ...
 
-    def start_now(self, job: JobId) -> None:
+    def start_now(self, job: JobId, *, delay: float = 0.0) -> None:
         """Waive a pending job's begin time, such as the delay after a requeue: it may start in two seconds.
+
+        Args:
+            job: The job.
+            delay: So many seconds later than that.
 
         Raises:
             JobNotPendingError: it runs.
         """
+        ...
+
+    def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
+        """Whether Slurm would take a batch script, and ever have the nodes for it; nothing is submitted.
+
+        Returns:
+            None, or why not.
+        """
+        ...
+
+    def dependents(self, job: JobId, *, uid: int) -> tuple[str, ...]:
+        """Ids of a user's pending jobs that wait for this one's end (``afterany``)."""
+        ...
+
+    def clear_excluded(self, job: JobId) -> None:
+        """Let a pending job have any node again. Raises as `exclude_nodes`."""
         ...
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
@@ -235,8 +255,25 @@ class CommandSlurmClient:
     def allow_requeue(self, job: JobId) -> None:
         self._run(f"setting Requeue=1 of job {job}", commands.update(job, Requeue="1"))
 
-    def start_now(self, job: JobId) -> None:
-        self._run(f"starting job {job} now", commands.update(job, StartTime=commands.SOON))
+    def start_now(self, job: JobId, *, delay: float = 0.0) -> None:
+        when = f"in {delay:.0f} s" if delay else "now"
+        self._run(f"starting job {job} {when}", commands.update(job, StartTime=commands.soon(delay)))
+
+    def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
+        try:
+            self._run("asking whether the script could run", commands.try_sbatch(script, extra=extra))
+        except (SlurmUnavailableError, SlurmMissingError):
+            raise
+        except SlurmError as error:
+            return str(error.facts["why"])
+        return None
+
+    def dependents(self, job: JobId, *, uid: int) -> tuple[str, ...]:
+        found = self._run(f"looking for jobs that wait for {job}", commands.waiting_jobs(uid))
+        return parse_dependents(found.stdout, job.number)
+
+    def clear_excluded(self, job: JobId) -> None:
+        self._run(f"clearing the excluded nodes of job {job}", commands.update(job, ExcNodeList=""))
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
         listed = compress(nodes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -31,6 +31,8 @@ class SlurmConfig:
     """How long a requeued job waits where nobody sets its StartTime."""
     min_job_age: int
     """How long an ended job stays known."""
+    has_epilog: bool = False
+    """Whether something of the site's runs on a node after each job: it may take its time."""
 
     @property
     def version_text(self) -> str:
@@ -54,6 +56,7 @@ def parse_show_config(text: str) -> SlurmConfig:
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),
         requeue_delay=_requeue_delay(fields),
         min_job_age=_seconds(fields.get("MinJobAge"), _MIN_JOB_AGE),
+        has_epilog=any(fields.get(key, "(null)") not in ("", "(null)", "N/A") for key in ("Epilog", "Epilog[0]")),
     )
 
 
@@ -80,6 +83,9 @@ class PartitionNodes:
     total: int
     usable: int
     """Not down, drained or failing: busy ones count."""
+    names: frozenset[str] = field(default=frozenset(), compare=False)
+    """Of all its nodes."""
+    usable_names: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
@@ -93,6 +99,13 @@ def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
         usable = not state.rstrip("*~#!%$@^-+").lower().startswith(_UNUSABLE) and not state.endswith("*")
         nodes.setdefault(partition, {})[host] = usable
     return tuple(
-        PartitionNodes(name=name.rstrip("*"), default=name.endswith("*"), total=len(hosts), usable=sum(hosts.values()))
+        PartitionNodes(
+            name=name.rstrip("*"),
+            default=name.endswith("*"),
+            total=len(hosts),
+            usable=sum(hosts.values()),
+            names=frozenset(hosts),
+            usable_names=frozenset(host for host, is_usable in hosts.items() if is_usable),
+        )
         for name, hosts in nodes.items()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ SINFO_FORMAT = "%N|%P|%T|%t|%E"
 # Not "now": slurmd refuses a batch launch whose credential is not younger, in whole seconds, than the job's last kill
 # ("Job credential revoked"), and slurmctld then fails the job for good. Seen on 22.05 with a requeue and
 # StartTime=now in the same second. The two seconds also cover a second's difference between two hosts' clocks.
-SOON = "now+2"
+SOON_SECONDS = 2
 
 # What srun takes from a batch script's environment and what would overrule, void or bind its own flags. An agent gets
 # all of its node, whatever shape the job was given (slurm 23.11 and later honour SLURM_CPUS_PER_TASK, 24.11 gives each
@@ -168,6 +169,16 @@ def sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
     return ["sbatch", "--parsable", *extra, script]
 
 
+def try_sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
+    """Have Slurm say whether it would take the script, and ever find nodes for it; nothing is submitted."""
+    return ["sbatch", "--test-only", *extra, script]
+
+
+def waiting_jobs(uid: int) -> list[str]:
+    """The dependencies of a user's jobs that wait: one line each, ``13|afterany:12(unfulfilled)``."""
+    return ["squeue", "-u", str(uid), "-h", "-t", "PENDING", "-o", "%i|%E"]
+
+
 def squeue(jobs: Iterable[JobId]) -> list[str]:
     """States of jobs of one cluster, ended ones too.
 
@@ -185,6 +196,11 @@ def show_job(job: JobId) -> list[str]:
 
 def show_config() -> list[str]:
     return ["scontrol", "show", "config"]
+
+
+def soon(delay: float = 0.0) -> str:
+    """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`."""
+    return f"now+{SOON_SECONDS + math.ceil(delay)}"
 
 
 def requeue(job: JobId) -> list[str]:

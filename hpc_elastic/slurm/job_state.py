@@ -68,6 +68,10 @@ class JobState:
     """False of salloc's: Slurm requeues batch jobs only."""
     user: str | None = None
     """Its owner's name, or number where the controller knows no name."""
+    excluded: tuple[str, ...] = ()
+    """ExcNodeList: the user's, or what was set since."""
+    required: tuple[str, ...] = ()
+    """ReqNodeList: nodes that it asks for by name."""
     nodes: tuple[str, ...] = ()
     """Those it has now; after a loss the rest. Empty while it pends."""
     batch_host: str | None = None
@@ -174,6 +178,20 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
     return tuple(jobs)
 
 
+def parse_dependents(text: str, number: str) -> tuple[str, ...]:
+    """Who waits for the end of job `number`, by the output of `commands.waiting_jobs`.
+
+    An array task's dependency is written with its own id or, in the older releases, with ``_*``.
+    """
+    wanted = re.compile(rf"(?:\A|[,?])afterany:(?:[\d_*:]*:)?{re.escape(number)}(?:_\*)?(?![\d_])")
+    found = []
+    for line in text.splitlines():
+        job_id, bar, dependency = line.partition("|")
+        if bar and wanted.search(dependency):
+            found.append(job_id.strip())
+    return tuple(found)
+
+
 def _job_state(fields: Mapping[str, str]) -> JobState:
     least, most = _range(fields.get("NumNodes", ""))
     code, _, signal = fields.get("ExitCode", "").partition(":")
@@ -190,6 +208,8 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         requeue=fields.get("Requeue") == "1",
         is_batch=fields.get("BatchFlag") != "0",
         user=_user(fields.get("UserId", "")),
+        excluded=_nodes(fields.get("ExcNodeList", "")),
+        required=_nodes(fields.get("ReqNodeList", "")),
         nodes=_nodes(fields.get("NodeList", "")),
         batch_host=_text(fields.get("BatchHost")),
         min_nodes=least,

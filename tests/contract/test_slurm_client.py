@@ -39,6 +39,8 @@ class World:
     """Where scripts are put, and where jobs may write."""
     patience: float
     """Seconds until what is waited for must hold."""
+    client_uid: int = 0
+    """Whose jobs they are."""
 
     def submit(self, *options: str) -> JobId:
         script = self.folder / f"job{next(_COUNTER)}.sh"
@@ -146,6 +148,39 @@ def test_nodes_are_excluded_while_pending_only(world: World) -> None:
         world.client.exclude_nodes(pending, ["None assigned"])
     with pytest.raises(ValueError, match="no nodes"):
         world.client.exclude_nodes(pending, [])
+
+
+def test_excluded_nodes_are_shown_and_cleared(world: World) -> None:
+    job = world.submit("--hold")
+    world.client.exclude_nodes(job, ["n1", "n2"])
+    state = world.client.job_state(job)
+    assert state is not None
+    assert state.excluded == ("n1", "n2")
+    world.client.clear_excluded(job)
+    state = world.client.job_state(job)
+    assert state is not None
+    assert state.excluded == ()
+
+
+def test_who_waits_for_a_jobs_end_is_found(world: World) -> None:
+    job = world.running()
+    uid = world.client_uid
+    assert world.client.dependents(job, uid=uid) == ()
+    other = world.submit(f"--dependency=afterok:{job}")
+    follower = world.submit(f"--dependency=afterany:{job}")
+    assert world.client.dependents(job, uid=uid) == (follower.number,)
+    assert world.client.dependents(other, uid=uid) == ()
+
+
+def test_a_script_is_tried_out_and_not_submitted(world: World) -> None:
+    script = world.folder / "tried.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --nodes=1\ntrue\n")
+    assert world.client.would_run(str(script)) is None
+    assert world.client.would_run(str(script), extra=["--exclude=n1"]) is None
+    why = world.client.would_run(str(script), extra=["--partition=nowhere"])
+    assert why is not None
+    assert "invalid partition specified: nowhere" in why
+    assert world.client.dependents(NOBODYS, uid=world.client_uid) == ()
 
 
 def test_the_node_range_of_a_pending_job_is_set(world: World) -> None:

@@ -33,6 +33,7 @@ class FakeJob:
     restarts: int = 0
     name: str = "job"
     script: str = ""
+    dependency: str = ""
     fields: dict[str, str] = field(default_factory=dict)
 
 
@@ -79,6 +80,8 @@ class FakeSlurm:
     # -- commands
 
     def _sbatch(self, argv: Sequence[str]) -> CommandResult:
+        if argv[0] == "--test-only":
+            return self._try(argv[1:])
         assert argv[0] == "--parsable", argv
         script = Path(argv[-1])
         if not script.exists():
@@ -94,13 +97,25 @@ class FakeSlurm:
                 job.state = "pending-held"
             elif name == "--no-requeue":
                 job.requeue = 0
+            elif name == "--dependency":
+                job.dependency = value
             elif name == "--job-name":
                 job.name = value
         self._next += 1
         self.jobs[job.number] = job
         return self._answer("sbatch-parsable", {captured(self.version, "sbatch-parsable")[1].strip(): job.number})
 
+    def _try(self, argv: Sequence[str]) -> CommandResult:
+        for option in argv[:-1]:
+            name, _, value = option.partition("=")
+            if name == "--partition" and value not in PARTITIONS:
+                return self._answer("err-sbatch-bad-partition", {"nosuch": value})
+        return self._answer("sbatch-test-only")
+
     def _squeue(self, argv: Sequence[str]) -> CommandResult:
+        if "%i|%E" in argv:  # not recorded: the dependency in scontrol's words, as squeue gave it on 22.05
+            jobs = [job for job in self.jobs.values() if job.dependency]
+            return CommandResult(rc=0, stdout="".join(f"{job.number}|{job.dependency}(unfulfilled)\n" for job in jobs))
         assert argv[argv.index("-o") + 1] == SQUEUE_FORMAT
         wanted = argv[argv.index("-j") + 1].split(",")
         known = [self.jobs[number] for number in wanted if number in self.jobs]
@@ -142,7 +157,9 @@ class FakeSlurm:
         pending = job.state not in ("running", "restarted-running")
         if not pending and not set(keys) <= _ALLOWED_WHILE_RUNNING:
             return CommandResult(rc=1, stderr=_NOT_PENDING.format(job=number))
-        if not set(filter(None, keys.get("ExcNodeList", "").split(","))) <= {*NODES, "n[1-2]", "n[3-4]"}:
+        if "ExcNodeList" in keys and not keys["ExcNodeList"]:
+            keys["ExcNodeList"] = "(null)"
+        elif not set(filter(None, keys.get("ExcNodeList", "").split(","))) <= {*NODES, "n[1-2]", "n[3-4]"}:
             return CommandResult(rc=1, stderr=_BAD_NODE.format(job=number))
         if "Requeue" in keys:
             job.requeue = int(keys["Requeue"])

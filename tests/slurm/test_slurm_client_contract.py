@@ -28,4 +28,6 @@ def world(cluster: SlurmCluster) -> contract.World:
 
     folder = Path(mkdtemp(prefix="client-", dir=cluster.shared))
     folder.chmod(0o777)
-    return contract.World(CommandSlurmClient(run, SystemClock()), folder, patience=60)
+    return contract.World(
+        CommandSlurmClient(run, SystemClock()), folder, patience=60, client_uid=int(cluster.run(["id", "-u"]).stdout)
+    )

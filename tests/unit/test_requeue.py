@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 
 from hpc_elastic.outcome import Outcome
-from hpc_elastic.requeue import RequeueAction, RequeueFacts, decide_requeue
+from hpc_elastic.requeue import (
+    ArmingFacts,
+    RequeueAction,
+    RequeueChoice,
+    RequeueFacts,
+    back_off,
+    decide_arming,
+    decide_requeue,
+)
 
 PLAIN = RequeueFacts(
     outcome=Outcome.FAILED,
@@ -117,6 +125,46 @@ def test_rows(what: str, facts: RequeueFacts, action: str, code: int, reason: st
     assert decision.action.value == action
     assert decision.exit_code == code
     assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("idle", "seconds"), [(0, 0), (1, 0), (2, 60), (3, 120), (4, 240), (6, 960), (7, 1800), (1000, 1800)]
+)
+def test_attempts_without_progress_are_tried_again_ever_later(idle: int, seconds: float) -> None:
+    assert back_off(idle) == seconds
+    decision = decide_requeue(replace(PLAIN, attempt=1, idle=idle))
+    assert decision.delay == seconds
+    assert (f"in {seconds} s since {idle} attempts in a row made no progress" in decision.reason) is (seconds > 0)
+
+
+ARMING = ArmingFacts(wanted=True, choice=RequeueChoice.AUTO, has_batch_script=True, can_chain=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "way", "reason"),
+    [
+        (ARMING, "requeue", ""),
+        (replace(ARMING, wanted=False), "none", "--no-requeue or --max-requeues 0 was given"),
+        (replace(ARMING, has_batch_script=False), "none", "salloc"),
+        (replace(ARMING, choice=RequeueChoice.CHAIN), "chain", "--requeue-with chain was given"),
+        (replace(ARMING, choice=RequeueChoice.CHAIN, can_chain=False), "none", "not one that hpc-elastic submit made"),
+        (replace(ARMING, problem="Slurm is down", known=False), "requeue", "not verified: Slurm is down"),
+        (replace(ARMING, known=False), "none", "does not know"),
+        (replace(ARMING, job_allows=False), "chain", "was submitted with --no-requeue"),
+        (replace(ARMING, job_allows=False, site_allows=False), "chain", "the site has JobRequeue=0"),
+        (replace(ARMING, job_allows=False, site_allows=False, can_chain=False), "allow", "the site has JobRequeue=0"),
+        (replace(ARMING, job_allows=False, can_chain=False), "none", "was submitted with --no-requeue"),
+        (replace(ARMING, job_allows=False, choice=RequeueChoice.SCONTROL), "none", "--no-requeue"),
+        (replace(ARMING, job_allows=False, site_allows=False, choice=RequeueChoice.SCONTROL), "allow", "JobRequeue=0"),
+        (replace(ARMING, site_allows=False), "requeue", ""),
+    ],
+)
+def test_the_way_that_there_is(facts: ArmingFacts, way: str, reason: str) -> None:
+    arming = decide_arming(facts)
+    assert arming.way.value == way
+    assert reason in arming.reason
+    assert bool(reason) is bool(arming.reason)
+    assert arming.is_armed is (way != "none")
 
 
 def test_every_combination_keeps_the_promises() -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch import supervisor
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.site import SiteFacts
@@ -70,7 +71,20 @@ class ChaosSite:
     def ask(self, *, near: float) -> SlurmAnswer:
         return SlurmAnswer(SlurmWord.NO_SLURM)
 
-    def requeue(self) -> str:
+    @property
+    def cluster_name(self) -> str:
+        return ""
+
+    def is_running(self, job_id: str) -> bool:
+        return False
+
+    def eligible_nodes(self) -> None:
+        return None
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
+        return None
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
         raise NotImplementedError
 
 

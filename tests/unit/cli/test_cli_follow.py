@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -33,9 +33,13 @@ class Scripted:
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
         self.asked = 0
+        self.started = 0
+
+    def start_now(self, job: JobId) -> None:
+        self.started += 1
 
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
-        assert job == JOB
+        assert job in (JOB, JobId("8"))
         self.asked += 1
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
@@ -56,10 +60,10 @@ class Clock(FakeClock):
         return super().wait(stop, seconds)
 
 
-def store(paths: RunPaths, attempt: int, code: int) -> None:
+def store(paths: RunPaths, attempt: int, code: int, **more: Any) -> None:
     folder = paths.attempt(attempt)
     folder.root.mkdir(exist_ok=True)
-    result = StoredResult(outcome="x", reason="", exit_code=code, action="end", decision="")
+    result = StoredResult(outcome="x", reason="", exit_code=code, action="end", decision="", **more)
     result.save(folder.result_json)
 
 
@@ -192,3 +196,32 @@ def test_ctrl_c_leaves_the_job_running_and_says_so(paths: RunPaths, capsys: pyte
 )
 def test_codes(states: tuple[JobState, ...], result: int | None, code: int) -> None:
     assert how_it_ended(states, result).code == code
+
+
+def pending(restarts: int = 1, reason: str = "BeginTime") -> JobState:
+    return state("PENDING", reason=reason, restarts=restarts, start_time="2026-11-21T02:16:42")
+
+
+def test_slurms_delay_after_a_requeue_is_waived_once_for_each(paths: RunPaths) -> None:
+    store(paths, 0, 75)
+    client = Scripted(pending(), pending(), state("RUNNING"), pending(2), pending(2), state("COMPLETED"))
+    clock = Clock(lambda: store(paths, 1, 0) if client.asked == 6 else None)
+    assert run(paths, client, clock=clock) == 0
+    assert client.started == 2
+
+
+def test_a_delay_that_is_somebodys_wish_is_not(paths: RunPaths) -> None:
+    store(paths, 0, 75, idle=2)
+    client = Scripted(pending(), state("PENDING", reason="BeginTime"), pending(reason="Resources"), state("CANCELLED"))
+    assert run(paths, client) == 143
+    assert client.started == 0
+
+
+def test_a_follow_on_job_is_followed(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    store(paths, 0, 75, next_job="8")
+    client = Scripted(state("FAILED", exit_code=75), state("RUNNING"), state("COMPLETED"))
+    clock = Clock(lambda: store(paths, 1, 0) if client.asked == 3 else None)
+    assert run(paths, client, clock=clock) == 0
+    said = capsys.readouterr().err
+    assert "job 8 goes on with the run" in said
+    assert "job 8 is running" in said

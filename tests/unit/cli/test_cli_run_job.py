@@ -16,16 +16,21 @@ from hpc_elastic.reading.run_status import RunState
 from hpc_elastic.run_index import record
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.job_state import JobState
 from tests.unit.cli.test_cli_status import status
 from tests.unit.reading.test_reading_run_status import RUN_ID, Run
 
 
 class Client:
-    def __init__(self) -> None:
+    def __init__(self, state: str = "PENDING") -> None:
+        self.state = state
         self.done: list[str] = []
 
     def __getattr__(self, name: str) -> object:
         return lambda job: self.done.append(f"{name} {job}")
+
+    def queue_states(self, jobs: object) -> tuple[JobState, ...]:
+        return (JobState(job_id="42", state=self.state, reason=""),)
 
 
 def asked(state: RunState, **changes: object) -> RunJob:
@@ -77,6 +82,14 @@ def test_what_would_not_requeue_it_is_refused(found: RunJob, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         requeue(found, client)  # type: ignore[arg-type]
     assert client.done == []
+
+
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "NODE_FAIL", "COMPLETED"])
+def test_a_requeue_that_was_decided_and_never_came_is_done_now(state: str) -> None:
+    """Whoever had decided it was killed before Slurm heard of it."""
+    client = Client(state)
+    assert "without the requeue that was decided" in requeue(asked(RunState.REQUEUED), client)  # type: ignore[arg-type]
+    assert client.done == ["requeue 42"]
 
 
 def test_the_job_is_the_attempts_or_the_one_that_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.launch.conclude import _decide
 from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.launch.run_attempt import _decide
 from hpc_elastic.launch.supervisor import AttemptResult
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.requeue import RequeueAction, RequeueDecision

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +11,13 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.batch import CONTROLLER_PATIENCE, SlurmSite, run_of_this_job
+from hpc_elastic.launch.batch import SlurmSite, run_of_this_job
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signal_table import SlurmWord
+from hpc_elastic.launch.site import EligibleNodes
+from hpc_elastic.requeue import RequeueWay
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
@@ -27,111 +29,135 @@ ENV = {
     "SLURMD_NODENAME": "n1",
     "SLURM_RESTART_COUNT": "1",
 }
-UNAVAILABLE = SlurmUnavailableError(what="requeueing job 7", why="Unable to contact slurm controller")
+SCRIPT = Path("/runs/r/job.sbatch")
+SPEC = RunSpec(
+    run_id="r",
+    uid="0" * 32,
+    name="x",
+    created_ns=0,
+    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+    cwd="/",
+)
+UNAVAILABLE = SlurmUnavailableError(what="asking", why="Unable to contact slurm controller")
+RUNNING = JobState(job_id="7", state="RUNNING", reason="", requeue=True, partition="main")
 
 
 class Client:
-    """Answers `requeue` and `job_state` with what a test put there: a value, or an error to raise."""
+    """Answers with what a test put there: a value, or an error to raise."""
 
-    def __init__(self, *answers: Any, state: Any = None) -> None:
-        self.answers = list(answers)
-        self.state = state
-        self.requeues = 0
+    def __init__(self, *, state: Any = RUNNING, job_requeue: bool = True, **answers: Any) -> None:
+        config = SimpleNamespace(kill_wait=5, version=(22, 5, 8), job_requeue=job_requeue, has_epilog=False)
+        self.answers = {"job_state": state, "config": config, "would_run": None, "allow_requeue": None, **answers}
+        self.calls: list[str] = []
 
-    def requeue(self, job: object) -> None:
-        self.requeues += 1
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if isinstance(answer, Exception):
-            raise answer
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            self.calls.append(name)
+            answer = self.answers[name]
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
 
-    def job_state(self, job: object) -> Any:
-        if isinstance(self.state, Exception):
-            raise self.state
-        return self.state
-
-
-@pytest.fixture(autouse=True)
-def _sigterm() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
+        return call
 
 
-@pytest.fixture
-def site() -> Callable[[Client], tuple[SlurmSite, FakeClock]]:
-    def build(client: Client) -> tuple[SlurmSite, FakeClock]:
-        clock = FakeClock()
-        return SlurmSite(ENV, client=client, hurried=client, clock=clock, umask=0o22), clock  # type: ignore[arg-type]
-
-    return build
-
-
-def test_a_requeue_ignores_the_sigterm_that_it_brings(site: Callable[..., Any]) -> None:
-    slurm, _ = site(Client(None))
-    assert slurm.requeue() == "job 7 is requeued"
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+def site(client: Client, *, script: Path | None = SCRIPT) -> SlurmSite:
+    return SlurmSite(
+        ENV,
+        client=client,  # type: ignore[arg-type]
+        hurried=client,  # type: ignore[arg-type]
+        clock=FakeClock(),
+        umask=0o22,
+        script=script,
+    )
 
 
-def test_a_controller_that_comes_back_in_time_gets_the_requeue(site: Callable[..., Any]) -> None:
-    client = Client(UNAVAILABLE, UNAVAILABLE, None)
-    slurm, clock = site(client)
-    slurm.requeue()
-    assert client.requeues == 3
-    assert clock.now > 1010
-
-
-def test_one_that_never_comes_back_is_given_up(site: Callable[..., Any]) -> None:
-    slurm, clock = site(Client(UNAVAILABLE))
-    with pytest.raises(SlurmUnavailableError):
-        slurm.requeue()
-    assert CONTROLLER_PATIENCE <= clock.now - 1000 < CONTROLLER_PATIENCE + 60
-
-
-@pytest.mark.parametrize(("restarts", "held"), [(2, True), (1, False)])
-def test_a_requeue_that_looked_like_a_failure_is_looked_up(site: Callable[..., Any], restarts: int, held: bool) -> None:
-    """scontrol dies of the very SIGTERM that the requeue brings: whether it held is Slurm's to say."""
-    died = SlurmError(what="requeueing job 7", why="it was killed", rc=-15)
-    slurm, _ = site(Client(died, state=SimpleNamespace(restarts=restarts)))
-    if held:
-        slurm.requeue()
-    else:
-        with pytest.raises(SlurmError, match="it was killed"):
-            slurm.requeue()
-
-
-def test_a_refusal_is_no_reason_to_wait(site: Callable[..., Any]) -> None:
-    refused = SlurmPermissionError(what="requeueing job 7", why="Access/permission denied")
-    client = Client(refused, state=UNAVAILABLE)
-    slurm, clock = site(client)
-    with pytest.raises(SlurmPermissionError):
-        slurm.requeue()
-    assert (client.requeues, clock.now) == (1, 1000)
-
-
-def test_what_slurm_says_is_asked_in_a_hurry(site: Callable[..., Any]) -> None:
-    slurm, _ = site(Client(None, state=JobState(job_id="7", state="COMPLETING", reason="TimeLimit", restarts=1)))
+def test_what_slurm_says_is_asked_in_a_hurry() -> None:
+    slurm = site(Client(state=JobState(job_id="7", state="COMPLETING", reason="TimeLimit", restarts=1)))
     assert slurm.ask(near=0.0).word is SlurmWord.TIME_LIMIT
-    slurm, _ = site(Client(None, state=JobState(job_id="7", state="COMPLETING", reason="", restarts=2)))
+    slurm = site(Client(state=JobState(job_id="7", state="COMPLETING", reason="", restarts=2)))
     assert slurm.ask(near=0.0).word is SlurmWord.REQUEUED, "this attempt began after one restart"
-    slurm, _ = site(Client(None, state=UNAVAILABLE))
+    slurm = site(Client(state=UNAVAILABLE))
     assert slurm.ask(near=0.0).word is SlurmWord.SILENT
 
 
-@pytest.mark.parametrize(
-    ("is_batch", "requeue", "said"),
-    [
-        (False, True, "Slurm requeues batch jobs only"),
-        (True, False, "--no-requeue"),
-        (True, True, ""),
-    ],
-)
-def test_an_allocation_of_sallocs_is_not_armed(
-    site: Callable[..., Any], is_batch: bool, requeue: bool, said: str
-) -> None:
-    slurm, _ = site(Client(state=SimpleNamespace(is_batch=is_batch, requeue=requeue)))
-    armed, reason = slurm._armed(SimpleNamespace(requeue=True, max_requeues=3))
-    assert armed is (not said)
-    assert said in reason
+def test_what_is_armed_is_looked_up() -> None:
+    facts = site(Client()).facts(SPEC)
+    assert (facts.requeue_armed, facts.requeue_way, facts.requeue_reason) == (True, RequeueWay.REQUEUE, "")
+
+
+def test_a_controller_that_is_down_at_the_start_disarms_nothing() -> None:
+    facts = site(Client(state=UNAVAILABLE, config=UNAVAILABLE)).facts(SPEC)
+    assert facts.requeue_armed
+    assert facts.requeue_reason.startswith("not verified: Slurm can't be asked")
+
+
+FORBIDDEN = JobState(job_id="7", state="RUNNING", reason="", requeue=False)
+
+
+def test_a_follow_on_job_is_tried_out_before_it_is_promised() -> None:
+    client = Client(state=FORBIDDEN)
+    facts = site(client).facts(SPEC)
+    assert (facts.requeue_way, "would_run" in client.calls) == (RequeueWay.CHAIN, True)
+    facts = site(Client(state=FORBIDDEN, would_run="jobs can't be submitted from compute nodes")).facts(SPEC)
+    assert not facts.requeue_armed
+    assert "jobs can't be submitted from compute nodes" in facts.requeue_reason
+    facts = site(Client(state=FORBIDDEN, would_run=UNAVAILABLE)).facts(SPEC)
+    assert (facts.requeue_armed, "not verified" in facts.requeue_reason) == (True, True)
+
+
+def test_an_own_script_on_a_site_that_does_not_requeue_by_itself_is_allowed_to() -> None:
+    client = Client(state=FORBIDDEN, job_requeue=False)
+    facts = site(client, script=None).facts(SPEC)
+    assert (facts.requeue_way, "allow_requeue" in client.calls) == (RequeueWay.REQUEUE, True)
+    refused = SlurmPermissionError(what="setting Requeue=1", why="Access/permission denied")
+    facts = site(Client(state=FORBIDDEN, job_requeue=False, allow_requeue=refused), script=None).facts(SPEC)
+    assert not facts.requeue_armed
+    assert "Access/permission denied" in facts.requeue_reason
+
+
+def partitions(*names: Sequence[str]) -> tuple[PartitionNodes, ...]:
+    return tuple(
+        PartitionNodes(
+            name=f"p{index}",
+            default=False,
+            total=len(hosts),
+            usable=len(hosts) - 1,
+            names=frozenset(hosts),
+            usable_names=frozenset(hosts[1:]),
+        )
+        for index, hosts in enumerate(names)
+    )
+
+
+def test_the_nodes_that_a_job_may_get() -> None:
+    state = JobState(job_id="7", state="RUNNING", reason="", excluded=("n4",), required=("n1",), partition="a,b")
+    assert site(Client(state=state, partitions=partitions(("n1", "n2"), ("n3", "n4")))).eligible_nodes() == (
+        EligibleNodes(
+            known=frozenset({"n1", "n2", "n3", "n4"}),
+            usable=frozenset({"n2", "n4"}),
+            required=frozenset({"n1"}),
+            excluded=("n4",),
+        )
+    )
+    assert site(Client(partitions=UNAVAILABLE)).eligible_nodes() is None
+    assert site(Client(state=None)).eligible_nodes() is None
+
+
+def test_whether_another_job_runs() -> None:
+    other = JobState(job_id="8", state="RUNNING", reason="")
+    for answer, runs in (((other,), True), ((), False), (UNAVAILABLE, False)):
+        assert site(Client(queue_states=answer)).is_running("8") is runs
+
+
+def test_why_a_run_could_not_do_without_nodes() -> None:
+    for script, answer, why in (
+        (SCRIPT, "Requested node configuration is not available", "Requested node configuration is not available"),
+        (SCRIPT, None, None),
+        (SCRIPT, SlurmError(what="x", why="y"), None),
+        (None, "not asked", None),
+    ):
+        assert site(Client(would_run=answer), script=script).why_not_without(None, ["n3"]) == why  # type: ignore[arg-type]
 
 
 def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> None:

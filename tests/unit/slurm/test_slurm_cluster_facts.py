@@ -61,6 +61,9 @@ def test_crashed_nodes_are_not_usable(version: str, total: int, usable: int) -> 
     main = next(partition for partition in partitions if partition.default)
     assert (main.total, main.usable) == (total, usable)
     assert PartitionNodes(name="pA", default=False, total=4, usable=3) in partitions
+    (found,) = [part for part in partitions if part.name == "pA"]
+    assert (len(found.names), len(found.usable_names)) == (4, 3)
+    assert found.usable_names < found.names
 
 
 @pytest.mark.parametrize(

@@ -110,3 +110,16 @@ def test_jobs_of_another_cluster() -> None:
     assert commands.update(JobId("7"), Requeue="1") == ["scontrol", "update", "JobId=7", "Requeue=1"]
     assert commands.squeue([job, JobId("4", "far")])[:3] == ["squeue", "-M", "far"]
     assert commands.squeue([job, JobId("4", "far")])[-1] == "12_3,4"
+
+
+def test_a_begin_time_is_never_sooner_than_slurm_can_bear() -> None:
+    assert commands.soon() == "now+2"
+    assert commands.soon(0.4) == "now+3"
+    assert commands.soon(60) == "now+62"
+
+
+def test_a_script_that_is_tried_out_and_the_users_jobs_that_wait() -> None:
+    assert commands.try_sbatch("/r/job.sbatch", extra=["--exclude=n3"]) == [
+        *("sbatch", "--test-only", "--exclude=n3", "/r/job.sbatch")
+    ]
+    assert commands.waiting_jobs(1001) == ["squeue", "-u", "1001", "-h", "-t", "PENDING", "-o", "%i|%E"]

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_records, parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import (
+    JobPhase,
+    JobState,
+    parse_dependents,
+    parse_records,
+    parse_show_job,
+    parse_squeue,
+)
 from tests.rigs.captures import DATA, VERSIONS, captured, exists, names
 
 SHOWN = [(version, name) for version in VERSIONS for name in names(version, "scontrol-show-job-*")]
@@ -167,3 +174,25 @@ def test_queue_names_of_arrays_and_het_jobs(version: str) -> None:
     het = parse_squeue(captured(version, "squeue-running-het")[1])
     assert len({state.het_leader_id for state in het}) == 1
     assert het[0].het_leader_id
+
+
+@pytest.mark.parametrize(
+    ("dependency", "number", "waits"),
+    [
+        ("afterany:12(unfulfilled)", "12", True),
+        ("afterany:12", "12", True),
+        ("afterok:9(unfulfilled),afterany:12(unfulfilled)", "12", True),
+        ("afterany:9:12", "12", True),
+        ("afterany:70_1(unfulfilled)", "70_1", True),
+        ("afterany:70_*(unfulfilled)", "70", True),
+        ("afterany:123(unfulfilled)", "12", False),
+        ("afterany:112(unfulfilled)", "12", False),
+        ("afterany:70_11(unfulfilled)", "70_1", False),
+        ("afterany:70_1(unfulfilled)", "70", False),
+        ("afterok:12(unfulfilled)", "12", False),
+        ("(null)", "12", False),
+        ("", "12", False),
+    ],
+)
+def test_who_waits_for_whose_end(dependency: str, number: str, waits: bool) -> None:
+    assert parse_dependents(f"CLUSTER: c\n13|{dependency}\n", number) == (("13",) if waits else ())

@@ -1,0 +1,126 @@
+"""At an attempt's end: what it tells against nodes is kept, and the next attempt's list of excluded nodes is made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launch.site import EligibleNodes, Site
+from hpc_elastic.node_records import NodeRecord, account_evidence, load_record, merged, remember, save_record
+from hpc_elastic.node_score import (
+    BadNodeSettings,
+    Evidence,
+    Exclusion,
+    NodeScore,
+    Scope,
+    choose_excluded,
+    parse_bad_nodes,
+    score_nodes,
+)
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import RunSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextNodes:
+    """Who is bad, and what the next attempt does about it."""
+
+    bad: tuple[NodeScore, ...] = ()
+    exclusion: Exclusion = field(default_factory=Exclusion)
+    excluded: tuple[str, ...] | None = None
+    """The job's whole list of excluded nodes, the user's own included; None: it stays as it is."""
+
+
+def settings_of(spec: RunSpec) -> BadNodeSettings:
+    """``--bad-nodes`` as run.json has it; what a newer version wrote there counts as the default."""
+    try:
+        return parse_bad_nodes(spec.bad_nodes)
+    except HpcElasticError:
+        return BadNodeSettings()
+
+
+def nodes_needed(spec: RunSpec) -> int:
+    """How many Slurm must have for the job to start: a fixed number has its spares for certain."""
+    return spec.min_nodes if spec.min_nodes < spec.max_nodes else spec.max_nodes + spec.spares
+
+
+def keep_evidence(
+    paths: RunPaths,
+    spec: RunSpec,
+    seen: Collection[Evidence],
+    *,
+    attempt: int,
+    cluster: str,
+    now_ns: int,
+    env: Mapping[str, str],
+) -> NodeRecord:
+    """Add what an attempt saw to nodes.json, and to the account's folder where that was asked for.
+
+    Returns:
+        All that counts for this run.
+
+    Raises:
+        OSError: nodes.json can't be written.
+    """
+    settings = settings_of(spec)
+    record = load_record(paths.nodes_json)
+    if record.problem:
+        logger.warning("%s %s: what it said of nodes is lost", paths.nodes_json, record.problem)
+    evidence = merged(record.evidence, seen)
+    if seen:
+        save_record(paths.nodes_json, NodeRecord(evidence=evidence, excluded=record.excluded, saved_ns=now_ns))
+    if settings.scope is Scope.JOBS:
+        if seen:
+            problem = remember(seen, cluster=cluster, run_id=spec.run_id, attempt=attempt, now_ns=now_ns, env=env)
+            if problem is not None:
+                logger.warning("other jobs will not know of these bad nodes: %s", problem)
+        evidence = merged(evidence, account_evidence(env, cluster=cluster))
+    return NodeRecord(evidence=evidence, excluded=record.excluded, saved_ns=now_ns)
+
+
+def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None, *, now_ns: int) -> NextNodes:
+    """Decide whom the next attempt does without. Pure.
+
+    Args:
+        record: From `keep_evidence`.
+        spec: The run.
+        eligible: Which nodes there are; None: not known, so nothing is changed.
+        now_ns: The wall clock.
+    """
+    settings = settings_of(spec)
+    if settings.scope is Scope.OFF:
+        return NextNodes()
+    bad = tuple(one for one in score_nodes(record.evidence, now_ns=now_ns, hours=settings.hours) if one.is_bad)
+    if eligible is None or not eligible.known:
+        return NextNodes(bad=bad)
+    users = set(eligible.excluded) - set(record.excluded)
+    exclusion = choose_excluded(
+        bad,
+        known=eligible.known,
+        usable=eligible.usable - users,
+        need=nodes_needed(spec),
+        required=eligible.required,
+        share=settings.share,
+    )
+    wanted = tuple(sorted(users | set(exclusion.nodes)))
+    return NextNodes(bad=bad, exclusion=exclusion, excluded=None if set(wanted) == set(eligible.excluded) else wanted)
+
+
+def checked(nodes: NextNodes, site: Site, paths: RunPaths, eligible: EligibleNodes | None) -> NextNodes:
+    """The same, unless Slurm says that the job could never begin like that (for its constraints, say)."""
+    if eligible is None or not nodes.exclusion.nodes or not nodes.excluded:
+        return nodes
+    why = site.why_not_without(paths, nodes.excluded)
+    if why is None:
+        return nodes
+    spared = tuple((name, f"Slurm would have no nodes for the job: {why}") for name in nodes.exclusion.nodes)
+    users = tuple(sorted(set(nodes.excluded) - set(nodes.exclusion.nodes)))
+    return NextNodes(
+        bad=nodes.bad,
+        exclusion=Exclusion(spared=(*nodes.exclusion.spared, *spared)),
+        excluded=None if set(users) == set(eligible.excluded) else users,
+    )

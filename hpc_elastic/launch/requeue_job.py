@@ -1,0 +1,250 @@
+"""Gets a run its next attempt: the job requeued, or a follow-on job submitted. Never twice, and not without patience.
+
+Whoever does it may be killed between any two of its calls, and somebody else may do it again (an agent, where the batch
+host does not answer): so each try first asks Slurm whether it is done already.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_elastic.clock import Clock
+from hpc_elastic.requeue import RequeueWay
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import (
+    InvalidNodeError,
+    JobNotPendingError,
+    RequeueDisabledError,
+    SlurmError,
+    SlurmPermissionError,
+    SlurmUnavailableError,
+)
+from hpc_elastic.slurm.hostlist import compress
+from hpc_elastic.slurm.job_state import JobPhase, JobState
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER_PATIENCE = 1800.0
+"""How long a requeue waits for a controller that does not answer. Meanwhile nobody else could be given the nodes."""
+CONTROLLER_RETRY = 10.0
+UPDATE_PATIENCE = 30.0
+"""How long the same is tried for what comes after it: this process has KillWait left to live by then."""
+UPDATE_RETRY = 0.5
+GONE_SECONDS = 4.0
+"""How long a job may take to be gone once it is requeued and all its processes have ended. When it is gone, Slurm sets
+a begin time that has passed by then to its own delay anew (seen on 22.05)."""
+GONE_WITH_EPILOG = 28.0
+"""The same where the site runs something on each node then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextAttempt:
+    """How the next attempt is to come about."""
+
+    way: RequeueWay = RequeueWay.REQUEUE
+    delay: float = 0.0
+    """Seconds before which it is not to begin."""
+    excluded: tuple[str, ...] | None = None
+    """The job's whole list of excluded nodes; empty: none; None: as it is."""
+    is_late: bool = False
+    """Slurm ends this process in KillWait, and it has things to write: what is not taken at once is left."""
+    script: Path | None = None
+    """For a follow-on job: where there is none, the job can only be requeued."""
+    falls_back: bool = True
+    """Whether a follow-on job is submitted where Slurm refuses the requeue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requeued:
+    """What was done."""
+
+    words: str
+    next_job: str = ""
+    """The follow-on job's id; empty where the same job runs again."""
+
+
+class JobRequeuer:
+    """Of one execution of a job."""
+
+    def __init__(
+        self, client: SlurmClient, clock: Clock, *, job: JobId, restart_count: int, array_task: str | None = None
+    ) -> None:
+        """Args:
+        client: With time: every call may take a minute.
+        clock: For patience.
+        job: As ``scontrol requeue`` wants it.
+        restart_count: This execution's: a higher one means that somebody has requeued it.
+        array_task: The task's index, of an array.
+        """
+        self._client = client
+        self._clock = clock
+        self._job = job
+        self._restart_count = restart_count
+        self._array_task = array_task
+        self.has_epilog: bool | None = None
+        """Whether the site has one; None: it is asked when it has to be known."""
+
+    def allow(self) -> None:
+        """Set Requeue=1. Raises SlurmError."""
+        self._client.allow_requeue(self._job)
+
+    def carry_out(self, plan: NextAttempt) -> Requeued:
+        """Have the next attempt queued.
+
+        Raises:
+            SlurmError: it could not be; the message says why.
+        """
+        # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
+        # what is ignored here is ignored there. (Seen on 22.05: scontrol died of it, and the requeue held.)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        gone = self._gone_seconds()
+        if plan.way is RequeueWay.CHAIN:
+            return self._chain(plan)
+        try:
+            self._patiently(self._requeue)
+        except (RequeueDisabledError, SlurmPermissionError) as error:
+            if plan.script is None or not plan.falls_back:
+                raise
+            logger.warning("%s; submitting a follow-on job instead", error)
+            return self._chain(plan)
+        return Requeued(words=f"job {self._job} is requeued{self._prepare(plan, gone)}")
+
+    # -- the same job again --------------------------------------------------------------------------------------------
+
+    def _requeue(self) -> None:
+        if self._is_requeued():
+            logger.info("job %s is requeued already", self._job)
+            return
+        try:
+            self._client.requeue(self._job)
+        except SlurmUnavailableError:
+            raise
+        except SlurmError:
+            if not self._is_requeued():
+                raise
+
+    def _is_requeued(self) -> bool:
+        try:
+            state = self._client.job_state(self._job)
+        except SlurmUnavailableError:
+            raise
+        except SlurmError:
+            return False
+        return state is not None and _has_been_requeued(state, self._restart_count)
+
+    def _gone_seconds(self) -> float:
+        if self.has_epilog is None:
+            try:
+                self.has_epilog = self._client.config().has_epilog
+            except SlurmError:
+                return GONE_SECONDS
+        return GONE_WITH_EPILOG if self.has_epilog else GONE_SECONDS
+
+    def _prepare(self, plan: NextAttempt, gone: float) -> str:
+        """Exclude nodes first, then let it begin: the other way round it could begin on them. Returns words."""
+        words = ""
+        patience = 0.0 if plan.is_late else UPDATE_PATIENCE
+        if plan.excluded is not None:
+            words += self._exclude(plan.excluded, patience)
+        problem = self._update(lambda: self._client.start_now(self._job, delay=max(plan.delay, gone)), patience)
+        if problem is None:
+            when = f"in {plan.delay:.0f} s" if plan.delay else "when this attempt is gone"
+            words += f" and may begin {when}"
+        else:
+            words += f"; it begins after Slurm's own delay of about two minutes, which can't be waived: {problem}"
+        return words
+
+    def _exclude(self, nodes: tuple[str, ...], patience: float) -> str:
+        if not nodes:
+            problem = self._update(lambda: self._client.clear_excluded(self._job), patience)
+            return "" if problem is None else f"; its excluded nodes stay: {problem}"
+        problem = self._update(lambda: self._client.exclude_nodes(self._job, nodes), patience)
+        if problem is None:
+            return f" without {compress(nodes)}"
+        logger.warning("job %s may get nodes that were to be left out: %s", self._job, problem)
+        return f" (not without {compress(nodes)}: {problem})"
+
+    def _update(self, action: Callable[[], None], patience: float) -> str | None:
+        """Try until it is done, or can't be. Returns why not."""
+        deadline = self._clock.monotonic() + patience
+        while True:
+            try:
+                action()
+                return None
+            except (SlurmUnavailableError, JobNotPendingError) as error:
+                # Not pending: the requeue is on its way, or it runs again already, and then it stays so.
+                if self._clock.monotonic() >= deadline or self._runs_again():
+                    return str(error)
+                self._clock.wait(threading.Event(), UPDATE_RETRY)
+            except InvalidNodeError as error:
+                return str(error)
+            except SlurmError as error:
+                return str(error)
+
+    def _runs_again(self) -> bool:
+        try:
+            state = self._client.job_state(self._job)
+        except SlurmError:
+            return False
+        return state is None or (state.phase is JobPhase.RUNNING and state.restarts > self._restart_count)
+
+    # -- a follow-on job -----------------------------------------------------------------------------------------------
+
+    def _chain(self, plan: NextAttempt) -> Requeued:
+        script = plan.script
+        if script is None:
+            raise SlurmError(
+                what="submitting a follow-on job", why="the batch script is not one that hpc-elastic submit made"
+            )
+        extra = follow_on_arguments(self._job, plan, array_task=self._array_task)
+        found: list[str] = []
+
+        def submit() -> None:
+            waiting = self._client.dependents(self._job, uid=os.getuid())
+            if waiting:
+                logger.info("job %s waits for the end of job %s already", waiting[0], self._job)
+            found.append(waiting[0] if waiting else str(self._client.submit(str(script), extra=extra)))
+
+        self._patiently(submit)
+        without = f", without {compress(plan.excluded)}" if plan.excluded else ""
+        later = f", in {plan.delay:.0f} s" if plan.delay else ""
+        if self._array_task is not None and "_" not in found[0]:
+            found[0] += f"_{self._array_task}"
+        words = f"job {found[0]} goes on when job {self._job} has ended{later}{without}"
+        return Requeued(words=words, next_job=found[0])
+
+    def _patiently(self, action: Callable[[], None]) -> None:
+        deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
+        while True:
+            try:
+                action()
+                return
+            except SlurmUnavailableError as error:
+                # The controller restarts, or is overrun: the job would be lost for what passes in minutes.
+                left = deadline - self._clock.monotonic()
+                if left <= 0:
+                    raise
+                logger.warning("%s; trying again for up to %.0f s", error, left)
+                self._clock.wait(threading.Event(), CONTROLLER_RETRY)
+
+
+def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None = None) -> Sequence[str]:
+    """What sbatch is given before the script: these win over the script's own lines."""
+    arguments = [f"--dependency=afterany:{job}", f"--begin=now+{plan.delay:.0f}" if plan.delay else "--begin=now"]
+    if array_task is not None:
+        arguments.append(f"--array={array_task}")
+    if plan.excluded:
+        arguments.append(f"--exclude={compress(plan.excluded)}")
+    return arguments
+
+
+def _has_been_requeued(state: JobState, restart_count: int) -> bool:
+    # Slurm counts the restart when it requeues; a job that pends has been requeued in any case, since this one ran.
+    return state.restarts > restart_count or state.phase is JobPhase.PENDING

@@ -1,0 +1,138 @@
+"""How a run gets its next attempt on a real Slurm: at once, without nodes that broke, with all that was asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import datetime
+
+import pytest
+
+from hpc_elastic.slurm.hostlist import expand
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import wait_until
+from tests.rigs.slurm_runs import Run, SlurmRuns
+
+SHORT = ("-t", "10", "--nproc-per-node", "1")
+QUICK = ("--rdzv-conf", "last_call_timeout=3")
+
+# Waits in attempt 0 until it is told to end: by a node's loss, a notice, or a file that has rank 0 killed.
+STAYS = """
+import os, pathlib, signal, time
+import hpc_elastic
+env = os.environ
+print("seat", env["RANK"], "of", env["WORLD_SIZE"], "round", env["TORCHELASTIC_RESTART_COUNT"], "in attempt",
+      env["HPC_ELASTIC_ATTEMPT"], flush=True)
+step = 0
+while env["HPC_ELASTIC_ATTEMPT"] == "0":
+    step += 1
+    time.sleep(0.05)
+    if hpc_elastic.should_checkpoint(step):
+        break
+    if env["RANK"] == "0" and pathlib.Path("die").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    return SlurmRuns(cluster)
+
+
+def _seated(run: Run, world: int, *, round_index: int = 0, timeout: float = 40) -> None:
+    run.wait_log(lambda log: log.count(f"of {world} round {round_index} in attempt 0") == world, timeout=timeout)
+
+
+def _nodes(run: Run, attempt: int) -> list[str]:
+    value = json.loads((run.root / f"attempt-{attempt:03d}" / "attempt.json").read_text())
+    return list(value["nodes"])
+
+
+def _wait_end(run: Run, attempt: int = 1, *, timeout: float = 90) -> None:
+    result = run.root / f"attempt-{attempt:03d}" / "result.json"
+    wait_until(result.exists, timeout=timeout, what=f"the end of attempt {attempt}")
+    run.wait_log(lambda log: "; exit code 0" in log)
+
+
+def _when(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()
+
+
+def test_a_lost_node_is_left_out_of_the_next_attempt_which_begins_at_once(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *QUICK, runs.script(STAYS))
+    with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder) as follower:
+        run = runs.newest()
+        _lose_a_node_and_go_on(cluster, run)
+        out, err = follower.communicate(timeout=120)
+    assert follower.returncode == 0, out + err
+    assert _nodes(run, 1) == ["n1", "n2", "n4"]
+    info = cluster.job_info(run.job)
+    assert info["ExcNodeList"] == "n3"
+    # Slurm's own delay in this rig is 11 s, counted from when the first attempt is gone.
+    assert _when(info["EligibleTime"]) - _when(info["SubmitTime"]) < 10
+    (bad,) = run.report(1)["bad_nodes"]
+    assert (bad["node"], bad["excluded"]) == ("n3", True)
+
+
+def _lose_a_node_and_go_on(cluster: SlurmCluster, run: Run) -> None:
+    _seated(run, 3)
+    assert _nodes(run, 0) == ["n1", "n2", "n3"]
+    cluster.kill_node("n3")
+    log = run.wait_log(lambda log: f"job {run.job} is requeued" in log, timeout=60)
+    assert f"job {run.job} is requeued without n3 and may begin" in log
+    assert re.search(r"Bad nodes: +n3 \(node n3 was lost\): left out of later attempts", log), log
+    cluster.start_node("n3", wait=False)  # else the job waits until Slurm has found the node dead
+
+
+def test_after_a_shrink_the_whole_range_is_asked_for_again(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "2-4", "--bad-nodes", "off", *SHORT, *QUICK, runs.script(STAYS))
+    _seated(run, 4)
+    cluster.kill_node("n4")
+    _seated(run, 3, round_index=1)
+    # What Slurm does by itself after SlurmdTimeout, on most sites minutes.
+    cluster.run(["scontrol", "update", "nodename=n4", "state=down", "reason=test"], user="root", node="ctl", check=True)
+    wait_until(
+        lambda: expand(cluster.job_info(run.job)["NodeList"]) == ("n1", "n2", "n3"),
+        timeout=60,
+        what="Slurm has taken n4 out of the job",
+    )
+    cluster.start_node("n4", wait=False)
+    cluster.undrain("n4")
+    cluster.wait_nodes_ready(["n4"])
+    assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
+    _wait_end(run)
+    assert _nodes(run, 1) == ["n1", "n2", "n3", "n4"]
+
+
+def test_a_job_that_may_not_be_requeued_goes_on_in_a_follow_on_job(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    (runs.folder / "die").touch()
+    done = runs.submit_and_follow(
+        *("--nodes", "2", "--max-restarts", "0", "--sbatch-arg=--no-requeue", *SHORT, runs.script(STAYS))
+    )
+    assert done.done is not None
+    assert done.done.returncode == 0, done.done.stderr + done.log
+    assert "requeue armed: yes, by a follow-on job: this job may not be requeued" in done.log
+    (following,) = re.findall(rf"job (\d+) goes on when job {done.job} has ended", done.log)
+    assert f"job {following} goes on with the run" in done.done.stderr
+    jobs = [json.loads((done.root / f"attempt-00{n}" / "attempt.json").read_text())["job_id"] for n in (0, 1)]
+    assert jobs == [done.job, following]
+    assert done.result(0)["next_job"] == following
+    assert not (done.root / "attempt-002").exists()
+    assert cluster.job_info(following)["JobState"] in ("COMPLETED", "COMPLETING")
+    for job in jobs:
+        assert "SUCCEEDED" in runs.hpc_elastic("report", job).stdout
+
+
+def test_a_controller_that_is_down_loses_no_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "1", "--max-restarts", "0", *SHORT, runs.script(STAYS))
+    _seated(run, 1)
+    cluster.stop_slurmctld()
+    (runs.folder / "die").touch()
+    run.wait_log(lambda log: "trying again for up to" in log, timeout=90)
+    assert run.result(0)["action"] == "requeue", "the verdict is on the disk before Slurm has heard of it"
+    cluster.start_slurmctld()
+    run.wait_log(lambda log: f"job {run.job} is requeued" in log, timeout=90)
+    _wait_end(run)
+    assert cluster.job_info(run.job)["Restarts"] == "1"

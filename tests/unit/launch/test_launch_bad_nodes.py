@@ -1,0 +1,139 @@
+"""From what an attempt saw to the next one's list of excluded nodes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.launch.bad_nodes import checked, keep_evidence, next_nodes, nodes_needed
+from hpc_elastic.launch.site import EligibleNodes
+from hpc_elastic.node_records import NodeRecord, account_evidence, load_record, save_record
+from hpc_elastic.node_score import Evidence, EvidenceKind
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+
+NOW = 1_800_000_000 * 10**9
+HOUR = 3600 * 10**9
+NAMES = frozenset({"n1", "n2", "n3", "n4", "n5", "n6"})
+SPEC = RunSpec(
+    run_id="r",
+    uid="0" * 32,
+    name="x",
+    created_ns=0,
+    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+    cwd="/",
+    min_nodes=3,
+    max_nodes=4,
+)
+ELIGIBLE = EligibleNodes(known=NAMES, usable=NAMES)
+
+
+def lost(node: str, *, ago: float = 1.0) -> Evidence:
+    return Evidence(node=node, kind=EvidenceKind.LOST, at_ns=NOW - int(ago * HOUR), why=f"node {node} was lost")
+
+
+def excluded(
+    *evidence: Evidence, ours: tuple[str, ...] = (), spec: RunSpec = SPEC, **facts: Any
+) -> tuple[str, ...] | None:
+    record = NodeRecord(evidence=evidence, excluded=ours)
+    return next_nodes(record, spec, replace(ELIGIBLE, **facts), now_ns=NOW).excluded
+
+
+def test_the_jobs_list_is_changed_where_it_has_to_be() -> None:
+    assert excluded() is None
+    assert excluded(lost("n3")) == ("n3",)
+    assert excluded(lost("n3"), excluded=("n3",), ours=("n3",)) is None, "it stands there already"
+    assert excluded(lost("n3", ago=25), excluded=("n3",), ours=("n3",)) == (), "it has expired"
+    assert excluded(lost("n4"), lost("n3", ago=25), excluded=("n3",), ours=("n3",)) == ("n4",)
+
+
+def test_the_users_own_list_stays() -> None:
+    assert excluded(lost("n3"), excluded=("n6",)) == ("n3", "n6")
+    assert excluded(lost("n3", ago=25), excluded=("n3", "n6"), ours=("n3",)) == ("n6",)
+    assert excluded(excluded=("n6",)) is None
+    assert excluded(lost("n2"), excluded=("n3", "n4", "n6")) is None, "with theirs, fewer than MIN would be left"
+
+
+def test_it_can_be_turned_off() -> None:
+    spec = replace(SPEC, bad_nodes="off")
+    assert excluded(lost("n3"), spec=spec) is None
+    assert next_nodes(NodeRecord(evidence=(lost("n3"),)), spec, ELIGIBLE, now_ns=NOW).bad == ()
+
+
+def test_nothing_is_changed_where_the_nodes_are_not_known() -> None:
+    record = NodeRecord(evidence=(lost("n3"),))
+    for eligible in (None, EligibleNodes(known=frozenset(), usable=frozenset())):
+        found = next_nodes(record, SPEC, eligible, now_ns=NOW)
+        assert (found.excluded, [score.node for score in found.bad]) == (None, ["n3"])
+
+
+def test_the_options_limits_hold() -> None:
+    both = (lost("n3"), lost("n4", ago=2))
+    assert excluded(*both) == ("n3", "n4")
+    assert excluded(*both, spec=replace(SPEC, bad_nodes="run,share=0.2")) == ("n3",)
+    assert excluded(*both, spec=replace(SPEC, bad_nodes="run,hours=1.5")) == ("n3",)
+    assert excluded(*both, spec=replace(SPEC, bad_nodes="from a newer version")) == ("n3", "n4")
+    assert excluded(*both, spec=replace(SPEC, min_nodes=5, max_nodes=5)) == ("n3",)
+
+
+def test_how_many_nodes_slurm_must_have() -> None:
+    assert nodes_needed(SPEC) == 3
+    assert nodes_needed(replace(SPEC, spares=2)) == 3
+    assert nodes_needed(replace(SPEC, min_nodes=4, spares=2)) == 6, "a fixed number has its spares for certain"
+
+
+@pytest.mark.parametrize("why", [None, "Requested node configuration is not available"])
+def test_what_slurm_says_of_it_counts(why: str | None) -> None:
+    asked: list[tuple[str, ...]] = []
+    site: Any = SimpleNamespace(why_not_without=lambda paths, nodes: asked.append(tuple(nodes)) or why)
+    eligible = replace(ELIGIBLE, excluded=("n6",))
+    nodes = next_nodes(NodeRecord(evidence=(lost("n3"),)), SPEC, eligible, now_ns=NOW)
+    found = checked(nodes, site, RunPaths(Path("/r")), eligible)
+    assert asked == [("n3", "n6")]
+    if why is None:
+        assert found == nodes
+    else:
+        assert (found.excluded, found.exclusion.nodes) == (None, ())
+        assert found.exclusion.spared == (("n3", f"Slurm would have no nodes for the job: {why}"),)
+
+
+def keep(tmp_path: Path, *seen: Evidence, scope: str = "run", attempt: int = 0) -> NodeRecord:
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    spec = replace(SPEC, bad_nodes=scope)
+    paths = RunPaths(tmp_path)
+    return keep_evidence(paths, spec, seen, attempt=attempt, cluster="c", now_ns=NOW, env=env)
+
+
+def test_evidence_adds_up_over_attempts(tmp_path: Path) -> None:
+    keep(tmp_path, lost("n3"))
+    save_record(RunPaths(tmp_path).nodes_json, replace(load_record(RunPaths(tmp_path).nodes_json), excluded=("n3",)))
+    record = keep(tmp_path, lost("n4"), lost("n3"), attempt=1)
+    assert (set(record.evidence), record.excluded) == ({lost("n3"), lost("n4")}, ("n3",))
+    assert keep(tmp_path).evidence == record.evidence
+    assert account_evidence({"XDG_STATE_HOME": str(tmp_path / "state")}) == (), "not shared unless it was asked for"
+
+
+def test_evidence_is_shared_by_choice(tmp_path: Path) -> None:
+    keep(tmp_path, lost("n3"), scope="jobs")
+    (tmp_path / "other").mkdir()
+    other = keep_evidence(
+        RunPaths(tmp_path / "other"),
+        replace(SPEC, bad_nodes="jobs"),
+        (),
+        attempt=0,
+        cluster="c",
+        now_ns=NOW,
+        env={"XDG_STATE_HOME": str(tmp_path / "state")},
+    )
+    assert other.evidence == (lost("n3"),)
+    assert not RunPaths(tmp_path / "other").nodes_json.exists()
+
+
+def test_a_record_that_is_torn_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
+    RunPaths(tmp_path).nodes_json.write_text("{")
+    assert keep(tmp_path, lost("n4")).evidence == (lost("n4"),)
+    assert load_record(RunPaths(tmp_path).nodes_json).evidence == (lost("n4"),)

@@ -1,0 +1,200 @@
+"""What stands on the disk when an attempt ends, at each moment at which whoever writes it may be killed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
+from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.site import EligibleNodes
+from hpc_elastic.launch.supervisor import AttemptResult
+from hpc_elastic.node_records import load_record
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueWay
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.slurm.errors import SlurmError
+from tests.rigs.run_builder import START_NS, RunBuilder
+
+NODES = ("n1", "n2", "n3", "n4")
+SPEC = RunSpec(
+    run_id="run",
+    uid="0" * 32,
+    name="x",
+    created_ns=0,
+    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+    cwd="/",
+    min_nodes=2,
+    max_nodes=4,
+)
+ATTEMPT = AttemptInfo(
+    number=0, cluster="slurm", nodes=NODES, batch_host="n1", started_ns=START_NS, job_id="7", requeue_armed=True
+)
+TOO_FEW = AttemptResult(
+    outcome=Outcome.TOO_FEW_NODES,
+    reason="node n3 was lost",
+    retryable=True,
+    signal_number=None,
+    fingerprint="",
+    step=-1,
+    seconds=90.0,
+)
+SUCCESS = replace(TOO_FEW, outcome=Outcome.SUCCEEDED, reason="")
+
+
+class Site:
+    """Remembers what it was asked for, and looks at the disk at that moment."""
+
+    cluster_name = "c"
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.plans: list[NextAttempt] = []
+        self.next_job = ""
+        self.look: Callable[[], None] = lambda: None
+
+    def eligible_nodes(self) -> EligibleNodes:
+        known = frozenset((*NODES, "n5", "n6"))
+        return EligibleNodes(known=known, usable=known, excluded=("n6",))
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
+        assert tuple(nodes) == ("n3", "n6")
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
+        self.plans.append(plan)
+        self.look()
+        return Requeued(words="job 7 is requeued", next_job=self.next_job)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> tuple[Site, Callable[..., RequeueDecision]]:
+    """A run whose node n3 was lost a minute ago."""
+    builder = RunBuilder(tmp_path / "run")
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.event(0, "agent", 2, 60, "node_lost", round=0, age=8.0, by=0, reason="silent for 8 s")
+    paths = builder.paths
+    site = Site(paths)
+    builder.clock.now_ns = START_NS + 90 * 10**9
+
+    ends = itertools.count()
+
+    def end(result: AttemptResult = TOO_FEW, *, spec: RunSpec = SPEC, attempt: AttemptInfo = ATTEMPT) -> Any:
+        folder = paths.attempt(attempt.number)
+        folder.root.mkdir(exist_ok=True)
+        events = EventLog(
+            folder.events, role="supervisor", host="n1", node=-1, uid=f"s{next(ends)}", clock=builder.clock
+        )
+        decision = conclude(paths, spec, site, attempt, result, events, clock=builder.clock)  # type: ignore[arg-type]
+        events.close()
+        return decision
+
+    return site, end
+
+
+def events_of(paths: RunPaths, name: str) -> list[dict[str, Any]]:
+    return [event for event in read_events(paths.attempt(0).events) if event["event"] == name]
+
+
+def test_all_is_written_before_slurm_is_asked(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    site, end = world
+    paths = site.paths
+
+    def look() -> None:
+        stored = load_result(paths.attempt(0).result_json)
+        assert stored is not None
+        assert (stored.action, stored.exit_code, stored.next_job) == ("requeue", 75, "")
+        assert load_record(paths.nodes_json).excluded == ("n3",), "before Slurm has it: it would be the user's else"
+        assert "n3 (node n3 was lost): left out of later attempts" in paths.attempt(0).report_text.read_text()
+
+    site.look = look
+    assert end().action is RequeueAction.REQUEUE
+    assert site.plans == [NextAttempt(excluded=("n3", "n6"))]
+    (judged,) = events_of(paths, "nodes_judged")
+    assert (judged["excluded"], judged["reason"]) == (["n3"], "n3: node n3 was lost")
+    assert [event["job_id"] for event in events_of(paths, "requeued")] == ["7"]
+
+
+def test_a_follow_on_job_is_kept(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    site, end = world
+    site.next_job = "8"
+    end(attempt=replace(ATTEMPT, requeue_way="chain"), spec=replace(SPEC, requeue_with="chain"))
+    assert [(plan.way, plan.falls_back) for plan in site.plans] == [(RequeueWay.CHAIN, False)]
+    stored = load_result(site.paths.attempt(0).result_json)
+    assert stored is not None
+    assert stored.next_job == "8"
+    assert [event["job_id"] for event in events_of(site.paths, "requeued")] == ["8"]
+
+
+def test_a_requeue_that_failed_is_an_end(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    site, end = world
+
+    def refuse() -> None:
+        raise SlurmError(what="requeueing job 7", why="no")
+
+    site.look = refuse
+    decision = end()
+    assert (decision.action, decision.exit_code) == (RequeueAction.END, 1)
+    stored = load_result(site.paths.attempt(0).result_json)
+    assert stored is not None
+    assert (stored.action, stored.exit_code) == ("end", 1)
+    assert "but the requeue failed: requeueing job 7: no" in stored.decision
+    assert "requeueing job 7: no" in site.paths.attempt(0).report_text.read_text()
+
+
+def test_one_that_is_killed_leaves_the_verdict(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    """Whether before Slurm was asked or after: the files say "requeue", and Slurm says whether it came about."""
+    site, end = world
+
+    class Killed(BaseException):
+        pass
+
+    def die() -> None:
+        raise Killed
+
+    site.look = die
+    with pytest.raises(Killed):
+        end()
+    stored = load_result(site.paths.attempt(0).result_json)
+    assert stored is not None
+    assert stored.action == "requeue"
+    site.look = lambda: None
+    assert end().action is RequeueAction.REQUEUE, "an agent that takes over comes to the same"
+    assert len({plan.excluded for plan in site.plans}) == 1
+
+
+def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    site, end = world
+    site.eligible_nodes = lambda: pytest.fail("asked")  # type: ignore[method-assign]
+    end(SUCCESS)
+    assert site.plans == []
+    assert [item.node for item in load_record(site.paths.nodes_json).evidence] == ["n3"], "for other jobs, say"
+
+
+def test_attempts_without_progress_are_counted(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    site, end = world
+    failed = replace(TOO_FEW, outcome=Outcome.FAILED, reason="restarts exhausted")
+    for number, result, idle, delay in (
+        (0, failed, 1, 0.0),
+        (1, failed, 2, 60.0),
+        (2, replace(failed, outcome=Outcome.PREEMPTED), 0, 0.0),
+        (3, failed, 1, 0.0),
+        (4, replace(failed, seconds=3600.0), 0, 0.0),
+        (5, replace(failed, step=100), 0, 0.0),
+        (6, replace(failed, step=100), 1, 0.0),
+        (7, replace(failed, step=100), 2, 60.0),
+        (8, replace(failed, step=101), 0, 0.0),
+    ):
+        end(result, attempt=replace(ATTEMPT, number=number), spec=replace(SPEC, max_requeues=99))
+        stored = load_result(site.paths.attempt(number).result_json)
+        assert isinstance(stored, StoredResult)
+        assert (number, stored.idle, site.plans[-1].delay) == (number, idle, delay)

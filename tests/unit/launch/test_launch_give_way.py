@@ -1,0 +1,105 @@
+"""Of two jobs in one run directory the later one gives way, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.launch.attempts import YOUNG_SECONDS, RunElsewhereError, claim_attempt, give_way
+from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
+from tests.rigs.fake_clock import FakeClock
+
+RESULT = StoredResult(outcome="failed", reason="", exit_code=75, action="requeue", decision="")
+
+
+def begin(paths: RunPaths, job: str | None) -> AttemptPaths:
+    mine = claim_attempt(paths)
+    facts = AttemptInfo(number=mine.number, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=0, job_id=job)
+    facts.save(mine.attempt_json)
+    return mine
+
+
+def ask(
+    paths: RunPaths,
+    mine: AttemptPaths,
+    *,
+    job: str | None = "8",
+    running: Callable[[str], bool] = lambda job: True,
+    clock: FakeClock | None = None,
+) -> None:
+    give_way(paths, mine, job_id=job, is_running=running, clock=clock or FakeClock())
+
+
+def test_one_that_runs_elsewhere_is_left_alone(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    begin(paths, "7")
+    mine = claim_attempt(paths)
+    with pytest.raises(RunElsewhereError, match="attempt 0 of this run is running in job 7"):
+        ask(paths, mine)
+    assert not mine.root.exists()
+    assert os.readlink(paths.latest) == "attempt-000"
+
+
+def test_what_is_no_reason_to_give_way(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    ask(paths, claim_attempt(paths))  # the first one
+    paths = RunPaths(tmp_path / "b")
+    paths.root.mkdir()
+    before = begin(paths, "7")
+    mine = claim_attempt(paths)
+    ask(paths, mine, job="7")  # the same job, requeued
+    ask(paths, mine, running=lambda job: False)  # killed without a word
+    RESULT.save(before.result_json)
+    ask(paths, mine)  # it has ended, and its job is about to
+    before.result_json.unlink()
+    before.attempt_json.write_text("{")
+    ask(paths, mine)
+    assert mine.root.is_dir()
+
+
+def test_one_on_this_machine_has_no_job(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    begin(paths, None)
+    ask(paths, claim_attempt(paths), job=None)
+
+
+def test_of_two_that_begin_at_once_one_goes_on(tmp_path: Path) -> None:
+    """The other one has its number, and has not said yet which job it is."""
+    paths = RunPaths(tmp_path)
+    first, second = claim_attempt(paths), claim_attempt(paths)
+
+    class Clock(FakeClock):
+        def wait(self, stop: object, seconds: float) -> bool:  # type: ignore[override]
+            AttemptInfo(number=0, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=0, job_id="7").save(
+                first.attempt_json
+            )
+            return False
+
+    with pytest.raises(RunElsewhereError):
+        ask(paths, second, clock=Clock())
+    ask(paths, first, job="7")
+    assert first.root.is_dir()
+
+
+def test_one_that_died_before_it_said_so_is_not_waited_for_long(tmp_path: Path) -> None:
+    paths, clock = RunPaths(tmp_path), FakeClock()
+    claim_attempt(paths)
+    mine = claim_attempt(paths)
+    ask(paths, mine, clock=clock)
+    assert YOUNG_SECONDS <= clock.now - 1000 < YOUNG_SECONDS + 1
+
+
+def test_one_that_gave_way_itself_is_passed_over(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    begin(paths, "7")
+    gone = claim_attempt(paths)
+    mine = claim_attempt(paths)
+    with pytest.raises(RunElsewhereError):
+        ask(paths, gone)
+    with pytest.raises(RunElsewhereError, match="attempt 0"):
+        ask(paths, mine)
