@@ -25,6 +25,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _where_the_report_is(asked: RunJob) -> str:
+    if asked.paths.job_log.is_file():
+        return f"the report will stand in {asked.paths.job_log}"
+    return f"then see hpc-elastic report {asked.job}"  # a batch script of the user's own has its own log
+
+
 def cancel(asked: RunJob, client: SlurmClient) -> str:
     """Cancel, and say what happens. Raises as `run`."""
     status = asked.status
@@ -37,4 +43,4 @@ def cancel(asked: RunJob, client: SlurmClient) -> str:
     client.cancel(asked.job)
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
         return f"job {asked.job} is cancelled; none of its workers was running"
-    return f"job {asked.job} is cancelled: its workers get SIGTERM; the report will stand in {asked.paths.job_log}"
+    return f"job {asked.job} is cancelled: its workers get SIGTERM; {_where_the_report_is(asked)}"
