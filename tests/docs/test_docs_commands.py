@@ -20,7 +20,17 @@ from hpc_elastic.errors import UsageError
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.sh")])
 RUN_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
-ELSEWHERE = {"--help", "--version", "--run-dir", "--kill", "--name"}
+ELSEWHERE = {
+    "--help",
+    "--version",
+    "--run-dir",
+    "--kill",
+    "--name",
+    "--gpus-per-task",
+    "--ntasks",
+    "--no-kill",
+    "--open-mode",
+}
 """Options that are no subcommand's or no real ones (the example's are looked up in it)."""
 
 
