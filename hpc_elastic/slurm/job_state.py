@@ -188,7 +188,7 @@ def parse_dependents(text: str, number: str) -> tuple[str, ...]:
     for line in text.splitlines():
         job_id, bar, dependency = line.partition("|")
         if bar and wanted.search(dependency):
-            found.append(job_id.strip())
+            found.append(job_id.strip().partition("_[")[0])  # 5_[1]: a task of an array that waits
     return tuple(found)
 
 

@@ -292,6 +292,16 @@ def test_what_is_done_is_said() -> None:
         assert world.excluded == (("n9",) if plan.excluded is None else plan.excluded)
 
 
+def test_a_tasks_follow_on_job_is_named_as_slurms_commands_want_it() -> None:
+    for waits_already in (False, True):
+        world = World()
+        world.submitted += [()] if waits_already else []
+        plan = NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT)
+        task = JobRequeuer(world, FakeClock(), job=JobId("70_1"), restart_count=0, array_task="1")  # type: ignore[arg-type]
+        assert task.carry_out(plan).next_job == "100_1"
+        assert len(world.submitted) == 1
+
+
 def test_sbatchs_arguments() -> None:
     assert list(follow_on_arguments(JOB, NextAttempt())) == ["--dependency=afterany:7", "--begin=now"]
     plan = NextAttempt(delay=60.0, excluded=("n3", "n4"))

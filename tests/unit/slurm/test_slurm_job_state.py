@@ -196,3 +196,7 @@ def test_queue_names_of_arrays_and_het_jobs(version: str) -> None:
 )
 def test_who_waits_for_whose_end(dependency: str, number: str, waits: bool) -> None:
     assert parse_dependents(f"CLUSTER: c\n13|{dependency}\n", number) == (("13",) if waits else ())
+
+
+def test_a_task_that_waits_is_named_by_its_array() -> None:
+    assert parse_dependents("5_[1]|afterany:3_1(unfulfilled)\n", "3_1") == ("5",)
