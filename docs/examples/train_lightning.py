@@ -44,7 +44,7 @@ class Model(lightning.LightningModule):
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
-    def on_fit_start(self):
+    def on_train_start(self):
         if self.trainer.is_global_zero and self.trainer.current_epoch:
             print(f"resuming after epoch {self.trainer.current_epoch}", flush=True)
 
