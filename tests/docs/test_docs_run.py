@@ -1,0 +1,232 @@
+"""The commands, files and Python of the documentation are run, as far as a machine without a cluster can."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic import run_index
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.cli import main as cli
+from hpc_elastic.configuration.all_options import ALL_OPTIONS
+from hpc_elastic.configuration.keys import Keys
+from hpc_elastic.configuration.settings_file import read_settings
+from hpc_elastic.launch.result import StoredResult
+from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+JOB = "4711"
+RUN_ID = "20261121-053000-train-9f3c"
+ELSEWHERE = ("cancel", "requeue")
+"""What needs a job that runs: tests/slurm does."""
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path) -> list[str]:
+    """Every whole command of ours: after a prompt, in a script, in a block without a language, or in a line's text."""
+    text = re.sub(r"^```(text|python|toml)$.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    found = re.findall(r"^(?:\$ )?(hpc-elastic .*)$", text.replace("\\\n", " "), re.MULTILINE)
+    found += re.findall(r"(?<!`)`(hpc-elastic [^`]*(?:train\.py|RUN|JOBID|4711)[^`]*)`", text)
+    return list(dict.fromkeys(found))
+
+
+def all_commands(*names: str) -> list[tuple[str, str]]:
+    """Page and command, of these subcommands."""
+    return [
+        (str(page.relative_to(ROOT)), command)
+        for page in PAGES
+        for command in commands(page)
+        if command.split()[1] in names
+    ]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's folder with a script, a site's file as the how-to gives it, and a run that has ended."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "train.py").write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    (folder / "docs").symlink_to(ROOT / "docs")
+    (folder / "site.toml").write_text(blocks(ROOT / "docs/how-to/configure.md", "toml")[2])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HPC_ELASTIC_SITE_CONFIG", str(folder / "site.toml"))
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "PET_"))]:
+            patch.delenv(name)
+        patch.delenv("PWD", raising=False)
+        patch.chdir(folder)
+        _ended_run(folder)
+        yield folder
+
+
+def _ended_run(folder: Path) -> None:
+    """Four nodes with four ranks each; the last one fails in round 1, and rounds 0 to 2 have all printed."""
+    make_private_dir(folder / "runs")
+    builder = RunBuilder(folder / "runs" / RUN_ID, nodes=4, per_node=4)
+    builder.attempt(0, job_id=JOB)
+    for node in range(4):
+        builder.event(0, "agent", node, 1, "agent_started", pid=1, version="0.1.0")
+    for index in range(3):
+        builder.round(0, index, at=10 + 100 * index)
+        for rank in range(16):
+            output = builder.paths.attempt(0).rank(index, rank).root
+            for path in (output.parent.parent, output.parent, output):
+                make_private_dir(path)
+            (output / "stdout.log").write_text(f"line of {rank}\n")
+            (output / "stderr.log").write_text(f"warning of {rank}\n")
+        if index < 2:
+            builder.fail(
+                make_failure(
+                    11, at=60 + 100 * index, exception="ValueError: x", exitcode=1, per_node=4, round_index=index
+                )
+            )
+            builder.stopped(0, index, at=61 + 100 * index)
+    builder.succeeded(0, 2, at=280)
+    builder.event(0, "agent", 2, 281, "node_lost", round=2, age=8.0, reason="n3 stopped its heartbeat")
+    builder.end(0, at=282, outcome="succeeded", code=0, reason="all workers ended with 0")
+    result = StoredResult(outcome="succeeded", reason="", exit_code=0, action="end", decision="the run succeeded")
+    result.save(builder.paths.attempt(0).result_json)
+    problem = run_index.record(cluster="", job_id=JOB, submitted_ns=START_NS, run_dir=builder.paths.root)
+    assert problem is None
+
+
+@pytest.mark.parametrize(("page", "command"), all_commands("submit", "run", "config"))
+def test_what_starts_runs_would_start_them(
+    place: Path, page: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, name, *argv = shlex.split(command, comments=True)
+    if name == "config":
+        assert cli.main([name, *argv]) == 0
+        return
+    if not any(word.endswith("train.py") or word.startswith("docs/examples/") for word in argv):
+        pytest.skip("tells of options, and starts nothing")
+    local = name == "run" or "--cluster" in argv
+    where = ["--cluster=local"] if local else ["--cluster=slurm", "--allow-local-runs-dir"]
+    assert cli.main(["submit", "--dry-run", *where, *argv]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "error" not in printed.err
+    assert "means nothing" not in printed.err
+    assert ("run directory" if local else "#SBATCH --requeue") in printed.out
+
+
+def test_a_run_that_is_typed_really_runs(place: Path) -> None:
+    """Those of the user's own script; the examples' are run by tests/integration."""
+    typed = {command for _, command in all_commands("run") if "train.py" in command and "docs/examples" not in command}
+    assert typed
+    for command in sorted(typed):
+        _, *argv = shlex.split(command, comments=True)
+        result = subprocess.run(
+            [sys.executable, "-m", "hpc_elastic", *argv],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert result.returncode == 0, command + result.stdout + result.stderr
+        assert "rank 0" in result.stdout
+
+
+@pytest.mark.parametrize(("page", "command"), all_commands("report", "why", "logs", "events", "status", "list"))
+def test_what_looks_at_runs_shows_them(
+    place: Path, page: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [re.sub(r"^(RUN|JOBID)$", JOB, word) for word in shlex.split(command, comments=True)[1:]]
+    if len(argv) == 1 and argv[0] != "list":
+        pytest.skip("only the subcommand's name")
+    assert cli.main(argv) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+def test_subcommands_that_are_told_of_are_all_run_somewhere() -> None:
+    run_here = {"submit", "run", "config", "report", "why", "logs", "events", "status", "list"}
+    assert set(cli._SUBCOMMANDS) - run_here - set(ELSEWHERE) == {"agent"}
+    assert len(all_commands(*run_here)) >= 40
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [(page, text) for page in PAGES for text in blocks(page, "toml")],
+    ids=lambda value: str(value)[-30:],
+)
+def test_configuration_files_are_understood(tmp_path: Path, page: Path, text: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    settings = read_settings(path, Keys(ALL_OPTIONS))
+    assert settings is not None
+    assert settings.base or settings.profiles
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [(page, text) for page in PAGES for language in ("bash", "sh") for text in blocks(page, language)],
+    ids=lambda value: str(value)[-30:],
+)
+def test_shell_is_shell(page: Path, text: str) -> None:
+    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stderr
+
+
+class _Model:
+    """Whatever a page's example does with its own things."""
+
+    def __call__(self, *_: Any, **__: Any) -> None: ...
+
+
+def _names(page: str) -> dict[str, Any]:
+    nothing: Callable[..., None] = _Model()
+    common: dict[str, Any] = {"train": nothing, "save": nothing, "start": 0, "steps": 3, "loader": range(3)}
+    return common if page != "restart-in-process.md" else {}
+
+
+def python_blocks() -> list[tuple[str, str]]:
+    """Page and source: in fences, or indented by four blanks."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found += [(page.name, block) for block in blocks(page, "python")]
+        plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", plain, re.MULTILINE):
+            if re.search(r"^    (from|import|except|def|class) ", block, re.MULTILINE):
+                found.append((page.name, block))
+    return found
+
+
+TAKES_MORE = {
+    "restart-in-process.md": "a group of ranks: tests/integration/test_inprocess_*",
+    "use-agents-from-python.md": "nodes: tests/integration/test_local_elastic_agent.py",
+}
+"""Pages whose Python needs more than a process, and who runs the like; here its names are looked up."""
+
+
+@pytest.mark.parametrize(("page", "text"), python_blocks(), ids=lambda value: str(value).strip()[:40])
+def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("HPC_ELASTIC_")]:
+        monkeypatch.delenv(name)
+    source = textwrap.dedent(text).strip("\n")
+    if source.startswith("except "):
+        source = f"try:\n    pass\n{source}"
+    source = re.sub(r"\b(\w+)=…", r"\1=0", source)
+    tree = ast.parse(source)  # a block that is no Python fails here
+    if page not in TAKES_MORE:
+        exec(compile("import hpc_elastic\n" + source, page, "exec"), {"__name__": "docs", **_names(page)})
+        return
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    code = "\n".join(map(ast.unparse, imports)) or "import hpc_elastic.inprocess as inprocess"
+    names = sorted(
+        {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if "inprocess" in code else ()
+    )
+    looked_up = "\n".join(name for name in names if re.fullmatch(r"(inprocess|Fault)[\w.]+", name))
+    result = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{looked_up}"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
