@@ -9,12 +9,13 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hpc_elastic
 from hpc_elastic import run_index
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.cli import main as cli
@@ -126,14 +127,20 @@ def test_a_run_that_is_typed_really_runs(place: Path) -> None:
     """Those of the user's own script; the examples' are run by tests/integration."""
     typed = {command for _, command in all_commands("run") if "train.py" in command and "docs/examples" not in command}
     assert typed
-    for command in sorted(typed):
-        _, *argv = shlex.split(command, comments=True)
-        result = subprocess.run(
-            [sys.executable, "-m", "hpc_elastic", *argv],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert result.returncode == 0, command + result.stdout + result.stderr
-        assert "rank 0" in result.stdout
+    started = {
+        command: subprocess.Popen(
+            [sys.executable, "-m", "hpc_elastic", *shlex.split(command, comments=True)[1:]],
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for command in sorted(typed)
+    }  # fmt: skip
+    for command, process in started.items():
+        try:
+            output, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert process.returncode == 0, command + output
+        assert "rank 0" in output
 
 
 @pytest.mark.parametrize(("page", "command"), all_commands("report", "why", "logs", "events", "status", "list"))
@@ -182,12 +189,6 @@ class _Model:
     def __call__(self, *_: Any, **__: Any) -> None: ...
 
 
-def _names(page: str) -> dict[str, Any]:
-    nothing: Callable[..., None] = _Model()
-    common: dict[str, Any] = {"train": nothing, "save": nothing, "start": 0, "steps": 3, "loader": range(3)}
-    return common if page != "restart-in-process.md" else {}
-
-
 def python_blocks() -> list[tuple[str, str]]:
     """Page and source: in fences, or indented by four blanks."""
     found = []
@@ -202,31 +203,52 @@ def python_blocks() -> list[tuple[str, str]]:
 
 
 TAKES_MORE = {
+    "from-submitit.md": "jobs: tests/integration/test_submission_*",
     "restart-in-process.md": "a group of ranks: tests/integration/test_inprocess_*",
+    "torchrun-backend.md": "a shared folder, and several processes: tests/integration/test_torch*",
     "use-agents-from-python.md": "nodes: tests/integration/test_local_elastic_agent.py",
 }
 """Pages whose Python needs more than a process, and who runs the like; here its names are looked up."""
 
 
-@pytest.mark.parametrize(("page", "text"), python_blocks(), ids=lambda value: str(value).strip()[:40])
-def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("HPC_ELASTIC_")]:
-        monkeypatch.delenv(name)
+def parsed(text: str) -> ast.Module:
+    """A block. Raises SyntaxError where it is no Python, but for an ellipsis in place of a value."""
     source = textwrap.dedent(text).strip("\n")
     if source.startswith("except "):
         source = f"try:\n    pass\n{source}"
-    source = re.sub(r"\b(\w+)=…", r"\1=0", source)
-    tree = ast.parse(source)  # a block that is no Python fails here
-    if page not in TAKES_MORE:
-        exec(compile("import hpc_elastic\n" + source, page, "exec"), {"__name__": "docs", **_names(page)})
-        return
-    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    code = "\n".join(map(ast.unparse, imports)) or "import hpc_elastic.inprocess as inprocess"
-    names = sorted(
-        {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if "inprocess" in code else ()
+    return ast.parse(re.sub(r"=…|…", lambda match: "=0" if match[0][0] == "=" else "...", source))
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [found for found in python_blocks() if found[0] not in TAKES_MORE],
+    ids=lambda value: str(value).strip()[:40],
+)
+def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("HPC_ELASTIC_")]:
+        monkeypatch.delenv(name)
+    nothing = _Model()
+    names = {"train": nothing, "save": nothing, "start": 0, "steps": 3, "loader": range(3), "hpc_elastic": hpc_elastic}
+    exec(compile(parsed(text), page, "exec"), {"__name__": "docs", **names})
+
+
+@pytest.mark.parametrize("page", sorted(TAKES_MORE))
+def test_python_names_what_there_is(page: str) -> None:
+    trees = [parsed(text) for name, text in python_blocks() if name == page]
+    assert trees
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    imports = [ast.unparse(node) for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+    modules = {
+        alias.asname or alias.name
+        for node in nodes
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+        if isinstance(node, ast.Import) or alias.name[0].isupper()
+    }
+    attributes = {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    looked_up = sorted(
+        name for name in attributes if any(name.startswith(f"{module}.") for module in modules) and "(" not in name
     )
-    looked_up = "\n".join(name for name in names if re.fullmatch(r"(inprocess|Fault)[\w.]+", name))
-    result = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{looked_up}"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    code = "\n".join([*imports, *looked_up])
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=180)
     assert result.returncode == 0, result.stderr

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+import hpc_elastic
 from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
 from hpc_elastic.configuration.defaults import default_of
@@ -308,7 +310,6 @@ def test_where_runs_are_for_those_that_look_at_them(place: Place) -> None:
 
 @pytest.mark.parametrize("option", Keys(ALL_OPTIONS).options(), ids=key_of)
 def test_the_default_that_the_help_tells_is_the_true_one(option) -> None:  # type: ignore[no-untyped-def]
-    import re
 
     told = re.search(r"\(default (\d+)[);]", option.help)
     if told is not None:
@@ -323,3 +324,15 @@ def test_names_outside_the_command_line_are_unambiguous() -> None:
     variables = [variable_of(option) for option in keys.options()]
     assert len(set(variables)) == len(variables)
     assert {option.dest for option in keys.options()} == {option.dest for option in ALL_OPTIONS}
+
+
+def test_variables_that_the_package_sets_are_never_taken_for_a_mistake(place: Place) -> None:
+    """A worker may run hpc-elastic itself, with all that its agent gave it."""
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(hpc_elastic.__file__).parent.rglob("*.py"))
+    names = set(re.findall(r"\"(HPC_ELASTIC_[A-Z_]+[A-Z])\"", source))
+    assert {"HPC_ELASTIC_TAG", "HPC_ELASTIC_HEARTBEAT"} <= names
+    settings = {variable_of(option) for option in Keys(ALL_OPTIONS).options()}
+    for name in (
+        names - settings - {name for name in NOT_SETTINGS if name.endswith("_CONFIG")} - {"HPC_ELASTIC_PROFILE"}
+    ):
+        place.resolve(**{name: "1"})
