@@ -30,6 +30,7 @@ ELSEWHERE = {
     "--ntasks",
     "--no-kill",
     "--open-mode",
+    "--seed",
 }
 """Options that are no subcommand's or no real ones (the example's are looked up in it)."""
 
