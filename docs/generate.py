@@ -87,8 +87,8 @@ and `profile`. What is wrong is one line on stderr, and exit code 2: an unknown 
 the wrong type; a value that the option refuses.
 
 In files, keys are written with `-` or `_`, and values are TOML's: strings in quotes, numbers plain, `true` or `false`
-for switches, an array of strings for what may be repeated. In `runs-dir`, `chdir` and `python`, `~` and `$NAME` are
-expanded; in the project's file they are relative to that file, in the others to the working directory.
+for switches, an array of strings for what may be repeated. In `runs-dir`, `chdir`, `python` and `template`, `~` and
+`$NAME` are expanded; in the project's file they are relative to that file, in the others to the working directory.
 
 What files say is executed in your name. So a file must belong to you, to root, or to whom its folder belongs; another
 one is refused with one line, and not skipped in silence.

@@ -119,7 +119,7 @@ OPTIONS = (
         help="accept a run directory that looks as if only this machine saw it",
     ),
     Option(
-        names=("--template",), dest="template", metavar="FILE", group=OWN_GROUP,
+        names=("--template",), dest="template", metavar="FILE", group=OWN_GROUP, path=True,
         help="a batch script of your own, with @SBATCH_LINES@ and @COMMAND@ where ours go",
     ),
     Option(
