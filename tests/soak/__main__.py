@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import time
@@ -54,8 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             result = soak.soak(plan(options.seed, kinds), seconds=60 * options.minutes)
         finally:
             if options.keep is not None:
-                options.keep.mkdir(parents=True, exist_ok=True)
-                os.system(f"cp -a {soak.run.root} {options.keep}/")  # noqa: S605
+                shutil.copytree(soak.run.root, options.keep / soak.run.root.name, symlinks=True)
     print(f"\n{table(result.deeds)}\n\n{summary(result)}")
     for text in result.complaints:
         print(f"WRONG: {text}")
