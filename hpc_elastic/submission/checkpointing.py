@@ -141,14 +141,18 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     for attempt in reversed(places.attempts(paths)):
         if attempt.number >= before:
             continue
+        written = places.ranks(
+            places.checkpoint_dir(attempt)
+        )  # by name: a thousand ranks must not each open a thousand
         try:
-            world_size = int(read_head(places.checkpoint_file(attempt, 0))["world_size"])
-            heads = [read_head(places.checkpoint_file(attempt, other)) for other in range(world_size)]
+            head = read_head(places.checkpoint_file(attempt, 0))
+            world_size, left = int(head["world_size"]), int(head["timeouts_left"])
         except (UnreadableObjectError, KeyError):
-            continue  # none was asked for, or some rank was not quick enough: the set before it counts
+            continue  # none was asked for
+        if written != list(range(world_size)):
+            continue  # some rank was not quick enough: the set before it counts
         path = places.checkpoint_file(attempt, rank if rank < world_size else 0)
         function, args, kwargs = read_object(path)
-        left = min(int(head.get("timeouts_left", 0)) for head in heads)
         return SavedState(call=Call(function, args, kwargs), timeouts_left=left, attempt=attempt, path=path)
     return None
 

@@ -52,8 +52,9 @@ def rounds(attempt: AttemptPaths) -> list[int]:
 
 
 def ranks(folder: Path) -> list[int]:
-    """Of a round's folder."""
-    return sorted(rank for name in _names(folder) if (rank := rank_index(name)) is not None)
+    """Those that have something in the folder of a round, or of a checkpoint."""
+    names = (name.removesuffix(".pkl") for name in _names(folder))
+    return sorted(rank for name in names if (rank := rank_index(name)) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
