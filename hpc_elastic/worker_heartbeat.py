@@ -288,6 +288,19 @@ def read_notice_of_agent() -> NoticeRecord | None:
     return _speaker.read_notice()
 
 
+def notice_is_there() -> bool:
+    """Whether this worker's agent has a notice for it. The agent does not learn that somebody looked."""
+    try:
+        fd = os.open(os.environ.get(VARIABLE, ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        raw = os.pread(fd, FILE_BYTES, 0)
+    finally:
+        os.close(fd)
+    return len(raw) == FILE_BYTES and read_notice(raw) is not None
+
+
 def asks_for_notices() -> bool:
     """Whether this process has ever asked whether there is a notice."""
     return _speaker.heeds_notices

@@ -20,7 +20,7 @@ from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 
 _JSON_LIMIT = 4 << 20
-_OUR_MODULES = "hpc_elastic.submission."
+_WORKER = "hpc_elastic.submission.worker"
 
 
 def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistory:
@@ -43,7 +43,7 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         spec = {}
     entrypoint = spec.get("entrypoint")
     target = text_of(entrypoint.get("target")) if isinstance(entrypoint, dict) else ""
-    if target.startswith(_OUR_MODULES):
+    if isinstance(entrypoint, dict) and _WORKER in names_of(entrypoint.get("args")):
         target = ""  # it calls a function, whose name is the run's
     numbers = sorted(n for n in map(attempt_number, os.listdir(root)) if n is not None)
     record = load_record(paths.nodes_json)

@@ -30,6 +30,7 @@ from hpc_elastic.submission.parameters import ScriptLines
 from hpc_elastic.submission.script_lines import with_lines
 
 WORKER_MODULE = "hpc_elastic.submission.worker"
+_DEAF = 'trap "" USR2; exec "$@"'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +99,17 @@ class Request:
 
 
 def _entrypoint(python: str) -> Entrypoint:
-    """`python` may be a command, such as one that enters a container."""
+    """`python` may be a command, such as one that enters a container.
+
+    An interpreter that starts would die of a notice: until the worker can hear it, the signal is ignored, and then the
+    worker looks whether one has come.
+    """
     words = shlex.split(python)
     if not words:
         raise UsageError(f"python={python!r}: give the interpreter's path, or the command that starts it")
-    if len(words) == 1:
-        return Entrypoint(kind=EntryKind.MODULE, target=WORKER_MODULE, python=words[0])
-    return Entrypoint(kind=EntryKind.COMMAND, target=words[0], args=(*words[1:], "-u", "-m", WORKER_MODULE))
+    args = ("-c", _DEAF, "worker", *words, "-u", "-m", WORKER_MODULE)
+    host = {"python": words[0]} if len(words) == 1 else {}
+    return Entrypoint(kind=EntryKind.COMMAND, target="/bin/sh", args=args, **host)
 
 
 def submit_here(request: Request) -> tuple[str, Path]:

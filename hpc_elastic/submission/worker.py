@@ -98,6 +98,8 @@ class _Worker:
             print(f"going on from what checkpoint() gave in attempt {state.attempt.number}", flush=True)
             forget_states(self._paths, rank=self._place.rank, before=state.attempt)
         signal.signal(NOTICE_SIGNAL, self._on_notice)
+        if worker_heartbeat.notice_is_there():  # the signal came before it could be heard
+            self._on_notice(NOTICE_SIGNAL, None)
 
     def _head(self) -> dict[str, Any]:
         return {"rank": self._place.rank, "world_size": self._place.world_size}

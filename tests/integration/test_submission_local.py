@@ -60,7 +60,7 @@ class Jobs:
         self.large = submit(lambda: bytes(LARGE) if os.environ["RANK"] == "1" else outside)
         executor.update_parameters(tasks_per_node=1)
         self.cancelled = submit(functions.sleeps, self.places["cancelled"])
-        executor.update_parameters(timeout_min=0.1)
+        executor.update_parameters(timeout_min=0.25)
         self.late = submit(functions.sleeps, self.places["cancelled"])
         executor.update_parameters(timeout_min=9, max_num_timeout=0)
         self.over = submit(functions.Saved(self.places["over"]), "never")

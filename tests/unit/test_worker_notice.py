@@ -92,6 +92,21 @@ def test_the_agent_learns_who_asks_and_who_has_been_told(page: Path) -> None:
     assert said(page).is_told
 
 
+def test_a_look_at_the_notice_tells_the_agent_nothing(page: Path) -> None:
+    """And leaves the page for the process that speaks for this worker."""
+    before = page.read_bytes()
+    assert not worker_heartbeat.notice_is_there()
+    tell(page, step=STEP_PENDING)
+    assert worker_heartbeat.notice_is_there()
+    assert read_record(page.read_bytes()) == read_record(before)
+    assert worker_heartbeat._speaker._lock_fd < 0
+    assert not worker_heartbeat.asks_for_notices()
+    hpc_elastic.preemption_notice()
+    assert worker_heartbeat.asks_for_notices()
+    page.unlink()
+    assert not worker_heartbeat.notice_is_there()
+
+
 def test_asking_alone_does_not_end_the_setup(page: Path) -> None:
     hpc_elastic.preemption_notice()
     assert said(page).section == "setup"
