@@ -1,10 +1,13 @@
-"""The job is to make room, or its time is over: each row of the signals' table that a real Slurm brings about."""
+"""The job is to make room, or its time is over: the rows of the signals' table, brought about by a real Slurm.
+
+Most of the time is waiting, for Slurm's looks (each 30 s) and for requeued jobs: so the cases run side by side, each on
+nodes of its own.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +22,7 @@ rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
 saved = pathlib.Path("step-" + os.environ["SLURM_JOB_ID"] + ".txt")
 begin = int(saved.read_text()) + 1 if saved.exists() else 0
 print("rank", rank, "begins at step", begin, "in attempt", attempt)
-if begin:
+if attempt != "0":
     sys.exit(0)
 for step in range(100000):
     time.sleep(0.05)
@@ -44,17 +47,20 @@ for step in range(100000):
         print("trains")
     hpc_elastic.should_checkpoint(step)
 """
-SHORT = ("-t", "10", "--nproc-per-node", "1")
+LONG = 90.0
+"""Seconds for what ends by Slurm's looks, on a slow machine."""
 
 
 @pytest.fixture(scope="module")
 def preempting_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
-    """Four nodes of a site that preempts.
+    """Seven nodes of a site that preempts.
 
     With proctrack/cgroup, as most sites: there Slurm signals an agent and not its workers. (proctrack/linuxproc signals
     every process of a step.)
     """
-    with SlurmCluster(4, accounting=False, cgroups=True, cred_expire=5, preemption=True) as started:
+    with SlurmCluster(
+        7, accounting=False, cgroups=True, cred_expire=5, preemption=True, settings={"KillWait": 15}
+    ) as started:
         yield started
 
 
@@ -68,92 +74,170 @@ def runs(cluster: SlurmCluster) -> SlurmRuns:
     return SlurmRuns(cluster)
 
 
-def on_nodes(runs: SlurmRuns, partition: str, nodes: str, *arguments: str, script: str) -> Run:
-    """A run on two nodes of a partition, the whole of them."""
-    name = runs.script(script, name=f"{partition}.py")
-    return runs.submit("--nodes", "2", "-p", partition, "-w", nodes, "--exclusive", *SHORT, *arguments, name)
+class Cases:
+    """Runs side by side, each on whole nodes of its own."""
+
+    def __init__(self, runs: SlurmRuns) -> None:
+        self.runs = runs
+        self.cluster = runs.cluster
+        self._free = list(self.cluster.node_names)
+
+    def submit(self, name: str, script: str, *options: str, nodes: int = 1, partition: str = "main") -> Run:
+        mine, self._free = self._free[:nodes], self._free[nodes:]
+        where = ("--nodes", str(nodes), "-p", partition, "-w", ",".join(mine), "--exclusive")
+        usual = ("-t", "10", "--nproc-per-node", "1", "--job-name", name)
+        return self.runs.submit(*where, *usual, *options, self.runs.script(script, name=f"{name}.py"))
+
+    def take_nodes(self, nodes: int) -> None:
+        """A job of the higher partition wants the first `nodes` nodes, for a moment."""
+        names = ",".join(self.cluster.node_names[:nodes])
+        argv = ["sbatch", "-p", "urgent", f"-N{nodes}", "-w", names, "--exclusive", "-t", "5", "-o", "/dev/null"]
+        done = self.cluster.run([*argv, "--wrap", "true"], cwd=self.runs.folder)
+        assert done.returncode == 0, done.stderr
+
+    def as_root(self, *argv: str) -> None:
+        done = self.cluster.run(list(argv), user="root")
+        assert done.returncode == 0, done.stderr
 
 
-def take_nodes(cluster: SlurmCluster, folder: Path) -> None:
-    """A job of the higher partition wants all nodes for a second."""
-    argv = ["sbatch", "--parsable", "-p", "urgent", "-N4", "--exclusive", "-t", "5", "-o", "/dev/null"]
-    done = cluster.run([*argv, "--wrap", "sleep 1"], cwd=folder)
-    assert done.returncode == 0, done.stderr
+def wait_training(run: Run, nodes: int = 1) -> None:
+    run.wait_log(lambda log: log.count("trains") == nodes, timeout=60)
 
 
-def decided(run: Run, attempt: int = 0) -> list[dict[str, object]]:
-    return [event for event in run.events(attempt) if event["event"] == "signal_decided"]
+def decided(run: Run, attempt: int = 0) -> list[tuple[object, object, object, object]]:
+    """Of each signal: who heard it, what Slurm said, what it meant, and whether the workers might save."""
+    keys = ("heard_by", "slurm", "meaning", "saves")
+    told = [event for event in run.events(attempt) if event["event"] == "signal_decided"]
+    return [tuple(event[key] for key in keys) for event in told]  # type: ignore[misc]
 
 
-def test_a_preemption_with_a_grace_time_saves_first_and_the_job_comes_back(
-    cluster: SlurmCluster, runs: SlurmRuns
-) -> None:
-    """The agents alone hear of it; where Slurm would cancel the job, it is back in the queue first."""
-    pair = [
-        on_nodes(runs, "requeued", "n[1-2]", script=SAVES_WHEN_TOLD),
-        on_nodes(runs, "cancelled", "n[3-4]", script=SAVES_WHEN_TOLD),
-    ]
-    for run in pair:
-        run.wait_log(lambda log: log.count("trains") == 2)
-    take_nodes(cluster, runs.folder)
-    for run in pair:
-        log = run.wait_log(lambda log: "is requeued" in log)
-        steps = set(re.findall(r"saved after step (\d+)", log))
-        assert len(steps) == 1, log
-        assert re.search(rf"notice SIGTERM on n\d \(preemption\); saved in \d of \d s \(step {steps.pop()}\)", log), log
-        (told,) = decided(run)
-        assert told["heard_by"] == "agents alone"
-        assert told["slurm"] == "is preempted, its grace time runs"
-        assert run.result()["outcome"] == "preempted"
-        report = (run.root / "attempt-000" / "report.txt").read_text()
-        assert re.search(r"saved in \d of \d s", report), report
-    for run in pair:
-        assert run.wait_end(timeout=90) == "COMPLETED"
-        assert run.log.count("in attempt 1") == 2
-        assert "begins at step 0 in attempt 1" not in run.log
-        assert cluster.job_info(run.job)["Restarts"] == "1"
-        assert run.result(1)["outcome"] == "succeeded"
-
-
-def test_a_preemption_without_a_grace_time_ends_at_once_and_the_job_comes_back(
-    cluster: SlurmCluster, runs: SlurmRuns
-) -> None:
-    pair = [
-        on_nodes(runs, "requeued-at-once", "n[1-2]", script=SAVES_WHEN_TOLD),
-        on_nodes(runs, "cancelled-at-once", "n[3-4]", script=SAVES_WHEN_TOLD),
-    ]
-    for run in pair:
-        run.wait_log(lambda log: log.count("trains") == 2)
-    take_nodes(cluster, runs.folder)
-    for run, meaning in zip(pair, ("requeue", "preemption"), strict=True):
-        run.wait_log(lambda log: "exit code 75" in log)
-        assert run.result()["outcome"] == "preempted"
-        assert [told["meaning"] for told in decided(run)] == [meaning]
-        assert "saved after" not in run.log
-    assert "Slurm itself has put the job back" in pair[0].log
-    for run in pair:
-        wait_until(lambda run=run: "in attempt 1" in run.log, timeout=60, what="the next attempt")  # type: ignore[misc]
-        assert cluster.job_info(run.job)["Restarts"] == "1"
-
-
-def test_workers_that_never_react_do_not_keep_the_job_from_coming_back(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    """Their SIGKILL, the report and the requeue come before the end of the grace: there Slurm would cancel the job."""
-    run = on_nodes(runs, "cancelled", "n[1-2]", script=NEVER_REACTS)
-    run.wait_log(lambda log: log.count("trains") == 2)
-    take_nodes(cluster, runs.folder)
-    log = run.wait_log(lambda log: "is requeued" in log)
-    assert re.search(r"notice SIGTERM on n\d \(preemption\); n1, n2 had not saved after \d s", log)
-    assert len(decided(run)) == 1, "Slurm has not come to its own end of it"
-    assert run.wait_end(timeout=90) == "COMPLETED"
-    assert run.log.count("begins in attempt 1") == 2
-
-
-def test_a_job_requeued_from_outside_is_no_failure(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2", *SHORT, runs.script(SAVES_WHEN_TOLD))
-    run.wait_log(lambda log: log.count("trains") == 2)
-    assert cluster.run(["scontrol", "requeue", run.job]).returncode == 0
-    run.wait_log(lambda log: "Slurm itself has put the job back into the queue" in log)
+def saved_step(run: Run, why: str, *, ranks: int = 1) -> str:
+    """The step after which all saved, once the job is in the queue again; the log and the report tell of it."""
+    log = run.wait_log(lambda log: "is requeued" in log, timeout=LONG)
+    steps = re.findall(r"saved after step (\d+)", log)
+    assert len(steps) == ranks, log
+    assert len(set(steps)) == 1, log
+    said = rf"notice {why}; saved in \d+ of \d+ s \(step {steps[0]}\)"
+    assert re.search(said, log), log
+    assert re.search(said, run.result()["reason"])
+    assert re.search(r"saved in \d+ of \d+ s", (run.root / "attempt-000" / "report.txt").read_text())
     assert run.result()["outcome"] == "preempted"
-    assert [told["meaning"] for told in decided(run)] == ["requeue"]
-    run.wait_log(lambda log: log.count("in attempt 1") == 2, timeout=60)
-    assert cluster.job_info(run.job)["Restarts"] == "1", "and nobody has requeued it once more"
+    step: str = steps[0]
+    return step
+
+
+def wait_resumed(run: Run, text: str = "") -> None:
+    """The next attempt runs, once: nobody has requeued it twice."""
+    run.wait_log(lambda log: f"{text} in attempt 1".strip() in log, timeout=LONG)
+    assert run.runs.cluster.job_info(run.job)["Restarts"] == "1"
+
+
+def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    cases = Cases(runs)
+    requeued = cases.submit("requeued", SAVES_WHEN_TOLD, nodes=2, partition="requeued")
+    cancelled = cases.submit("cancelled", SAVES_WHEN_TOLD, partition="cancelled")
+    stubborn = cases.submit("stubborn", NEVER_REACTS, partition="cancelled")
+    requeued_at_once = cases.submit("requeuednow", SAVES_WHEN_TOLD, partition="requeued-at-once")
+    cancelled_at_once = cases.submit("cancellednow", SAVES_WHEN_TOLD, partition="cancelled-at-once")
+    for run in (requeued, cancelled, stubborn, requeued_at_once, cancelled_at_once):
+        wait_training(run, nodes=2 if run is requeued else 1)
+    cases.take_nodes(6)
+
+    # Without a grace time all hear of it, and everything ends.
+    for run, word, meaning in (
+        (requeued_at_once, "is requeued", "requeue"),
+        (cancelled_at_once, "is ended by a preemption", "preemption"),
+    ):
+        run.wait_log(lambda log: "exit code 75" in log, timeout=LONG)
+        assert run.result()["outcome"] == "preempted"
+        assert [row[1:] for row in decided(run)] == [(word, meaning, False)]
+        assert "saved after" not in run.log
+    assert "Slurm itself has put the job back" in requeued_at_once.log
+
+    # With one the agents alone hear of it; where Slurm would cancel the job, it is back in the queue first.
+    told = ("agents alone", "is preempted, its grace time runs", "preemption", True)
+    steps = {}
+    for run, ranks in ((requeued, 2), (cancelled, 1)):
+        steps[run] = saved_step(run, r"SIGTERM on n\d \(preemption\)", ranks=ranks)
+        assert decided(run)[0] == told
+    log = stubborn.wait_log(lambda log: "is requeued" in log, timeout=LONG)
+    assert re.search(r"notice SIGTERM on n4 \(preemption\); n4 had not saved after \d+ s", log), log
+    assert decided(stubborn)[0] == told
+
+    for run, step in steps.items():
+        wait_resumed(run, f"begins at step {int(step) + 1}")
+    wait_resumed(stubborn)
+    wait_resumed(requeued_at_once)
+    wait_resumed(cancelled_at_once)
+
+
+def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    cases = Cases(runs)
+    slow_setup = runs.folder / "slow.sbatch"
+    slow_setup.write_text("#!/bin/bash\n@SBATCH_LINES@\ntrap '' USR2\ntouch setup-begins\nsleep 6\nexec @COMMAND@\n")
+    slow_setup.chmod(0o644)
+    in_setup = cases.submit("setup", SAVES_WHEN_TOLD, "--template", str(slow_setup), partition="requeued")
+    near_limit = cases.submit("limit", SAVES_WHEN_TOLD)
+    over_limit = cases.submit("late", SAVES_WHEN_TOLD)
+    outside = cases.submit("outside", SAVES_WHEN_TOLD)
+    ended = cases.submit("ended", NEVER_REACTS)
+    meeting = cases.submit("meeting", SAVES_WHEN_TOLD, "--health-check", "sleep 300", nodes=2)
+
+    # A preemption's grace begins while the batch script is in its set-up: there is nobody who could hear of it.
+    wait_until(lambda: (runs.folder / "setup-begins").exists(), timeout=60, what="the set-up")
+    cases.take_nodes(1)
+
+    for run in (near_limit, over_limit, outside, ended):
+        wait_training(run)
+    # The limit comes near, and is over: Slurm tells of both at its next look.
+    cases.as_root("scontrol", "update", f"jobid={near_limit.job}", "EndTime=now+80")
+    cases.as_root("scontrol", "update", f"jobid={over_limit.job}", "EndTime=now+1")
+    assert cluster.run(["scontrol", "requeue", outside.job]).returncode == 0
+    # While its workers are to save (two notices), and would never end.
+    for _ in range(2):
+        assert cluster.run(["scancel", "--signal=USR2", "--batch", ended.job]).returncode == 0
+    ended.wait_log(lambda log: "the workers have" in log)
+    assert cluster.run(["scancel", ended.job]).returncode == 0
+    # While nodes meet.
+    meeting.wait_log(lambda log: "srun" in log or "requeue armed" in log)
+    wait_until(lambda: any(event["event"] == "agent_started" for event in meeting.events()), timeout=60, what="agents")
+    assert cluster.run(["scancel", "--signal=USR2", "--batch", meeting.job]).returncode == 0
+
+    assert ended.wait_end(timeout=LONG) == "CANCELLED"
+    assert ended.result()["outcome"] == "cancelled"
+    assert decided(ended)[0] == ("supervisor", "runs", "requeue", True)
+    assert decided(ended)[-1][1:] == ("is ended", "cancel", False)
+    assert len(decided(ended)) == 2, "the second notice was no news"
+    assert "requeue 1" not in ended.log
+
+    outside.wait_log(lambda log: "Slurm itself has put the job back into the queue" in log, timeout=LONG)
+    assert outside.result()["outcome"] == "preempted"
+    assert [row[1:] for row in decided(outside)] == [("is requeued", "requeue", False)]
+
+    meeting.wait_log(lambda log: "is requeued" in log, timeout=LONG)
+    assert meeting.result()["outcome"] == "preempted"
+    assert "no worker was running" in meeting.result()["reason"]
+    cluster.run(["scancel", meeting.job])
+
+    in_setup.wait_log(lambda log: "is requeued" in log, timeout=LONG)
+    assert in_setup.result()["reason"] == "notice seen by the supervisor (preemption); no worker was running"
+
+    saved_step(near_limit, r"SIGUSR2 on n2 \(time limit\)")
+    assert decided(near_limit)[0] == ("supervisor", "runs, its time limit is near", "time limit", True)
+
+    over_limit.wait_log(lambda log: "exit code 75" in log, timeout=LONG)
+    assert decided(over_limit)[-1][1:] == ("is ended by its time limit", "time limit", False)
+    assert over_limit.result()["outcome"] in ("timed_out", "preempted")
+    for run in (outside, near_limit, over_limit, in_setup):
+        wait_resumed(run)
+
+
+def test_the_users_own_signal_at_the_start_of_the_grace_time(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """SlurmctldParameters=preempt_send_user_signal: the batch script hears of it, and the agents do not."""
+    cluster.reconfigure({"SlurmctldParameters": "preempt_send_user_signal"})
+    cases = Cases(runs)
+    run = cases.submit("usersignal", SAVES_WHEN_TOLD, nodes=2, partition="cancelled")
+    wait_training(run, nodes=2)
+    cases.take_nodes(2)
+    saved_step(run, r"SIGUSR2 on n1 \(preemption\)", ranks=2)
+    assert decided(run) == [("supervisor", "is preempted, its grace time runs", "preemption", True)]

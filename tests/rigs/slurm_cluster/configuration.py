@@ -48,8 +48,8 @@ class Settings:
 
 
 PREEMPTED = {
-    "requeued": ("REQUEUE", 10),
-    "cancelled": ("CANCEL", 10),
+    "requeued": ("REQUEUE", 25),
+    "cancelled": ("CANCEL", 25),
     "requeued-at-once": ("REQUEUE", 0),
     "cancelled-at-once": ("CANCEL", 0),
 }
