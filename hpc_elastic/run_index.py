@@ -97,7 +97,8 @@ def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEn
     task = task_index(os.path.basename(run_dir))
     if task is not None:
         arrays = jobs_of(os.path.dirname(run_dir), env=env)
-        return [replace(entry, job_id=f"{entry.job_id}_{task}", run_dir=Path(run_dir)) for entry in arrays]
+        own = [entry for entry in arrays if entry.job_id.partition("_")[2] in ("", str(task))]  # 81_3: a follow-on job
+        return [replace(entry, job_id=_of_task(entry.job_id, task), run_dir=Path(run_dir)) for entry in own]
     folder = _folder(env)
     try:
         names = os.listdir(folder) if folder is not None else []
@@ -122,6 +123,10 @@ def _entry(value: Mapping[str, Any]) -> JobEntry | None:
         )
     except (KeyError, TypeError, ValueError):
         return None  # a newer format, or a torn one
+
+
+def _of_task(job_id: str, task: int) -> str:
+    return job_id if "_" in job_id else f"{job_id}_{task}"
 
 
 class UnknownRunError(UsageError):
@@ -155,8 +160,13 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
         if found is not None:
             return found
     if is_job_id(text):
-        known = [(entry, entry.run_dir) for entry in entries(text, env=env)]
         array, _, task = text.partition("_")
+        known = []
+        for entry in entries(text, env=env):
+            if task and array_tasks(RunPaths(entry.run_dir)):  # a follow-on job of one task
+                known.append((entry, RunPaths(entry.run_dir).task(int(task)).root))
+            else:
+                known.append((entry, entry.run_dir))
         if task:
             known += [(entry, RunPaths(entry.run_dir).task(int(task)).root) for entry in entries(array, env=env)]
         for _, run_dir in known:

@@ -150,7 +150,7 @@ def check_single(paths: RunPaths) -> None:
 
     tasks = array_tasks(paths)
     if tasks:
-        known = jobs_of(str(paths.root))
+        known = [entry for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
         names = f"{known[0].job_id}_{tasks[0]} or {paths.run_id}_{tasks[0]}" if known else f"{paths.run_id}_{tasks[0]}"
         raise UsageError(f"{paths.run_id} is an array of {len(tasks)} runs; name one of them, as in {names}")
 

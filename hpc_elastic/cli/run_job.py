@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from hpc_elastic.cli.run_argument import RUN_HELP, check_single, find_run_dir
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunStatus, read_status
-from hpc_elastic.run_index import jobs_of
+from hpc_elastic.run_index import array_tasks, jobs_of
 from hpc_elastic.run_paths import RunPaths, attempt_number
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
@@ -46,6 +47,8 @@ def job_of(status: RunStatus) -> JobId | None:
     if status.job_id is not None:
         return JobId(status.job_id)
     known = jobs_of(status.run_dir)
+    if array_tasks(RunPaths(Path(status.run_dir))):
+        known = [entry for entry in known if "_" not in entry.job_id]  # not a task's follow-on job
     return JobId(known[0].job_id) if known else None
 
 

@@ -103,8 +103,9 @@ def _show_array(
 
     runs = status_array.read_tasks(paths, tasks, clock=clock)
     has_ended = all(status.state is RunState.ENDED for status in runs.values())
-    told = (status.job_id.partition("_")[0] for status in runs.values() if status.job_id)
-    number = next(told, None) or next((entry.job_id for entry in jobs_of(str(paths.root))), "")
+    told = [status.job_id.partition("_")[0] for status in runs.values() if status.job_id]
+    known = [entry.job_id for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
+    number = next(iter((*known, *told)), "")
     asks = client is not None and number and not has_ended
     jobs = status_array.states_by_task(_states(client, JobId(number))) if client is not None and asks else {}
     if as_json:

@@ -8,11 +8,13 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.cli import cancel, follow, list_runs, requeue, run_job, status, status_array
+from hpc_elastic.cli.arguments import argument_parser
 from hpc_elastic.cli.job_lookup import run_of_job
 from hpc_elastic.cli.run_argument import asked_run, find_run_dir
 from hpc_elastic.clock import SystemClock
@@ -82,8 +84,14 @@ class Asked:
         return lambda job: self.calls.append((name, str(job)))
 
 
-def args(run: str, **more: object) -> Namespace:
-    return Namespace(run=run, runs_dir=None, attempt=None, json=False, watch=False, no_slurm=False, **more)
+def parsed(module: ModuleType, *argv: str) -> Namespace:
+    parser = argument_parser("hpc-elastic", "")
+    module.add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def args(run: str) -> Namespace:
+    return Namespace(run=run, runs_dir=None, attempt=None)
 
 
 def test_each_task_is_a_run_of_its_own(array: RunPaths) -> None:
@@ -114,6 +122,14 @@ def test_a_task_is_found_by_job_run_and_path(array: RunPaths) -> None:
         find(f"{SPEC.run_id}_9")
 
 
+def test_a_follow_on_job_of_one_task_is_that_tasks(array: RunPaths) -> None:
+    record(cluster="", job_id="81_3", submitted_ns=2, run_dir=array.root)
+    assert find("81_3") == array.task(3).root
+    assert run_job.find_run_job(args("81_3")).job.number == "81_3"
+    assert run_job.find_run_job(args("48_4")).job.number == "48_4"
+    assert run_job.find_run_job(args("48"), arrays=True).job.number == "48"
+
+
 def test_what_wants_one_run_says_how_to_name_one(array: RunPaths) -> None:
     for ask in (asked_run, run_job.find_run_job):
         with pytest.raises(
@@ -131,7 +147,7 @@ def test_the_status_of_all_with_one_question(
     number = text.partition("_")[0]
     slurm = Asked(re.sub(rf"^{number}_", "48_", text, flags=re.MULTILINE))
     monkeypatch.setattr(run_job, "slurm_client", lambda timeout: slurm)
-    assert status.run(args("48")) == 0
+    assert status.run(parsed(status, "48")) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f"array {SPEC.run_id}, job 48: 5 runs: 3 submitted, 1 meeting, 1 requeued"
     assert "[RUNNING]" in lines[0]
@@ -146,10 +162,10 @@ def test_the_status_of_one_and_as_json(
 ) -> None:
     slurm = Asked(captured("22.05.8", "squeue-array-task2")[1])
     monkeypatch.setattr(run_job, "slurm_client", lambda timeout: slurm)
-    status.run(args("48_3"))
+    status.run(parsed(status, "48_3"))
     assert f"run {SPEC.run_id}_3: submitted, job 48_2" in capsys.readouterr().out
     assert slurm.calls == [("squeue", "48_3")], "one that waits has no attempt that names its job"
-    status.run(Namespace(**{**vars(args("48")), "json": True}))
+    status.run(parsed(status, "48", "--json"))
     value = json.loads(capsys.readouterr().out)
     assert set(value["tasks"]) == {"1", "2", "3", "4", "5"}
     assert value["tasks"]["2"]["state"] == "requeued"
@@ -163,10 +179,10 @@ def test_a_list_that_squeue_cut_short_is_no_error() -> None:
 
 
 def test_the_list_has_a_line_for_each(array: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    list_runs.run(Namespace(runs_dir=None, state=None, name=None, limit="20", json=False))
+    list_runs.run(parsed(list_runs))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[3] for line in lines] == [f"{SPEC.run_id}_{task}" for task in TASKS]
-    list_runs.run(Namespace(runs_dir=None, state="requeued", name=None, limit="20", json=False))
+    list_runs.run(parsed(list_runs, "--state", "requeued"))
     assert capsys.readouterr().out.split()[3] == f"{SPEC.run_id}_2"
 
 
