@@ -112,6 +112,17 @@ class FilterGroupedByKey(RankAssignment):
         return state, set(terminated_ranks) | grouped_out(keys, self.condition)
 
 
+FilterCountGroupedByKey = FilterGroupedByKey
+"""Its name in NVIDIA's 0.4."""
+
+
+class ActivateAllRanks(RankAssignment):
+    """NVIDIA's 0.4 needs it in a ``Compose``; here all ranks are active after every assignment."""
+
+    def __call__(self, state: State, terminated_ranks: Set[int]) -> tuple[State, Set[int]]:
+        return state, terminated_ranks
+
+
 def grouped_out(keys: dict[int, str], condition: Callable[[int], bool]) -> set[int]:
     """The ranks that leave.
 

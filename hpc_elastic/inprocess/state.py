@@ -45,6 +45,11 @@ class State:
         self.active_world_size = self.world_size
         self.status = Status.INITIALIZED
 
+    @classmethod
+    def from_env(cls) -> State:
+        """As ``State()``; so NVIDIA's 0.4 has it."""
+        return cls()
+
     def __repr__(self) -> str:
         shown = ("rank", "world_size", "active_world_size", "initial_rank", "initial_world_size", "iteration", "status")
         return f"State({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"

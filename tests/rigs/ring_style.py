@@ -1,4 +1,4 @@
-"""A program as users of NVIDIA's extension 0.2 write them; only the name of the package is put in. Run as plain processes.
+"""A program as users of NVIDIA's extension 0.2 write them; only the package's name is put in. Run as plain processes.
 
 ::
 

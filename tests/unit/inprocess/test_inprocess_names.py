@@ -139,3 +139,66 @@ def test_records_are_read_back_and_put_in_words() -> None:
     assert words == "EXCEPTION on ranks 0, 2; TERMINATED on rank 1"
     with pytest.raises(ValueError, match="nonsense"):
         Record.from_str("nonsense")
+
+
+STORE_METHODS = {
+    "initial_barrier": "rank rendezvous_count timeout",
+    "iteration_barrier": "rank rendezvous_count timeout",
+    "completion_barrier": "rank rendezvous_count timeout",
+    "termination_barrier": "rank rendezvous_count timeout",
+    "set_initial_rank": "rank initial_rank",
+    "get_initial_rank": "rank",
+    "record_completed": "",
+    "is_any_rank_completed": "",
+    "record_interrupted": "record",
+    "record_terminated_rank": "rank",
+    "get_terminated_ranks": "",
+    "record_base_terminated_rank": "rank",
+    "get_base_terminated_count": "",
+}
+
+
+@pytest.mark.parametrize("name", STORE_METHODS)
+def test_the_stores_methods_and_their_arguments(name: str) -> None:
+    store = inprocess.store
+    for kind in (store.StoreMixin, store.TCPStore, store.FileStore, store.PrefixStore, store.SharedFileStore):
+        found = [each for each in inspect.signature(getattr(kind, name)).parameters if each != "self"]
+        assert [each for each in STORE_METHODS[name].split() if each not in found] == [], kind
+
+
+def test_torchs_own_barrier_does_not_come_before_ours() -> None:
+    store = inprocess.store
+    for kind in (store.TCPStore, store.FileStore, store.PrefixStore, store.SharedFileStore):
+        assert kind.barrier is store.StoreMixin.barrier, kind
+        assert isinstance(kind.critical_ranks, property)
+
+
+def test_what_a_state_and_a_call_have() -> None:
+    state = inprocess.state.State()
+    assert vars(state).keys() == {
+        "rank", "world_size", "active_world_size", "initial_rank", "initial_world_size", "iteration", "status",
+    }  # fmt: skip
+    for name in ("activate_all_ranks", "set_distributed_vars", "advance"):
+        assert callable(getattr(state, name))
+    for name in ("iteration", "ping", "atomic"):
+        assert hasattr(inprocess.CallWrapper, name)
+
+
+@pytest.mark.parametrize("name", ["Mode", "FrozenState", "Tree", "Layer", "completion", "terminate"])
+def test_what_0_4_added_is_not_there(name: str) -> None:
+    modules = [inprocess, inprocess.state, inprocess.rank_assignment]
+    assert not any(hasattr(module, name) for module in modules)
+    if name in ("completion", "terminate"):
+        with pytest.raises(TypeError):
+            inprocess.Wrapper(**{name: None})
+
+
+def test_what_is_cheap_of_0_4() -> None:
+    hooks = inprocess.rank_assignment
+    assert hooks.FilterCountGroupedByKey is hooks.FilterGroupedByKey
+    state = inprocess.state.State.from_env()
+    state.world_size = 4
+    chain: Any = inprocess.Compose(hooks.ActivateAllRanks(), hooks.ShiftRanks())
+    assert isinstance(chain, hooks.RankAssignment)
+    after, left = chain(state, {3})
+    assert (after.rank, after.world_size, left) == (0, 3, set())
