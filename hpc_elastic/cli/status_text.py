@@ -37,6 +37,8 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
         put("ended", f"{status.outcome.replace('_', ' ')} (exit code {status.exit_code}){_because(status.reason)}")
     elif status.state is RunState.REQUEUED:
         put("requeued", f"{status.outcome.replace('_', ' ')}{_because(status.reason)}")
+        if job is not None and job.phase is JobPhase.FINISHED:
+            put("but", f"the job has ended: the requeue never came about; hpc-elastic requeue {job_id} makes up for it")
     elif status.state is RunState.ENDING:
         put("ending", status.reason)
     if status.round is not None and status.members:

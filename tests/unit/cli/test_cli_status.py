@@ -10,6 +10,7 @@ import pytest
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.status import ask_slurm, seconds_left
+from hpc_elastic.cli.status_text import status_lines
 from hpc_elastic.reading.run_status import RunState, RunStatus
 from hpc_elastic.run_index import jobs_of, record
 from hpc_elastic.slurm.errors import SlurmUnavailableError
@@ -124,3 +125,11 @@ def test_the_time_that_is_left() -> None:
     assert seconds_left(job, clock) == pytest.approx(end - clock.time_ns() / 1e9)
     clock.now = end + 60
     assert seconds_left(job, clock) == 0.0
+
+
+@pytest.mark.parametrize(("state", "lost"), [("FAILED", True), ("NODE_FAIL", True), ("PENDING", False)])
+def test_a_requeue_that_never_came_about_is_told(state: str, lost: bool) -> None:
+    """Whoever had decided it was killed before Slurm heard of it."""
+    asked = status(state=RunState.REQUEUED, outcome="failed")
+    lines = status_lines(asked, JobState(job_id="42", state=state, reason=""), seconds_left=None)
+    assert ("hpc-elastic requeue 42 makes up for it" in "\n".join(lines)) is lost
