@@ -197,7 +197,7 @@ def _judge_nodes(
         if record is None:
             return NextNodes()
         eligible = None
-        if asks_slurm and (record.evidence or record.excluded):
+        if asks_slurm and (record.excluded or next_nodes(record, spec, None, now_ns=now_ns).bad):
             eligible = site.eligible_nodes()
         nodes = checked(next_nodes(record, spec, eligible, now_ns=now_ns), site, paths, eligible)
         if eligible is not None and nodes.exclusion.nodes != record.excluded:

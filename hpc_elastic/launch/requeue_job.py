@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 CONTROLLER_PATIENCE = 1800.0
 """How long a requeue waits for a controller that does not answer. Meanwhile nobody else could be given the nodes."""
-CONTROLLER_RETRY = 10.0
+CONTROLLER_RETRY = 5.0
 UPDATE_PATIENCE = 30.0
 """How long the same is tried for what comes after it: this process has KillWait left to live by then."""
 UPDATE_RETRY = 0.5

@@ -23,7 +23,7 @@ from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.errors import SlurmError
-from tests.rigs.run_builder import START_NS, RunBuilder
+from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 NODES = ("n1", "n2", "n3", "n4")
 SPEC = RunSpec(
@@ -178,6 +178,23 @@ def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: tuple[Site, Call
     end(SUCCESS)
     assert site.plans == []
     assert [item.node for item in load_record(site.paths.nodes_json).evidence] == ["n3"], "for other jobs, say"
+
+
+def test_where_nothing_is_bad_slurm_is_not_asked_for_nodes(tmp_path: Path) -> None:
+    """Nor waited for, where it is down."""
+    builder = RunBuilder(tmp_path / "run")
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(1, at=60, exitcode=-11))
+    site = Site(builder.paths)
+    site.eligible_nodes = lambda: pytest.fail("asked")  # type: ignore[method-assign]
+    events = EventLog(
+        builder.paths.attempt(0).events, role="supervisor", host="n1", node=-1, uid="s", clock=builder.clock
+    )
+    failed = replace(TOO_FEW, outcome=Outcome.FAILED, reason="restarts exhausted")
+    conclude(builder.paths, SPEC, site, ATTEMPT, failed, events, clock=builder.clock)  # type: ignore[arg-type]
+    assert [plan.excluded for plan in site.plans] == [None]
+    assert len(load_record(builder.paths.nodes_json).evidence) == 1
 
 
 def test_attempts_without_progress_are_counted(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
