@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.inprocess_ranks import ROOT
+from tests.rigs.inprocess_ranks import ROOT, free_ports
 
 pytestmark = [
     pytest.mark.torch,
@@ -21,7 +20,7 @@ pytestmark = [
 
 
 def test_all_hooks_together_restart_after_an_exception(tmp_path: Path) -> None:
-    count, port = 4, random.randrange(10000, 30000, 10)
+    count, port = 4, free_ports()
     shared = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     script, logs = ROOT / "tests" / "rigs" / "ring_style.py", [tmp_path / f"{rank}.log" for rank in range(count)]

@@ -97,7 +97,7 @@ def _ending(path: Path, code: int) -> Ending:
     return Ending(exit_code=code, result=found.get("result"), error=found.get("error", ""))
 
 
-def _free_ports(count: int = 10) -> int:
+def free_ports(count: int = 10) -> int:
     """The first of some that follow each other, below those that the kernel gives to anybody who asks."""
     while True:
         first = random.randrange(10000, 30000, count)
@@ -163,7 +163,7 @@ def _run_job(job: str, folder: Path, number: int) -> bool:
 
     scenario, count, *given = job.split(":")
     options = {"job": str(number), **dict(option.split("=", 1) for option in given)}
-    port = _free_ports()
+    port = free_ports()
     ranks = {}
     output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for rank in range(int(count)):

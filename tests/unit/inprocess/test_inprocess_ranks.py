@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_elastic.inprocess.rank_assignment import (
@@ -54,6 +54,28 @@ def test_ranks_are_contiguous_and_nobody_moves_without_need(world: tuple[int, se
         assert sorted(found.values()) == list(range(len(alive)))
     assert all(new == old for old, new in filled.items() if old < len(alive))
     assert [closed[rank] for rank in alive] == sorted(closed.values())
+
+
+@settings(max_examples=5)
+@given(st.sets(st.integers(0, 2**14 - 1), min_size=1, max_size=30))
+def test_of_sixteen_thousand_ranks_whole_nodes_leave_and_the_rest_are_contiguous(dead: set[int]) -> None:
+    world_size, node = 2**14, 8
+    keys = {rank: str(rank // node) for rank in range(world_size) if rank not in dead}
+    gone = dead | grouped_out(keys, lambda count: count == node)
+    assert gone == {each * node + rank for each in {rank // node for rank in dead} for rank in range(node)}
+    alive = [rank for rank in range(world_size) if rank not in gone]
+    closed = [shifted(rank, gone) for rank in alive]
+    assert closed == list(range(len(alive)))
+    assert all(
+        new // node == closed[first] // node
+        for first in range(0, len(alive), node)
+        for new in closed[first : first + node]
+    )
+    filled = [filled_gaps(rank, world_size, gone) for rank in alive]
+    assert sorted(filled) == closed
+    assert [new for new, rank in zip(filled, alive, strict=True) if rank < len(alive)] == [
+        rank for rank in alive if rank < len(alive)
+    ]
 
 
 def test_sixteen_thousand_ranks_take_seconds() -> None:
