@@ -149,14 +149,20 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """
         if outcome_files.find_end(self._run) is not None:
             return True
-        if self._is_over_elsewhere(force=force_check):
-            now = time.monotonic()
-            self._over_since = self._over_since or now
-            stored = outcome_files.newest_stored(self._run)
-            comes_back = stored is not None or places.attempts(self._run)
-            return not comes_back or now - self._over_since >= _SETTLE_SECONDS
+        if not self._is_over_elsewhere(force=force_check):
+            self._over_since = None
+            return False
+        now = time.monotonic()
+        self._over_since = now if self._over_since is None else self._over_since
+        if not places.attempts(self._run):
+            return True  # nothing has begun that could come back
+        if now - self._over_since < _SETTLE_SECONDS:
+            return False
+        # Slurm is asked seldom, and may have the job in its queue again.
+        if outcome_files.find_end(self._run) is None and self._is_over_elsewhere(force=True):
+            return True
         self._over_since = None
-        return False
+        return outcome_files.find_end(self._run) is not None
 
     def _is_over_elsewhere(self, *, force: bool) -> bool:
         """Whether Slurm (or the launcher's absence) says that nothing will come any more."""
