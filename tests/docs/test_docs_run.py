@@ -138,7 +138,7 @@ def test_a_run_that_is_typed_really_runs(place: Path) -> None:
     }  # fmt: skip
     for command, process in started.items():
         try:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=240)
         finally:
             process.kill()
         assert process.returncode == 0, command + output
@@ -182,7 +182,7 @@ def test_configuration_files_are_understood(tmp_path: Path, page: Path, text: st
     ids=lambda value: str(value)[-30:],
 )
 def test_shell_is_shell(page: Path, text: str) -> None:
-    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=30)
+    result = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
