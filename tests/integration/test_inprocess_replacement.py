@@ -139,7 +139,7 @@ def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the
         after = {value["now"]: value["pid"] for value in run.moments("here1")}
         assert after[0] == before[1], "all closed up, in rank order"
         assert after[1] not in before.values(), "the third rank had waited"
-        (replaced,) = run.events("worker_replaced")
+        (replaced,) = run.until(lambda: run.events("worker_replaced"), "fresh process", within=120)
         assert after[1] != replaced["pid"]
         run.say("come")
         run.say("end")
