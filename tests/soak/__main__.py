@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in result.complaints:
         print(f"WRONG: {text}")
     if options.update_docs:
-        slurm = ".".join(map(str, slurm_version()))
+        slurm = "{}.{:02}".format(*slurm_version())
         head = (
             f"{time.strftime('%Y-%m-%d')}, seed {options.seed}, {options.nodes} nodes on {os.cpu_count()} cores, "
             f"Slurm {slurm}, shared filesystem {options.fs}: {summary(result)}"
