@@ -29,7 +29,9 @@ SAVES = """
 import os, sys, time
 import hpc_elastic
 task = os.environ.get("SLURM_ARRAY_TASK_ID", "-")
-print(f"task {task} attempt {os.environ['HPC_ELASTIC_ATTEMPT']} rank {os.environ['RANK']}", flush=True)
+gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "-")
+print(f"task {task} attempt {os.environ['HPC_ELASTIC_ATTEMPT']} rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+      f" gpus {gpus} round {os.environ['TORCHELASTIC_RESTART_COUNT']}", flush=True)
 for step in range(6000):
     time.sleep(0.05)
     if hpc_elastic.should_checkpoint(step):
@@ -92,10 +94,9 @@ def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: 
 
 
 def test_a_het_jobs_components_are_one_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    stop = runs.folder / "stop"
     run = runs.submit(
         *("-N1", "--gpus-per-node", "1", "--het", "-N 2 --gres=gpu:2", "-t", "10", "--max-restarts", "0", *QUICK_TTL),
-        *(runs.script(WAITS), str(stop)),
+        runs.script(SAVES),
     )
     log = run.wait_log(lambda log: log.count("of 5 gpus") == 5, timeout=60)
     assert len(re.findall(r"of 5 gpus 0 ", log)) == 1
@@ -104,11 +105,13 @@ def test_a_het_jobs_components_are_one_run(cluster: SlurmCluster, runs: SlurmRun
     status = runs.hpc_elastic("status", "--json", run.job)
     assert json.loads(status.stdout)["slurm"]["nodes"] == nodes
     run.kill_agent(nodes[2])
-    log = run.wait_log(lambda log: log.count("round 1 attempt 0") == 5, timeout=60)
+    log = run.wait_log(lambda log: len(re.findall("attempt 0 .* round 1", log)) == 5, timeout=60)
     assert len(re.findall(r"of 5 gpus 0,1 round 1", log)) == 4, "its agent was started again in its own component"
-    stop.touch()
-    run.wait_log(lambda log: "; exit code 0" in log)
-    assert run.wait_end() == "COMPLETED"
+    assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
+    run.wait_log(lambda log: len(re.findall("attempt 1 rank . of 5", log)) == 5, timeout=120)
+    assert "SIGTERM" in runs.hpc_elastic("cancel", run.job).stdout
+    assert run.wait_end() == "CANCELLED"
+    assert run.report(1)["outcome"] == "cancelled"
     assert run.left_on_nodes() == []
 
 

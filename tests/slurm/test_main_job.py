@@ -367,6 +367,7 @@ def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns
         timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "requeue armed: no, because" in done.stdout
     assert "line of 1 of 2" in done.stdout
 
 
