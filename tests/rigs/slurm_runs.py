@@ -53,7 +53,7 @@ class SlurmRuns:
         """To the run's end, through requeues."""
         return self._run_of(self.hpc_elastic("submit", "--follow", *arguments, timeout=timeout))
 
-    def newest(self, *, timeout: float = 30) -> Run:
+    def newest(self, *, timeout: float = 90) -> Run:
         """The run that another process is just submitting from here, the first one in this folder."""
         deadline = time.monotonic() + timeout
         while True:
@@ -85,7 +85,7 @@ class Run:
         except FileNotFoundError:
             return ""
 
-    def wait_log(self, condition: Callable[[str], bool], *, timeout: float = 30) -> str:
+    def wait_log(self, condition: Callable[[str], bool], *, timeout: float = 90) -> str:
         """Wait until the job log is as wanted."""
         deadline = time.monotonic() + timeout
         while not condition(text := self.log):
@@ -93,7 +93,7 @@ class Run:
             time.sleep(0.05)
         return text
 
-    def wait_end(self, *, timeout: float = 60) -> str:
+    def wait_end(self, *, timeout: float = 90) -> str:
         """Wait until Slurm says that the job has ended. Returns its state."""
         return self.runs.cluster.wait_job(self.job, timeout=timeout)
 
@@ -132,6 +132,21 @@ class Run:
                 f"after {timeout} s workers run in round {newest} as {ranks}:\n{self.log}"
             )
             time.sleep(0.1)
+
+    def say_end(self) -> None:
+        """To workers that wait for the file ``end`` in the test's folder."""
+        (self.runs.folder / "end").touch()
+
+    def check_in_time(self, index: int, lost_at: float, what: str, *, within: float = 10.0) -> None:
+        """That the workers of round `index` were started so soon after a loss, and print it.
+
+        Within 10 s on a machine that has the time; a crowded one is as much slower as its agents took to start.
+        """
+        took = self.seconds_to_train(index, lost_at)
+        begun = min(event["t"] for event in self.events() if event["event"] == "attempt_started") / 1e9
+        start = self.seconds_to_train(0, begun)
+        print(f"{what}: workers run again after {took:.1f} s (the start took {start:.1f} s)")
+        assert took <= within + 5 * start
 
     def seconds_to_train(self, round_index: int, since: float, *, attempt: int = 0) -> float:
         """From `since` (this machine's time) until the last workers of a round were started."""

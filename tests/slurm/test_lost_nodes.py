@@ -54,24 +54,20 @@ def slow_to_notice(cluster: SlurmCluster) -> SlurmCluster:
     return cluster
 
 
-def _say_end(runs: SlurmRuns) -> None:
-    (runs.folder / "end").touch()
-
-
 def _start(runs: SlurmRuns, *options: str, nodes: int = 4) -> Run:
     """A run that trains on the first `nodes` nodes, or on any so many."""
     run = runs.submit(*options, *SHORT, runs.script(TRAINS))
-    wait_until(lambda: len(run.training()[1]) == nodes, timeout=60, what=f"{nodes} nodes train")
+    wait_until(lambda: len(run.training()[1]) == nodes, timeout=90, what=f"{nodes} nodes train")
     return run
 
 
-def _wait_success(run: Run, *, timeout: float = 60) -> None:
+def _wait_success(run: Run, *, timeout: float = 90) -> None:
     wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=timeout, what="the run's verdict")
     assert run.result()["outcome"] == "succeeded", run.log
 
 
 def _nothing_is_left(run: Run) -> None:
-    wait_until(lambda: run.left_on_nodes() == [], timeout=60, what="no process of the run is left")
+    wait_until(lambda: run.left_on_nodes() == [], timeout=90, what="no process of the run is left")
 
 
 def _coordinator(run: Run) -> str:
@@ -89,15 +85,6 @@ def _workers(cluster: SlurmCluster, node: str) -> list[int]:
     ]
 
 
-def _shrinks_in_time(run: Run, index: int, lost_at: float, what: str, *, within: float = 10.0) -> None:
-    """In 10 s on a machine that has the time; a crowded one is as much slower as its agents took to start."""
-    took = run.seconds_to_train(index, lost_at)
-    begun = min(event["t"] for event in run.events() if event["event"] == "attempt_started") / 1e9
-    start = run.seconds_to_train(0, begun)
-    print(f"{what}: workers run again after {took:.1f} s (the start took {start:.1f} s)")
-    assert took <= within + 5 * start
-
-
 def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_ends(
     slow_to_notice: SlurmCluster, runs: SlurmRuns
 ) -> None:
@@ -111,12 +98,12 @@ def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_en
     index, ranks = run.wait_training(alive)
     assert sorted(rank for found in ranks.values() for rank in found) == [0, 1]
     # Who succeeds the coordinator may have to ask the other one anew.
-    _shrinks_in_time(run, index, lost_at, "two nodes lost their power", within=20.0)
-    _say_end(runs)
+    run.check_in_time(index, lost_at, "two nodes lost their power", within=20.0)
+    run.say_end()
     _wait_success(run)
     # Slurm has not noticed yet, and holds the job; the others' part of the allocation is given back.
     for node in sorted(alive):
-        cluster.wait_node(node, {"idle"}, timeout=60)
+        cluster.wait_node(node, {"idle"}, timeout=90)
     assert "the batch host n1 does not answer" in run.log
     assert "SUCCEEDED" in run.log
 
@@ -126,11 +113,11 @@ def test_where_all_nodes_are_needed_the_batch_hosts_death_requeues(cluster: Slur
     cluster.reconfigure({"SlurmdTimeout": 10})
     run = _start(runs, "--nodes", "3", "--rdzv-conf", "last_call_timeout=3", nodes=3)
     cluster.kill_node("n1")
-    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=60, what="the attempt's verdict")
+    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=90, what="the attempt's verdict")
     assert run.result()["outcome"] == "too_few_nodes"
     assert run.result()["action"] == "requeue"
     run.wait_training({"n2", "n3", "n4"}, attempt=1, timeout=120)
-    _say_end(runs)
+    run.say_end()
     assert run.wait_end() == "COMPLETED"
     assert run.result(1)["outcome"] == "succeeded"
     _nothing_is_left(run)
@@ -146,12 +133,12 @@ def test_a_frozen_coordinator_is_left_behind_and_taken_in_when_it_thaws(
     lost_at = time.time()
     cluster.freeze_node(node)
     index, _ = run.wait_training(set(cluster.node_names) - {node})
-    _shrinks_in_time(run, index, lost_at, "a kernel hung")
+    run.check_in_time(index, lost_at, "a kernel hung")
     assert _workers(cluster, node) == [worker]
     cluster.thaw_node(node)
     run.wait_training(cluster.node_names, after=index)
     assert worker not in _workers(cluster, node), "it was told that it is out"
-    _say_end(runs)
+    run.say_end()
     _wait_success(run)
     run.wait_end()
     _nothing_is_left(run)
@@ -167,12 +154,12 @@ def test_a_cut_off_node_learns_that_it_is_out(slow_to_notice: SlurmCluster, runs
     cluster.cut_link("n3")
     cluster.tell_client("n3", "freeze")
     index, _ = run.wait_training({"n1", "n2", "n4"})
-    _shrinks_in_time(run, index, lost_at, "a node was cut off")
+    run.check_in_time(index, lost_at, "a node was cut off")
     cluster.tell_client("n3", "thaw")
     cluster.heal_link("n3")
     run.wait_training(cluster.node_names, after=index)
     assert worker not in _workers(cluster, "n3")
-    _say_end(runs)
+    run.say_end()
     _wait_success(run)
     _nothing_is_left(run)
 
@@ -186,7 +173,7 @@ def test_a_node_that_reboots_before_slurm_has_missed_it_comes_back(
     cluster.kill_node("n3", silent=silent)
     cluster.start_node("n3", wait=False)
     run.wait_training(cluster.node_names, after=0)
-    _say_end(runs)
+    run.say_end()
     _wait_success(run)
     assert run.wait_end() == "COMPLETED"
     assert {event["restarts_used"] for event in run.events() if event["event"] == "round_final"} == {0}
@@ -197,9 +184,9 @@ def test_a_node_that_slurm_gives_up_or_drains_breaks_nothing(cluster: SlurmClust
     run = _start(runs, "--nodes", "2-4")
     cluster.drain("n4")
     cluster.stop_slurmd("n3")
-    wait_until(lambda: cluster.job_info(run.job)["NodeList"] == "n[1-2,4]", timeout=60, what="Slurm has given n3 up")
+    wait_until(lambda: cluster.job_info(run.job)["NodeList"] == "n[1-2,4]", timeout=90, what="Slurm has given n3 up")
     cluster.start_node("n3", wait=False)
-    _say_end(runs)
+    run.say_end()
     _wait_success(run)
     run.wait_end()
     _nothing_is_left(run)
@@ -216,7 +203,7 @@ def test_segments_leave_together(slow_to_notice: SlurmCluster, runs: SlurmRuns) 
     cluster.start_node("n4", wait=False)
     _, ranks = run.wait_training(cluster.node_names, after=index)
     assert {frozenset(ranks["n3"]), frozenset(ranks["n4"])} == {frozenset({2}), frozenset({3})}
-    _say_end(runs)
+    run.say_end()
     _wait_success(run)
     log = run.wait_log(lambda log: "; exit code 0" in log)
     assert "(the rest of a segment)" in log
@@ -229,17 +216,17 @@ def test_a_spare_takes_the_place_of_a_node_that_fails_its_health_check(cluster: 
     check.chmod(0o755)
     script = runs.script(DIES_AT_WILL)
     run = runs.submit("--nodes", "3", "--spares", "1", "--health-check", str(check), *SHORT, script)
-    wait_until(lambda: len(run.training()[1]) == 3, timeout=60, what="three nodes train")
+    wait_until(lambda: len(run.training()[1]) == 3, timeout=90, what="three nodes train")
     index, before = run.training()
     (spare,) = set(cluster.node_names) - set(before)
-    run.wait_log(lambda log: f"{spare} waits as a spare" in log, timeout=60)
+    run.wait_log(lambda log: f"{spare} waits as a spare" in log)
     broken = max(before)
     assert cluster.run(["touch", "/tmp/broken"], node=broken).returncode == 0
     assert cluster.run(["touch", f"die-{broken}"], cwd=runs.folder).returncode == 0
     after, ranks = run.wait_training({spare, *before} - {broken}, after=index)
     assert after == index + 1
     assert ranks == {**{node: here for node, here in before.items() if node != broken}, spare: before[broken]}
-    _say_end(runs)
+    run.say_end()
     _wait_success(run)
     log = run.wait_log(lambda log: "; exit code 0" in log)
     assert f"{spare} took the place of {broken}" in log

@@ -13,7 +13,6 @@ from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
-QUICK_TTL = ("--rdzv-conf", "heartbeat_ttl=4")
 
 SAVES = """
 import os, pathlib, sys, time
@@ -42,6 +41,13 @@ WAITS = """
 import os, sys, time
 print("line of", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "round", os.environ["TORCHELASTIC_RESTART_COUNT"])
 time.sleep(float(sys.argv[1]))
+"""
+# How long a test takes to do something to a run is nobody's to say: it ends when it is told to.
+WAITS_TO_BE_TOLD = """
+import os, pathlib, time
+print("line of", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "round", os.environ["TORCHELASTIC_RESTART_COUNT"])
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
 """
 
 
@@ -130,7 +136,7 @@ def test_arguments_reach_the_script_untouched(runs: SlurmRuns) -> None:
 
 @pytest.mark.any_release
 def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "4", *SHORT, *QUICK_TTL, runs.script(WAITS), "5")
+    run = runs.submit("--nodes", "4", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
     workers = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
     assert len(workers) == 1
@@ -141,26 +147,31 @@ def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: Sl
     now = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
     assert len(now) == 1
     assert now != workers
+    run.say_end()
     assert run.wait_end() == "COMPLETED"
     assert run.report()["outcome"] == "succeeded"
     assert run.left_on_nodes() == []
 
 
 def test_the_agent_of_the_batch_host_and_coordinator_may_die_too(runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "3", *SHORT, *QUICK_TTL, runs.script(WAITS), "4")
+    run = runs.submit("--nodes", "3", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 3 round 0") == 3)
     run.kill_agent("n1")
     run.wait_log(lambda log: log.count("of 3 round 1") == 3)
+    run.say_end()
     assert run.wait_end() == "COMPLETED"
 
 
 @pytest.mark.any_release
 def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """All agents of the step die with it; each is started again in a step of its own."""
-    run = runs.submit("--nodes", "3", *SHORT, *QUICK_TTL, runs.script(WAITS), "3")
+    run = runs.submit("--nodes", "3", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 3 round 0") == 3)
     assert cluster.kill_process("n1", r"\Asrun -N3 ", 9)
-    log = run.wait_log(lambda log: "; exit code 0" in log, timeout=40)
+    # Each in a round of its own, or several in one.
+    run.wait_training(["n1", "n2", "n3"], after=0)
+    run.say_end()
+    log = run.wait_log(lambda log: "; exit code 0" in log)
     assert "1 of 3 restarts used" not in log
     assert run.wait_end() == "COMPLETED"
     assert run.left_on_nodes() == []
@@ -169,17 +180,16 @@ def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: Sl
 @pytest.mark.any_release
 @pytest.mark.parametrize("cluster", ["plain", "minute"], indirect=True)
 def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS), "8")
+    run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
     # Fills the caches of the submitting host, with what is missing too.
     assert "still running" in runs.hpc_elastic("report", run.job).stdout
     cluster.kill_node("n3")
     lost_at = time.time()
-    run.wait_log(lambda log: log.count("of 3 round 1") == 3, timeout=30)
-    again = [event["t"] / 1e9 for event in run.events() if event["event"] == "workers_started" and event["round"] == 1]
-    assert len(again) == 3
-    assert max(again) - lost_at <= 10.0
+    index, _ = run.wait_training(["n1", "n2", "n4"])
+    run.check_in_time(index, lost_at, "a node lost its power")
     assert "node n3 was lost" in runs.hpc_elastic("report", run.job).stdout
+    run.say_end()
     run.wait_log(lambda log: "; exit code 0" in log)
     report = runs.hpc_elastic("report", run.job).stdout
     assert "node n3 was lost" in report
@@ -218,10 +228,12 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
 @pytest.mark.any_release
 @on_both
 def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-3", *SHORT, runs.script(WAITS), "6")
+    run = runs.submit("--nodes", "2-3", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 3 round 0") == 3)
     cluster.kill_node("n1")
-    log = run.wait_log(lambda log: "; exit code 0" in log, timeout=60)
+    run.wait_training(["n2", "n3"])
+    run.say_end()
+    log = run.wait_log(lambda log: "; exit code 0" in log)
     assert "the batch host n1 does not answer" in log
     assert "SUCCEEDED" in log
     assert "node n1 was lost" in log
@@ -235,21 +247,22 @@ def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmC
 def test_a_node_that_is_dead_at_launch_is_left_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     # Not noticed by Slurm yet: the job gets the node, srun aborts the whole launch for it.
     assert cluster.kill_process("n3", r"slurmd\b", 9)
-    run = runs.submit("--nodes", "2-4", *SHORT, *QUICK_TTL, runs.script(WAITS), "1")
-    log = run.wait_log(lambda log: log.count("of 3 round") == 3, timeout=60)
+    run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS), "1")
+    log = run.wait_log(lambda log: log.count("of 3 round") == 3)
     assert "launching again without" in log
-    run.wait_log(lambda log: "exit code 0" in log, timeout=30)
+    run.wait_log(lambda log: "exit code 0" in log)
     assert run.result()["outcome"] == "succeeded"
 
 
 @pytest.mark.any_release
 def test_an_srun_that_never_returns_holds_nothing_up(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "4")
+    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 2 round 0") == 2)
     assert cluster.kill_process("n2", r"slurmstepd: \[\d+\.0\]", 9)
-    run.wait_log(lambda log: "closed (round 0): all workers ended with 0" in log, timeout=20)
-    run.wait_log(lambda log: "; exit code 0" in log, timeout=10)
-    run.wait_end(timeout=40)
+    run.say_end()
+    run.wait_log(lambda log: "closed (round 0): all workers ended with 0" in log)
+    run.wait_log(lambda log: "; exit code 0" in log)
+    run.wait_end()
     assert run.result()["outcome"] == "succeeded"
 
 
@@ -301,7 +314,7 @@ def test_a_requeue_limit_of_none_ends_with_the_workers_failure(runs: SlurmRuns) 
 
 @pytest.mark.any_release
 def test_a_job_cancelled_while_it_runs_ends_clean(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS), "60")
+    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("round 0") >= 4)
     assert cluster.run(["scancel", run.job]).returncode == 0
     assert run.wait_end() == "CANCELLED"
@@ -321,7 +334,7 @@ def test_a_job_cancelled_while_it_is_pending_is_told_to_who_follows(cluster: Slu
     first = out.readline()
     job = (first.decode() if isinstance(first, bytes) else first).split()[1]
     cluster.run(["scancel", job])
-    code = follower.wait(timeout=30)
+    code = follower.wait(timeout=90)
     assert code not in (0, 2)
 
 
@@ -332,9 +345,9 @@ def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -
     run.wait_log(lambda log: log.count("trains") == 2)
     status = runs.hpc_elastic("status", run.job)
     assert status.stdout.startswith(f"run {run.root.name}: training, attempt 0, job {run.job}"), status
-    assert re.search(r"slurm    : RUNNING, 0:09:\d\d left", status.stdout)
+    assert re.search(r"slurm    : RUNNING, 0:0\d:\d\d left", status.stdout)
     assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
-    run.wait_log(lambda log: "attempt 1," in log, timeout=40)
+    run.wait_log(lambda log: "attempt 1," in log)
     saved = set(re.findall(r"saved after step (\d+)", run.log))
     assert len(saved) == 1
     assert re.search(rf"saved in \d+ of 85 s \(step {saved.pop()}\)", run.log)

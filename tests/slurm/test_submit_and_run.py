@@ -63,7 +63,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: 
             if "waiting" in line:
                 break
         cluster.kill_process("login", r"bin/hpc-elastic submit", signal.SIGINT)
-        _, err = follower.communicate(timeout=20)
+        _, err = follower.communicate(timeout=90)
     assert follower.returncode == 130
     assert f"job {job} goes on without being watched; to end it: scancel {job}" in err
     assert cluster.job_state(job) == "RUNNING"
