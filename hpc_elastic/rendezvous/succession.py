@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 STANDBYS = 16
 """Members, from the first slot on, that watch the coordinator's heartbeat; the others only see to it now and then."""
 _RARELY = 8
+HEAD_START = 1.5
+"""Seconds that who has asked has to take over before all others: it alone has seen all cells before the question, and
+so knows who else did not answer; anybody else has to ask them anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,8 @@ class Succession:
         self._patience = rng.uniform(0.0, 0.1)
         self._looks = rng.randrange(_RARELY)
         self._own_look = 0.0
+        self._asked_about = ""
+        """The coordinator about which this node has asked, or was about to when another did."""
         self._left: tuple[str, float] = ("", 0.0)
         """The coordinator that is known to have said goodbye, and since when."""
         self.next_look = float("inf")
@@ -87,7 +92,8 @@ class Succession:
             why = f"the coordinator {leader} has not changed its heartbeat for {unchanged:.1f} s"
             return Move(event=RoundEvent.TAKE_OVER, why=why)
         if leader in record.suspects:
-            if not self._life.is_dead(leader, patience=turn):
+            patience = turn if self._asked_about == leader else turn + HEAD_START
+            if not self._life.is_dead(leader, patience=patience):
                 return None
             return Move(
                 event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} was asked whether it lives: no answer"
@@ -139,6 +145,7 @@ class Succession:
         """The record that carries `move` out; `asks`: whether there are packets, and so suspects."""
         suspects = self._whom_to_ask(record, move) if asks and not move.certain else record.suspects
         if move.event is RoundEvent.ASK:
+            self._asked_about = record.leader
             return record.successor(suspects=suspects)
         logger.info("taking over as coordinator: %s", move.why)
         me = self._info

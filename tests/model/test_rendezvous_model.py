@@ -303,6 +303,25 @@ def test_the_coordinator_and_another_node_may_die_at_once() -> None:
     assert [m.node for m in world.newest().members] == [1, 3]  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_who_died_with_the_coordinator_is_missed_with_it_whoever_looks_first(victim: int) -> None:
+    """Only who has asked knows who else has not answered: it is to take over, and not who happens to look before it."""
+    for moment in range(10):
+        world = World(
+            RendezvousSettings(**{**_as_dict(SLOW_LEASE), "max_nodes": 4, "expected_nodes": 4}), beats=True, driven=True
+        )
+        for index in range(4):
+            world.start(index)
+        assert world.run(world.all_running_in_one_round)
+        world.run(lambda: False, seconds=3 + 0.13 * moment)
+        at = world.clock.now
+        world.nodes[0].alive = world.nodes[victim].alive = False
+        alive = sorted({1, 2, 3} - {victim})
+        assert world.run(lambda: [m.node for m in world.newest().members] == alive, seconds=60)  # type: ignore[union-attr]  # noqa: B023
+        assert world.run(world.all_running_in_one_round, seconds=60)
+        assert world.clock.now - at <= 10
+
+
 def test_who_is_dead_is_asked_once_while_the_others_are_too_few_to_go_on() -> None:
     world = World(
         RendezvousSettings(**{**_as_dict(SLOW_LEASE), "min_nodes": 3, "max_nodes": 4, "expected_nodes": 4}), beats=True
