@@ -62,6 +62,11 @@ class CommandRunner(Protocol):
         ...
 
 
+ASKED_AGAIN = 3
+"""How often Slurm is asked about a job where a signal ends the command. When it ends a job, it signals all processes of
+the batch script (seen on 22.05): the very command that asks what that means, too."""
+
+
 class SubprocessRunner:
     """Runs commands on this host, in a session of their own: a Ctrl-C at our terminal must not cut one in half."""
 
@@ -229,7 +234,7 @@ class CommandSlurmClient:
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
         argv = commands.show_job(job)
         try:
-            result = self._run(f"looking up job {job}", argv)
+            result = self._run(f"looking up job {job}", argv, tries=ASKED_AGAIN)
         except UnknownJobError:
             return ()
         states = parse_show_job(result.stdout)
@@ -303,10 +308,13 @@ class CommandSlurmClient:
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
         return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
 
-    def _run(self, what: str, argv: list[str]) -> CommandResult:
+    def _run(self, what: str, argv: list[str], *, tries: int = 1) -> CommandResult:
         began = self._clock.monotonic()
         try:
-            result = self._runner(argv, timeout=self._timeout)
+            for _ in range(tries):
+                result = self._runner(argv, timeout=self._timeout)
+                if result.rc >= 0:
+                    break
         except (FileNotFoundError, PermissionError):
             raise SlurmMissingError(
                 what=what, why=f"{argv[0]} is not on PATH: no Slurm here, or a container without it", argv=tuple(argv)

@@ -97,6 +97,22 @@ def test_a_failure_that_says_nothing() -> None:
         answering("", rc=3).requeue(JOB)
 
 
+def test_a_question_that_slurms_own_signal_ends_is_asked_again() -> None:
+    """A cancel signals all processes of the batch script, the command that asks what the signal means among them."""
+    text = captured("22.05.8", "scontrol-show-job-running-array")[1]
+    answers = [CommandResult(rc=-15, stdout="", stderr=""), CommandResult(rc=0, stdout=text, stderr="")]
+    client = CommandSlurmClient(lambda argv, *, timeout: answers.pop(0), FakeClock())
+    assert len(client.job_states(JOB)) == 3
+    with pytest.raises(SlurmError, match="scontrol exited with -15"):
+        answering("", rc=-15).job_state(JOB)
+
+
+def test_what_changes_something_is_not_done_again_for_that() -> None:
+    answers = [CommandResult(rc=-15, stdout="", stderr="")]
+    with pytest.raises(SlurmError):
+        CommandSlurmClient(lambda argv, *, timeout: answers.pop(0), FakeClock()).requeue(JOB)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_of_an_array_the_task_that_was_asked_for(version: str) -> None:
     text = captured(version, "scontrol-show-job-running-array")[1]
