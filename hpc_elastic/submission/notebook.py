@@ -16,6 +16,7 @@ from typing import Any
 from hpc_elastic.errors import UsageError
 
 _LOOK_SECONDS = 0.2
+_LAST_WORDS_SECONDS = 60.0
 _NO_PLACE = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
 _REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": "a node's address is found by itself"}
 _HARMLESS = {"rdzv_backend": ("", "etcd", "static", "c10d"), "rdzv_endpoint": ("",), "local_addr": (None,)}
@@ -79,13 +80,21 @@ def launch(
 
     parameters = _parameters(config, options)
     log_dir = parameters.pop("log_dir", None)
-    temporary = tempfile.TemporaryDirectory(prefix="hpc-elastic-") if log_dir is None and cluster != "slurm" else None
+    temporary = (
+        tempfile.TemporaryDirectory(prefix="hpc-elastic-", ignore_cleanup_errors=True)
+        if log_dir is None and cluster != "slurm"
+        else None
+    )
     folder = Path(temporary.name) if temporary is not None else Path(log_dir or "runs")
     executor = ElasticExecutor(folder, cluster=cluster)
     executor.update_parameters(**parameters)
     job = executor.submit(fn, *args)
     if cluster == "debug":
-        return {0: job.result()}
+        try:
+            return {0: job.result()}
+        finally:
+            if temporary is not None:
+                temporary.cleanup()
     try:
         _watch(job, show=show_output)
         results = job.results()
@@ -98,6 +107,7 @@ def launch(
             _keep(temporary)
         raise
     if temporary is not None:
+        _wait_for_launcher(job)
         temporary.cleanup()
     return dict(enumerate(results))
 
@@ -153,6 +163,15 @@ def _is_a_workers(line: str) -> bool:
     """``[node0:3] …``."""
     head, bracket, _ = line.partition("]")
     return bool(bracket) and head.startswith("[") and head.rpartition(":")[2].isdigit()
+
+
+def _wait_for_launcher(job: Any) -> None:
+    """Results are there before the run's last words, and a folder can't be removed while these are written."""
+    from hpc_elastic.submission import local_process
+
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while local_process.lives(job.paths.run) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _keep(temporary: tempfile.TemporaryDirectory[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -159,7 +160,11 @@ def test_a_job_may_be_out_of_time_only_so_often(jobs: Jobs) -> None:
     assert (jobs.places["over"] / "saved-0").exists(), "checkpoint() is called all the same, as submitit does"
 
 
-def test_launch_calls_a_function_on_workers_here(capfd: pytest.CaptureFixture[str]) -> None:
+def test_launch_calls_a_function_on_workers_here(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     def square(value: int) -> int:
         print(f"at work {os.environ['RANK']}", flush=True)
         return value * value + int(os.environ["RANK"])
@@ -170,6 +175,7 @@ def test_launch_calls_a_function_on_workers_here(capfd: pytest.CaptureFixture[st
     assert re.search(r"\[node0:0\] at work 0", said)
     assert re.search(r"\[node0:1\] at work 1", said)
     assert "[hpc-elastic]" not in said
+    assert os.listdir(tmp_path) == [], "what went well leaves nothing"
 
 
 def test_launch_raises_what_failed_and_keeps_its_files() -> None:
