@@ -174,18 +174,30 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
 def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     cases = Cases(runs)
     slow_setup = runs.folder / "slow.sbatch"
-    slow_setup.write_text("#!/bin/bash\n@SBATCH_LINES@\ntrap '' USR2\ntouch setup-begins\nsleep 6\nexec @COMMAND@\n")
+    slow_setup.write_text(
+        "#!/bin/bash\n@SBATCH_LINES@\ntrap '' USR2\ntouch setup-begins\n"
+        "until [[ -e go-on ]]; do sleep 0.1; done\nexec @COMMAND@\n"
+    )
     slow_setup.chmod(0o644)
     in_setup = cases.submit("setup", SAVES_WHEN_TOLD, "--template", str(slow_setup), partition="requeued")
+    # A preemption's grace begins while the batch script is in its set-up: there is nobody who could hear of it.
+    wait_until(lambda: (runs.folder / "setup-begins").exists(), timeout=60, what="the set-up")
+    cases.take_nodes(1)
+    preempted = r"\d{4}-.*"
+    wait_until(
+        lambda: re.match(preempted, cluster.job_info(in_setup.job).get("PreemptTime", "")) is not None,
+        timeout=60,
+        what="the preemption",
+    )
+    (runs.folder / "go-on").touch()
+
     near_limit = cases.submit("limit", SAVES_WHEN_TOLD)
     over_limit = cases.submit("late", SAVES_WHEN_TOLD)
     outside = cases.submit("outside", SAVES_WHEN_TOLD)
     ended = cases.submit("ended", NEVER_REACTS)
-    meeting = cases.submit("meeting", SAVES_WHEN_TOLD, "--health-check", "sleep 300", nodes=2)
-
-    # A preemption's grace begins while the batch script is in its set-up: there is nobody who could hear of it.
-    wait_until(lambda: (runs.folder / "setup-begins").exists(), timeout=60, what="the set-up")
-    cases.take_nodes(1)
+    meeting = cases.submit(
+        "meeting", SAVES_WHEN_TOLD, "--health-check", "sleep 300", "--health-check-timeout", "300", nodes=2
+    )
 
     for run in (near_limit, over_limit, outside, ended):
         wait_training(run)
