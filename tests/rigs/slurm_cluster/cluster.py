@@ -293,7 +293,15 @@ class SlurmCluster(Rig):
                 for command in ("heal", "thaw"):
                     self.tell_client(host, command)
                 self.tell_client(host, "change", **dataclasses.asdict(self.settings.fs))
-        self.cancel_all_jobs()
+        try:
+            self.cancel_all_jobs(timeout=5)
+        except RigError:
+            # A job whose end was lost with a node's power stays COMPLETING there for minutes: slurmctld asks a node
+            # that is back only now and then. One that is down it does not ask.
+            for name, state in self.node_states().items():
+                if state.rstrip("*") not in {"idle", "down"}:
+                    self._root("scontrol", "update", f"nodename={name}", "state=down", "reason=healed", check=False)
+            self.cancel_all_jobs(timeout=60)
         for name, state in self.node_states().items():
             if state.rstrip("*") not in HEALTHY_STATES:
                 self.undrain(name)
