@@ -154,7 +154,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return False
         now = time.monotonic()
         self._over_since = now if self._over_since is None else self._over_since
-        if not places.attempts(self._run):
+        if not places.attempts(self._run) and self._has_a_last_word():
             return True  # nothing has begun that could come back
         if now - self._over_since < _SETTLE_SECONDS:
             return False
@@ -172,6 +172,10 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             self.watcher.look_again_at(self.job_id)  # it may be requeued at this moment
         state = self.watcher.get_state(self.job_id, mode="force" if force else "standard")
         return is_over(state) or (state == FORGOTTEN and self.watcher.has_asked_about(self.job_id))
+
+    def _has_a_last_word(self) -> bool:
+        """Whether somebody says that it ended, and not only that there is no such job: that is asked for twice."""
+        return self.cluster != "slurm" or is_over(self.watcher.get_state(self.job_id, mode="cache"))
 
     def wait(self) -> None:
         """Return when it is `done`."""

@@ -41,6 +41,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     found = Slurm()
     monkeypatch.setattr(ElasticJob, "watcher", found)
     monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(job_module, "_REPORT_SECONDS", 0.0)
     return found
 
 
@@ -95,10 +96,15 @@ def test_what_never_began_is_over_with_slurms_word(job: ElasticJob[Any], slurm: 
     assert job.done()
 
 
-def test_a_job_that_slurm_does_not_know_any_more(job: ElasticJob[Any], slurm: Slurm) -> None:
+def test_a_job_that_slurm_does_not_know_any_more(
+    job: ElasticJob[Any], slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slurm.last = slurm.now = FORGOTTEN
     assert not job.done(), "it may just not have been asked"
-    assert job.done(force_check=True)
+    monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 60.0)
+    assert not job.done(force_check=True), "one answer without the job in it is none"
+    monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 0.0)
+    assert job.done()
 
 
 def test_a_job_pickles_and_knows_how_many_ranks_there_will_be(job: ElasticJob[Any]) -> None:
