@@ -24,7 +24,7 @@ def innermost():
     {how}
 
 def wait_in_a_collective():
-    wait_for("never")
+    threading.Event().wait()
 
 def keep_loading():
     threading.Event().wait()
@@ -63,7 +63,7 @@ def test_the_worker_that_hangs_is_named_with_its_stack(tmp_path: Path, how: str)
         assert "3 other ranks had got to step 5" in verdict["evidence"]
         text = run.attempt().report_text.read_text()
         assert "rank 2: innermost (train.py:" in text
-        assert "ranks 0-1,3: wait_for (stage.py:" in text
+        assert "ranks 0-1,3: wait (threading.py:" in text
         assert "  other threads: 1 more place (--all shows them; stacks.txt has all)" in text
         assert "  rank 2: at step 4, section 'step', silent for 1." in text
         assert "  ranks 0-1,3: at step 5, section 'step', silent for 1." in text
