@@ -66,6 +66,7 @@ class FakeWorkers:
         self.round = round_index
         self.layout = layout
         self.failed = self.succeeded = self.stopping = False
+        self.want_no_other_try = False
         self.took_stacks = False
         self.stacks: dict[int, RankStacks] = {}
         self.started = False
