@@ -150,7 +150,7 @@ def test_out_of_memory(catalogue: Catalogue) -> None:
             run.finish()
         finally:
             run.__exit__(None, None, None)
-        run.check_nothing_left(within=5)
+        run.check_nothing_left(within=15)
     expected = told(
         "Out of memory: Signal 9 (SIGKILL) received by PID <PID>; the OOM killer struck in its cgroup",
         failure_class="infrastructure",

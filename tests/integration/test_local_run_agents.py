@@ -36,7 +36,7 @@ def test_killed_agent_takes_its_family_along_and_is_started_again(tmp_path: Path
         family += [process for process in run.tagged(node) if str(run.script_path) in process.argv]
         assert len(family) == 3
         os.kill(agent.pid, signal.SIGKILL)
-        run.until(lambda: not any(process.lives() for process in family), "end of its family", within=1.0)
+        run.until(lambda: not any(process.lives() for process in family), "end of its family", within=10.0)
         run.wait_moments("here", count=2, round_index=1)
         assert run.agent(node).pid != agent.pid
         run.say("end")

@@ -63,7 +63,7 @@ def test_agent_without_memory_leaves_evidence_and_no_worker(tmp_path: Path) -> N
         agent, worker = run.agent(1), run.worker(1, round_index=0)
         flag.touch()
         os.kill(agent.pid, signal.SIGCHLD)
-        run.until(lambda: not agent.lives() and not run.is_alive(worker), "end of agent and worker", within=3)
+        run.until(lambda: not agent.lives() and not run.is_alive(worker), "end of agent and worker", within=15)
         _others_go_on(run)
         (event,) = run.events("agent_failed")
         assert event["error"] == "MemoryError"

@@ -61,7 +61,7 @@ def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: 
         assert run.finish(within=20) == ExitCode.OK
         mount.release()
         until(lambda: not is_alive(stuck), what="its end, once the mount has gone")
-        run.check_nothing_left(within=5)
+        run.check_nothing_left(within=15)
 
 
 def _state(pid: int) -> str:
