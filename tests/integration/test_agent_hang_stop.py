@@ -138,4 +138,4 @@ def test_a_hurry_gives_up_the_stacks() -> None:
         """
     )
     assert facts["code"] == -9
-    assert facts["seconds"] < 2.0
+    assert facts["seconds"] < 15.0, "the grace is 30 s"

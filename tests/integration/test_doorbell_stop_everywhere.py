@@ -33,7 +33,7 @@ def test_a_failure_stops_the_workers_everywhere(tmp_path: Path, caches: str) -> 
         for victim in (0, 1, NODES - 1):  # the coordinator's node, one beside it, the last
             took = seconds_to_stop(run, index, victim, within=20)
             print(f"{caches}: worker of n{victim} killed, all others ended after {took:.3f} s")
-            assert took < 2.0
+            assert took < 8.0
             index = run.wait_round(count=NODES, after=index, within=15)
         assert not run.events("node_lost")
         run.let_workers_end()

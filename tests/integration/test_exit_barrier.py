@@ -76,7 +76,7 @@ def test_a_node_that_dies_when_it_is_done_holds_up_nobody(tmp_path: Path, node: 
         run.say("end-0")
         began = time.monotonic()
         assert run.finish() == ExitCode.OK
-        assert time.monotonic() - began < 10.0
+        assert time.monotonic() - began < 30.0
         assert {event["round"] for event in run.events("round_final")} == {0}
         (closed,) = run.events("closed")
         assert (closed["outcome"], closed["reason"]) == ("succeeded", "all workers ended with 0")
@@ -101,7 +101,7 @@ def test_sigterm_ends_the_run_at_once(tmp_path: Path) -> None:
         began = time.monotonic()
         run.signal(signal.SIGTERM)
         assert run.finish() == ExitCode.TERMINATED
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0, "the grace is 100 s"
         assert [value["rank"] for value in run.moments("asked")] == [1]
         assert run.report()["outcome"] == "cancelled"
 

@@ -101,7 +101,7 @@ def test_the_last_node_that_is_unfit_ends_the_run_with_the_reason(tmp_path: Path
     began = time.monotonic()
     with LocalRun(tmp_path, _TRAINS, nodes=1, options=["--health-checks", "memory=1,tmp=900000T"]) as run:
         assert run.finish() == ExitCode.WORKERS_FAILED
-        assert time.monotonic() - began < 15.0
+        assert time.monotonic() - began < 60.0, "nobody waits for others until the timeout"
         assert run.report()["outcome"] == "too_few_nodes"
         summary = run.report()["verdict"]["summary"]
         assert summary.startswith(f"node0 left: health check failed: {run.tmp} has ")
@@ -119,7 +119,7 @@ def test_ctrl_c_does_not_wait_for_a_check(tmp_path: Path) -> None:
         began = time.monotonic()
         run.signal(signal.SIGINT)
         assert run.finish() == ExitCode.INTERRUPTED
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0, "the check would last 1000 s"
         run.check_nothing_left()
 
 

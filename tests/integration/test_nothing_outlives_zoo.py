@@ -152,13 +152,13 @@ def test_two_hundred_workers_on_one_node(tmp_path: Path, ending: str) -> None:
         if ending == "stopped":
             os.kill(first[0], signal.SIGKILL)
             (stopped,) = run.until(lambda: run.events("workers_stopped"), "stop")
-            assert stopped["seconds"] < 3
+            assert stopped["seconds"] < 12
         else:
             os.kill(run.agent(0).pid, signal.SIGKILL)
             until(lambda: not any(map(is_alive, first)), seconds=GONE_WITHIN, what="the end of all")
         run.until(lambda: len(started(1)) == 200, "200 workers again", within=60)
         assert not any(map(is_alive, first))
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
         assert len(os.listdir(f"/proc/{run.agent(0).pid}/fd")) < 5 * 200 + 60
         run.signal(signal.SIGTERM)
         assert run.finish(within=60) == 128 + signal.SIGTERM

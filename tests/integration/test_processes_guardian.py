@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,10 +77,8 @@ def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: lis
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(facts["guardian"], number)
         agent.kill()
-        began = time.monotonic()
         until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
         until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
-        assert time.monotonic() - began < 3
         assert not is_alive(facts["worker"])
         assert not local.exists()
         assert neighbour.poll() is None

@@ -178,7 +178,7 @@ report(closed=closed, logged=logged, seconds=seconds, dropped=pump.stats().job_l
     )
     assert facts["closed"], "the files don't wait for the job log"
     assert not facts["logged"]
-    assert facts["seconds"] < 1
+    assert facts["seconds"] < 4.5, "the files have 5 s"
     assert facts["dropped"] > 200_000
     assert (_rank(tmp_path, 0) / "stdout.log").stat().st_size == 300_001
 

