@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hpc_elastic.submission.job_errors import ElasticJobUncompletedError as ElasticJobUncompletedError
     from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
     from hpc_elastic.submission.notebook import launch as launch
+    from hpc_elastic.submission.script import Script as Script
 
 _FROM = {
     "ElasticExecutor": "executor",
@@ -21,6 +22,7 @@ _FROM = {
     "ElasticJobFailedError": "job_errors",
     "ElasticJobUncompletedError": "job_errors",
     "LaunchConfig": "notebook",
+    "Script": "script",
     "launch": "notebook",
 }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import runpy
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ from hpc_elastic.outcome import ExitCode
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.submission import call as call_module
 from hpc_elastic.submission import places
+from hpc_elastic.submission import script as script_module
 from hpc_elastic.submission.call import Call, CallTerms, read_call, read_terms
 from hpc_elastic.submission.checkpointing import (
     JobNotRequeuedError,
@@ -174,6 +176,7 @@ class _Worker:
 
 
 _STARTED = time.monotonic()
+_NOT_OF_THE_USER = (__file__, call_module.__file__, script_module.__file__, runpy.run_path.__code__.co_filename)
 
 
 def _unread() -> None:
@@ -183,7 +186,7 @@ def _unread() -> None:
 def _of_the_user(trace: Any) -> Any:
     """A traceback without our own frames at its beginning."""
     inner = trace
-    while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, call_module.__file__):
+    while inner is not None and inner.tb_frame.f_code.co_filename in _NOT_OF_THE_USER:
         inner = inner.tb_next
     return trace if inner is None else inner
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.training_scripts import EXAMPLES, PATIENCE, check_that_it_resumed, run_alone, run_with_a_killed_rank
+from tests.rigs.training_scripts import (
+    EXAMPLES,
+    PATIENCE,
+    check_that_it_resumed,
+    run_alone,
+    run_with_a_killed_rank,
+    submit_with_a_killed_rank,
+)
 
 MOVED = {"train_accelerate.py": "latest", "train_lightning.py": "last.ckpt"}
 """What completes a checkpoint by being moved into place."""
@@ -19,6 +26,19 @@ MOVED = {"train_accelerate.py": "latest", "train_lightning.py": "last.ckpt"}
 def test_a_killed_rank_costs_a_restart_and_the_run_resumes(script: str, tmp_path: Path, frameworks_python: str) -> None:
     undisturbed = run_alone(script, tmp_path / "alone", python=frameworks_python)
     result = run_with_a_killed_rank(script, tmp_path, moved=MOVED[script], python=frameworks_python)
+    _check(script, result, undisturbed)
+
+
+@pytest.mark.parametrize("script", ["train_fsdp.py", *sorted(MOVED)])
+def test_the_same_scripts_submitted_by_a_program(script: str, tmp_path: Path, frameworks_python: str) -> None:
+    """By `ElasticExecutor`; train_digits.py too, in tests/integration."""
+    undisturbed = run_alone(script, tmp_path / "alone", python=frameworks_python)
+    moved = MOVED.get(script, "latest")
+    result = submit_with_a_killed_rank(script, tmp_path, moved=moved, python=frameworks_python)
+    _check(script, result, undisturbed)
+
+
+def _check(script: str, result: subprocess.CompletedProcess[str], undisturbed: dict[int, float]) -> None:
     if script == "train_lightning.py":
         # Its sampler gives each rank other samples than one process alone: the epochs are compared, not the losses.
         assert result.returncode == 0, result.stdout + result.stderr

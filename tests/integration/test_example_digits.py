@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.submission import ElasticExecutor, Script
+from tests.rigs.training_scripts import of_job
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "train_digits.py"
 EPOCHS = 4
@@ -86,3 +89,21 @@ def test_a_killed_worker_costs_a_restart_and_no_accuracy(tmp_path: Path, undistu
     assert re.search(r"rank +: 1\b", report)
     assert "restart 1 of 3" in report
     assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.pt", "digits.pt.killed", "runs"]
+
+
+def test_the_same_script_submitted_by_a_program(tmp_path: Path, undisturbed_loss: float) -> None:
+    """It is as unchanged as above: what restarts it and what it resumes from are the same."""
+    checkpoint = tmp_path / "digits.pt"
+    executor = ElasticExecutor(tmp_path / "jobs", cluster="local")
+    executor.update_parameters(nodes=2, timeout_min=60)
+    options = ("--epochs", EPOCHS, "--checkpoint", checkpoint, "--kill-rank", 1, "--kill-epoch", 3)
+    job = executor.submit(Script(SCRIPT), *options)
+    result = of_job(job)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert job.results() == [None, None]
+    assert final_loss(result.stdout) == pytest.approx(undisturbed_loss, rel=1e-4)
+    assert f"resuming after epoch 2 from {checkpoint}" in result.stdout
+    report = result.stdout.split("Root Cause (first observed failure)", 1)[1]
+    assert "SIGKILL" in report
+    assert re.search(r"rank +: 1\b", report)
+    assert "restart 1 of 3" in report

@@ -20,12 +20,29 @@ from hpc_elastic.submission import (
     ElasticJob,
     ElasticJobFailedError,
     ElasticJobUncompletedError,
+    Script,
 )
 from hpc_elastic.submission.job_errors import WorkerRaisedError
 from tests.rigs import submitted_functions as functions
 
 PATIENCE = 120.0
 LARGE = 64 << 20
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+
+mine = Path(__file__).with_name("epoch-" + os.environ["RANK"])
+epoch = int(mine.read_text()) if mine.exists() else 0
+print("from", epoch, sys.argv[1:], flush=True)
+last = int(sys.argv[2])
+if epoch == 0:
+    mine.write_text("2")
+    time.sleep(120)
+    sys.exit("no notice came")
+mine.write_text(str(last))
+sys.exit(0)
+"""
+"""As one writes it for any launcher: it saves where it is, and goes on from there."""
 
 
 def until(condition: Callable[[], Any]) -> None:
@@ -42,7 +59,7 @@ class Jobs:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.places = {name: self.folder / name for name in ("saved", "over", "killed", "cancelled")}
+        self.places = {name: self.folder / name for name in ("saved", "over", "killed", "cancelled", "script")}
         for place in self.places.values():
             place.mkdir(parents=True)
         executor = ElasticExecutor(self.folder / "jobs" / "%j", cluster="local")
@@ -51,6 +68,9 @@ class Jobs:
         executor.update_parameters(nodes=2)
         self.saved = submit(functions.Saved(self.places["saved"]), "never")
         self.killed = submit(functions.killed_once, self.places["killed"])
+        script = self.places["script"] / "train.py"
+        script.write_text(SCRIPT)
+        self.script = submit(Script(script), "--epochs", 4)
         executor.update_parameters(nodes=1, restart_on="infrastructure")
         self.raised = submit(functions.raises, ValueError("first"))
         self.odd = submit(functions.raises_odd)
@@ -91,6 +111,17 @@ def test_every_rank_goes_on_from_its_own_state(jobs: Jobs) -> None:
     assert jobs.saved.state == "COMPLETED"
     left = sorted(path.parent.parent.name for path in jobs.saved.run_dir.glob("attempt-*/checkpoint/*"))
     assert left == ["attempt-000", "attempt-000"]
+
+
+def test_a_script_that_saves_by_itself_goes_on_after_a_notice(jobs: Jobs) -> None:
+    """Unchanged, and without a word about notices."""
+    until(lambda: all((jobs.places["script"] / f"epoch-{rank}").exists() for rank in (0, 1)))
+    jobs.script._interrupt()
+    assert jobs.script.results() == [None, None]
+    for rank in (0, 1):
+        said = jobs.script.task(rank).stdout() or ""
+        assert said.splitlines()[0] == "from 0 ['--epochs', '4']"
+        assert said.splitlines()[-1] == "from 2 ['--epochs', '4']"
 
 
 def test_a_worker_that_is_killed_is_started_again(jobs: Jobs) -> None:

@@ -7,10 +7,14 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hpc_elastic.submission import ElasticExecutor, ElasticJob, Script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -64,6 +68,35 @@ def run_with_a_killed_rank(
         ],
         cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
+
+
+def submit_with_a_killed_rank(
+    script: str, folder: Path, *, moved: str, python: str = sys.executable
+) -> subprocess.CompletedProcess[str]:
+    """The same with `ElasticExecutor`. Returns what rank 0 printed, and the report."""
+    executor = ElasticExecutor(folder / "jobs", cluster="local", python=python)
+    executor.update_parameters(nodes=2, timeout_min=60)
+    arguments = ("0", moved, "3", EXAMPLES / script, "--epochs", EPOCHS, "--checkpoint", folder / "checkpoint")
+    job: ElasticJob[None] = executor.submit(Script(FAULTY), *arguments)
+    return of_job(job)
+
+
+def of_job(job: ElasticJob[None]) -> subprocess.CompletedProcess[str]:
+    """A job's end, as if it were a command's; cancelled where it takes too long."""
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not job.done():
+            assert time.monotonic() < deadline, f"it does not end\n{job.log()}\n{job.stdout()}\n{job.stderr()}"
+            time.sleep(0.1)
+        error: Any = job.exception()
+    finally:
+        if not job.done():
+            job.cancel()
+    deadline = time.monotonic() + PATIENCE
+    while not job.report() and time.monotonic() < deadline:  # written just after the end is
+        time.sleep(0.1)
+    said = f"{job.task(0).stdout()}\n{job.report()}\n"
+    return subprocess.CompletedProcess(args=[], returncode=int(error is not None), stdout=said, stderr=f"{error}")
 
 
 def check_that_it_resumed(result: subprocess.CompletedProcess[str], undisturbed: dict[int, float]) -> None:
