@@ -20,7 +20,13 @@ from hpc_elastic.submission import local_process, outcome_files, places
 from hpc_elastic.submission.call import read_call
 from hpc_elastic.submission.job_errors import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
 from hpc_elastic.submission.job_paths import ElasticJobPaths
-from hpc_elastic.submission.job_states import FORGOTTEN, ElasticWatcher, is_over, slurm_client
+from hpc_elastic.submission.job_states import (
+    FORGOTTEN,
+    ElasticWatcher,
+    is_over,
+    is_over_before_it_began,
+    slurm_client,
+)
 from hpc_elastic.submission.objects import UnreadableObjectError
 
 R = TypeVar("R", covariant=True)
@@ -126,7 +132,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return end.state
         if self.cluster != "slurm":
             return self._local_state()
-        return self.watcher.get_state(self.job_id, mode="standard")
+        return self.watcher.get_state(self._job_now, mode="standard")
 
     def _local_state(self) -> str:
         if not local_process.lives(self._run):
@@ -137,7 +143,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
         if self.cluster != "slurm":
             return {"JobID": self.job_id, "State": self.state}
-        info = dict(self.watcher.get_info(self.job_id, mode=mode))
+        info = dict(self.watcher.get_info(self._job_now, mode=mode))
         end = outcome_files.find_end(self._run)
         return info if end is None else {**info, "JobID": self.job_id, "State": end.state}
 
@@ -159,23 +165,34 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if now - self._over_since < _SETTLE_SECONDS:
             return False
         # Slurm is asked seldom, and may have the job in its queue again.
-        if outcome_files.find_end(self._run) is None and self._is_over_elsewhere(force=True):
+        answers = self._answers()
+        is_over_now = self._is_over_elsewhere(force=True)
+        if outcome_files.find_end(self._run) is not None:
             return True
+        if is_over_now:
+            # Where it did not answer, all that is known is what it said before: the next look asks again.
+            return self.cluster != "slurm" or self._answers() > answers
         self._over_since = None
-        return outcome_files.find_end(self._run) is not None
+        return False
 
     def _is_over_elsewhere(self, *, force: bool) -> bool:
         """Whether Slurm (or the launcher's absence) says that nothing will come any more."""
         if self.cluster != "slurm":
             return not local_process.lives(self._run)
+        job_id = self._job_now
         if self._over_since is not None:
-            self.watcher.look_again_at(self.job_id)  # it may be requeued at this moment
-        state = self.watcher.get_state(self.job_id, mode="force" if force else "standard")
-        return is_over(state) or (state == FORGOTTEN and self.watcher.has_asked_about(self.job_id))
+            self.watcher.look_again_at(job_id)  # it may be requeued at this moment
+        state = self.watcher.get_state(job_id, mode="force" if force else "standard")
+        return is_over(state) or (state == FORGOTTEN and self.watcher.answers_about(job_id) > 0)
+
+    def _answers(self) -> int:
+        return self.watcher.answers_about(self._job_now) if self.cluster == "slurm" else 0
 
     def _has_a_last_word(self) -> bool:
-        """Whether somebody says that it ended, and not only that there is no such job: that is asked for twice."""
-        return self.cluster != "slurm" or is_over(self.watcher.get_state(self.job_id, mode="cache"))
+        """Whether somebody says that it never began. Of one that did, the files may be seen here only later."""
+        if self.cluster != "slurm":
+            return True
+        return is_over_before_it_began(self.watcher.get_state(self._job_now, mode="cache"))
 
     def wait(self) -> None:
         """Return when it is `done`."""
@@ -197,8 +214,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """What the function returned, in the order of ranks. Waits, and raises as `result` does."""
         if self._rank is not None:
             return [self.result()]
-        self._raise_failure()
-        return [self._value(rank) for rank in range(self.num_tasks)]
+        first = self.result()
+        count = outcome_files.results_count(self._run) or self.num_tasks
+        return [first, *(self._value(rank) for rank in range(1, count))]
 
     def exception(self) -> ElasticJobFailedError | ElasticJobUncompletedError | None:
         """What `result` would raise, or None. Waits."""
@@ -211,9 +229,20 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def _value(self, rank: int) -> R:
         self._raise_failure()
         try:
-            return cast(R, outcome_files.read_result(self._run, rank))
+            return cast(R, self._awaited_result(rank))
         except (UnreadableObjectError, UnsafePathError) as error:
             raise ElasticJobUncompletedError(job_id=self.job_id, why=str(error), report=self._where()) from error
+
+    def _awaited_result(self, rank: int) -> Any:
+        """From another node's disk cache it may come after the word that the run has ended."""
+        deadline = time.monotonic() + (_SETTLE_SECONDS if self.cluster == "slurm" else 0.0)
+        while True:
+            try:
+                return outcome_files.read_result(self._run, rank)
+            except UnreadableObjectError as error:
+                if error.errno is None or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_FIRST_LOOK)
 
     def _raise_failure(self) -> None:
         error = self.exception()
@@ -221,8 +250,11 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise error
 
     def _failure(self, end: outcome_files.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
-        report = "\n".join(filter(None, (self._awaited_report(), self._where())))
+        told = self._awaited_report()
         raised = outcome_files.read_exception(self._run)
+        if not told and raised is not None:
+            told = str(raised[1].get("traceback", ""))  # whoever writes the report was too slow, or is gone
+        report = "\n".join(filter(None, (told, self._where())))
         error: ElasticJobFailedError | ElasticJobUncompletedError
         if end is not None and (raised is not None or end.state == "FAILED"):
             if raised is not None and raised[1].get("type") == "JobNotRequeuedError":
@@ -288,7 +320,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         from hpc_elastic.slurm.errors import SlurmError
 
         try:
-            slurm_client().cancel(JobId(self.job_id))
+            slurm_client().cancel(JobId(self._job_now))
         except SlurmError:
             if check:
                 raise
@@ -300,7 +332,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             timeout: Accepted as submitit's: whether it counts as a timeout is decided by the time that it has run.
         """
         if self.cluster == "slurm":
-            slurm_client().notify(JobId(self.job_id))
+            slurm_client().notify(JobId(self._job_now))
         elif not local_process.send(self._run, signal.SIGUSR2):
             raise UsageError(f"job {self.job_id} is not running on {os.uname().nodename}")
 
@@ -316,6 +348,11 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     @property
     def _run(self) -> RunPaths:
         return RunPaths(self.run_dir)
+
+    @property
+    def _job_now(self) -> str:
+        """Slurm's id of it: another than `job_id` where it goes on in a follow-on job."""
+        return outcome_files.job_now(self._run) or self.job_id
 
     def _spec(self) -> RunSpec | None:
         try:

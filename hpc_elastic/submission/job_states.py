@@ -16,6 +16,7 @@ from hpc_elastic.slurm.job_state import JobPhase, JobState
 SLURM_SECONDS = 30.0
 FORGOTTEN = "UNKNOWN"
 """Slurm does not know the job (any more), or could not be asked."""
+_WITHOUT_A_START = frozenset(("CANCELLED", "DEADLINE", "REVOKED"))
 
 
 def slurm_client() -> SlurmClient:
@@ -54,9 +55,9 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
         """Slurm's word; `FORGOTTEN` where it has none."""
         return str(self.get_info(job_id, mode=mode).get("State") or FORGOTTEN)
 
-    def has_asked_about(self, job_id: str) -> bool:
-        """Whether Slurm has answered, be it that it does not know the job."""
-        return self._asked_about.get(job_id, 0) > 0
+    def answers_about(self, job_id: str) -> int:
+        """How often Slurm has answered, be it that it does not know the job. A look that failed is no answer."""
+        return self._asked_about.get(job_id, 0)
 
     def look_again_at(self, job_id: str) -> None:
         """It was taken to have ended, and may be back in the queue."""
@@ -66,6 +67,11 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
 def is_over(state: str) -> bool:
     """Whether a job of which Slurm says this has ended."""
     return JobState(job_id="", state=state, reason="").phase is JobPhase.FINISHED
+
+
+def is_over_before_it_began(state: str) -> bool:
+    """Whether a job of which Slurm says this, and nothing is known besides, has never run."""
+    return state in _WITHOUT_A_START
 
 
 def _info(job_id: str, state: JobState | None) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json
+from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.log_pieces import find_pieces, piece_path
 from hpc_elastic.outcome import Outcome
@@ -59,6 +61,24 @@ def newest_stored(paths: RunPaths) -> StoredResult | None:
     return load_result(found[-1].result_json) if found else None
 
 
+def job_now(paths: RunPaths) -> str | None:
+    """The Slurm job that has the run now, or had it last; None where none has begun.
+
+    A run may go on in a follow-on job. Where the word of that was lost, the follow-on job's own attempt tells of it.
+    """
+    for attempt in reversed(places.attempts(paths)):
+        stored = load_result(attempt.result_json)
+        if stored is not None and stored.next_job and stored.action == RequeueAction.REQUEUE.value:
+            return stored.next_job
+        try:
+            job_id = load_attempt(attempt.attempt_json).job_id
+        except UnreadableAttemptError:
+            continue
+        if job_id:
+            return job_id
+    return None
+
+
 def world_size(paths: RunPaths) -> int | None:
     """Workers of the newest round; None where none has begun."""
     place = places.newest_round(paths)
@@ -74,7 +94,7 @@ def read_result(paths: RunPaths, rank: int) -> Any:
     """
     place = places.newest_round(paths)
     if place is None:
-        raise UnreadableObjectError(path=str(paths.root), why="no worker has begun")
+        raise UnreadableObjectError(path=str(paths.root), why="no worker has begun", errno=errno.ENOENT)
     path = places.result_file(place.rank_dir(rank))
     try:
         return read_object(path)
@@ -84,6 +104,20 @@ def read_result(paths: RunPaths, rank: int) -> Any:
         raise UnreadableObjectError(
             path=str(path), why=f"rank {rank} ended without returning anything (by sys.exit, say)", errno=error.errno
         ) from None
+
+
+def results_count(paths: RunPaths) -> int | None:
+    """How many ranks returned something, as rank 0's says; None where it does not.
+
+    That file says it for sure: a mount may show a folder as it was a minute ago, with fewer ranks in it.
+    """
+    place = places.newest_round(paths)
+    if place is None:
+        return None
+    try:
+        return int(read_head(places.result_file(place.rank_dir(0)))["world_size"])
+    except (UnreadableObjectError, KeyError, TypeError, ValueError):
+        return None
 
 
 def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any]] | None:

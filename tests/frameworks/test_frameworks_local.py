@@ -102,5 +102,5 @@ def test_accelerate_finds_its_own_variables(tmp_path: Path, frameworks_python: s
 
 def test_the_examples_are_all_run_by_some_test() -> None:
     assert {path.name for path in EXAMPLES.glob("train_*.py")} == {
-        "train_digits.py", "train_fsdp.py", *MOVED,
+        "train_digits.py", "train_fsdp.py", "train_in_process.py", *MOVED,
     }  # fmt: skip

@@ -13,11 +13,13 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import submitit
+
+PATIENCE = 200.0
+"""Seconds that the queue and a requeue may take, on a machine that is busy with much else."""
 
 
 def add(left: int, right: int) -> int:
@@ -59,7 +61,7 @@ class Count(submitit.helpers.Checkpointable):
         while self.done < last:
             print(f"life {self.lives} at {self.done}", flush=True)
             self.done += 1
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE
             while self.done == 3 and not os.path.exists(word):
                 if time.monotonic() > deadline:
                     raise TimeoutError(word)
@@ -92,11 +94,12 @@ def _bases(error: BaseException | None) -> list[str]:
     return [base.__name__ for base in type(error).__mro__]
 
 
-def until(condition: Callable[[], Any], *, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
+def until_it_says(job: submitit.Job[Any], words: str) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while words not in (job.stdout() or ""):
         if time.monotonic() > deadline:
-            raise TimeoutError(condition)
+            info = job.get_info(mode="force")
+            raise TimeoutError(f"no {words!r} of {job.job_id}: {job.state} {info}\n{job.stdout()}\n{job.stderr()}")
         time.sleep(0.05)
 
 
@@ -126,9 +129,9 @@ def main(cluster: str, folder: Path, **given: Any) -> dict[str, Any]:
     executor.update_parameters(tasks_per_node=2)
     tasks = executor.submit(where_am_i)
 
-    until(lambda: "life 1 at 2" in (counting.stdout() or ""))
+    until_it_says(counting, "life 1 at 2")
     counting._interrupt()
-    until(lambda: "life 2" in (counting.stdout() or ""))
+    until_it_says(counting, "life 2")
     word.touch()
 
     again = pickle.loads(pickle.dumps(one))
@@ -150,7 +153,7 @@ def main(cluster: str, folder: Path, **given: Any) -> dict[str, Any]:
         "stdout": ["task 1 of 2" in (tasks.task(1).stdout() or ""), "task 0 of 2" in (tasks.stdout() or "")],
         "count": tasks.num_tasks,
         "reloaded": [again.result(), again.job_id == one.job_id],
-        "done": sum(1 for _ in submitit.helpers.as_completed([one, *scaled], timeout=60, poll_frequency=0.1)),
+        "done": sum(1 for _ in submitit.helpers.as_completed([one, *scaled], timeout=PATIENCE, poll_frequency=0.1)),
         "files": [one.paths.submitted_pickle.exists(), one.paths.result_pickle.exists(), one.paths.stdout.exists()],
     }
 

@@ -13,7 +13,7 @@ from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_runs import SlurmRuns
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "rigs" / "submitit_examples.py"
-PATIENCE = 240
+PATIENCE = 480
 
 
 @pytest.fixture
@@ -22,7 +22,10 @@ def runs(cluster: SlurmCluster) -> SlurmRuns:
 
 
 def told_by(process: subprocess.Popen[str]) -> dict[str, Any]:
-    out, err = process.communicate(timeout=PATIENCE)
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired as problem:
+        pytest.fail(f"it does not end; so far: {problem.stdout!r} {problem.stderr!r}")
     assert process.returncode == 0, out + err
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found

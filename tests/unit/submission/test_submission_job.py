@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.launch.result import StoredResult
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.submission import job as job_module
+from hpc_elastic.submission import places
 from hpc_elastic.submission.job import ElasticJob
+from hpc_elastic.submission.job_errors import ElasticJobFailedError, ElasticJobUncompletedError
 from hpc_elastic.submission.job_states import FORGOTTEN
+from hpc_elastic.submission.objects import write_object
 
 
 class Slurm:
@@ -22,18 +29,21 @@ class Slurm:
     def __init__(self) -> None:
         self.last = self.now = "PENDING"
         self.asked = 0
+        self.answers = True
+        self.others: dict[str, str] = {}
+        """Of other jobs than the first."""
 
     def register_job(self, job_id: str) -> None: ...
 
     def look_again_at(self, job_id: str) -> None: ...
 
-    def has_asked_about(self, job_id: str) -> bool:
-        return self.asked > 0
+    def answers_about(self, job_id: str) -> int:
+        return self.asked
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        if mode == "force":
+        if mode == "force" and self.answers:
             self.last, self.asked = self.now, self.asked + 1
-        return self.last
+        return self.others.get(job_id, self.last)
 
 
 @pytest.fixture
@@ -56,11 +66,13 @@ def job(tmp_path: Path, slurm: Slurm) -> ElasticJob[Any]:
     return ElasticJob(tmp_path / "jobs" / "%j", "70", run_dir=paths.root)
 
 
-def attempt(job: ElasticJob[Any], number: int, *, action: str | None = None, outcome: str = "preempted") -> None:
+def attempt(
+    job: ElasticJob[Any], number: int, *, action: str | None = None, outcome: str = "preempted", next_job: str = ""
+) -> None:
     folder = RunPaths(job.run_dir).attempt(number)
     folder.root.mkdir(exist_ok=True)
     if action is not None:
-        stored = StoredResult(outcome=outcome, reason="r", exit_code=75, action=action, decision="d")
+        stored = StoredResult(outcome=outcome, reason="r", exit_code=75, action=action, decision="d", next_job=next_job)
         stored.save(folder.result_json)
 
 
@@ -79,6 +91,119 @@ def test_a_job_that_is_requeued_is_not_over(job: ElasticJob[Any], slurm: Slurm) 
     assert slurm.asked == 1
     attempt(job, 1)
     assert not job.done()
+
+
+def test_only_an_answer_confirms_that_it_is_over(job: ElasticJob[Any], slurm: Slurm) -> None:
+    """A controller that does not answer leaves what it said before, such as at the moment of a requeue."""
+    attempt(job, 0, action="requeue")
+    slurm.last, slurm.now, slurm.answers = "COMPLETED", "PENDING", False
+    assert not job.done()
+    slurm.answers = True
+    assert not job.done()
+    slurm.last = slurm.now = "COMPLETED"
+    assert job.done()
+
+
+def test_a_run_that_goes_on_in_a_follow_on_job_is_not_over(job: ElasticJob[Any], slurm: Slurm) -> None:
+    attempt(job, 0, action="requeue", next_job="71")
+    slurm.last = slurm.now = "COMPLETED"
+    slurm.others["71"] = "PENDING"
+    assert not job.done()
+    assert job.state == "PENDING"
+    attempt(job, 1)
+    slurm.others["71"] = "RUNNING"
+    assert not job.done()
+    assert job.state == "RUNNING"
+    slurm.others["71"] = "CANCELLED"
+    assert job.done()
+    assert job.state == "CANCELLED"
+
+
+def test_a_follow_on_job_is_known_by_its_attempt_where_the_word_of_it_was_lost(
+    job: ElasticJob[Any], slurm: Slurm
+) -> None:
+    attempt(job, 0, action="requeue")
+    attempt(job, 1)
+    AttemptInfo(number=1, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, job_id="71").save(
+        RunPaths(job.run_dir).attempt(1).attempt_json
+    )
+    slurm.last = slurm.now = "TIMEOUT"
+    slurm.others["71"] = "RUNNING"
+    assert not job.done()
+
+
+def test_what_is_cancelled_is_the_job_that_has_the_run_now(
+    job: ElasticJob[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Client:
+        def cancel(self, job: JobId) -> None:
+            told.append(("cancel", str(job)))
+
+        def notify(self, job: JobId) -> None:
+            told.append(("notify", str(job)))
+
+    monkeypatch.setattr(job_module, "slurm_client", Client)
+    attempt(job, 0, action="requeue", next_job="71")
+    job._interrupt()
+    job.cancel()
+    assert told == [("notify", "71"), ("cancel", "71")]
+
+
+def ranks_return(job: ElasticJob[Any], *values: Any, world_size: int) -> None:
+    for rank, value in enumerate(values):
+        folder = RunPaths(job.run_dir).attempt(0).rank(0, rank).root
+        folder.mkdir(parents=True)
+        write_object(places.result_file(folder), {"rank": rank, "world_size": world_size}, value)
+
+
+def test_a_result_that_is_seen_later_than_the_end_is_waited_for(
+    job: ElasticJob[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks returned something, and this mount shows one of them yet."""
+    monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 60.0)
+    attempt(job, 0, action="end", outcome="succeeded")
+    ranks_return(job, "a", world_size=2)
+
+    def later(seconds: float) -> None:
+        folder = RunPaths(job.run_dir).attempt(0).rank(0, 1).root
+        folder.mkdir(parents=True)
+        write_object(places.result_file(folder), {"rank": 1, "world_size": 2}, "b")
+
+    monkeypatch.setattr(job_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=later))
+    assert job.results() == ["a", "b"]
+
+
+def test_what_a_rank_left_without_returning_is_missing_in_the_end(job: ElasticJob[Any]) -> None:
+    attempt(job, 0, action="end", outcome="succeeded")
+    ranks_return(job, "a", world_size=2)
+    assert job.result() == "a"
+    with pytest.raises(ElasticJobUncompletedError, match="rank 1 ended without returning anything"):
+        job.results()
+
+
+def test_a_failure_without_a_report_tells_what_was_raised(job: ElasticJob[Any]) -> None:
+    attempt(job, 0, action="end", outcome="failed")
+    folder = RunPaths(job.run_dir).attempt(0).rank(0, 0).root
+    folder.mkdir(parents=True)
+    head = {"type": "ValueError", "message": "no", "traceback": "Traceback …\nValueError: no\n"}
+    write_object(places.exception_file(folder), head, ValueError("no"))
+    error = job.exception()
+    assert isinstance(error, ElasticJobFailedError)
+    assert "ValueError: no" in str(error)
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "FAILED"])
+def test_a_job_whose_files_are_not_seen_yet_is_waited_for(
+    job: ElasticJob[Any], slurm: Slurm, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 60.0)
+    slurm.last = slurm.now = state
+    assert not job.done()
+    attempt(job, 0, action="end", outcome="succeeded")
+    assert job.done()
+    assert job.state == "COMPLETED"
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "NODE_FAIL", "TIMEOUT"])
