@@ -206,10 +206,10 @@ def python_blocks() -> list[tuple[str, str]]:
 
 
 TAKES_MORE = {
-    "from-submitit.md": "jobs: tests/integration/test_submission_*",
+    "from-submitit.md": "jobs: test_programs_that_submit_run, and tests/integration/test_submission_*",
     "restart-in-process.md": "a group of ranks: tests/integration/test_inprocess_*",
     "torchrun-backend.md": "a shared folder, and several processes: tests/integration/test_torch*",
-    "use-agents-from-python.md": "nodes: tests/integration/test_local_elastic_agent.py",
+    "use-agents-from-python.md": "test_a_program_that_is_an_agent_runs, tests/integration/test_local_elastic_agent.py",
 }
 """Pages whose Python needs more than a process, and who runs the like; here its names are looked up."""
 
@@ -235,9 +235,74 @@ def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> N
     exec(compile(parsed(text), page, "exec"), {"__name__": "docs", **names})
 
 
-def test_python_names_what_there_is() -> None:
-    """In one process: several of them import torch."""
-    code = []
+SMALLER = {
+    "nodes=4": "nodes=2", "tasks_per_node=8": "tasks_per_node=1", "elastic_min_nodes=3": "elastic_min_nodes=1",
+    '"default", 8,': '"default", 2,', "min_workers=2": "min_workers=1", "max_workers=4": "max_workers=1",
+}  # fmt: skip
+"""A page's numbers, and those that this machine has room for."""
+
+
+def as_program(page: str, before: str, after: str, **places: str) -> str:
+    """A page's Python as one program of a user's, with what it takes for given before it."""
+    texts = [textwrap.dedent(text).strip("\n") for name, text in python_blocks() if name == page]
+    text = "\n\n".join(text for text in texts if not text.startswith("except "))
+    for old, new in {**SMALLER, **places}.items():
+        assert old in text or old in SMALLER, f"{page} does not say {old} any more"
+        text = text.replace(old, new)
+    return f"{before}\n{text}\n{after}\n"
+
+
+def run_program(folder: Path, text: str) -> str:
+    program = folder / "program.py"
+    program.write_text(text)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HPC_ELASTIC_", "SLURM_"))}
+    result = subprocess.run(
+        [sys.executable, str(program)],
+        env={**env, "PYTHONPATH": str(ROOT), "HPC_ELASTIC_CLUSTER": "local", "XDG_STATE_HOME": str(folder / "state")},
+        cwd=folder, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, text + result.stdout + result.stderr
+    return result.stdout
+
+
+def test_programs_that_submit_run(tmp_path: Path) -> None:
+    """All of the page's in one, on this machine: functions, a script, a checkpoint's class, a notebook's cell."""
+    (tmp_path / "train.py").write_text("import os, sys\nprint('script', os.environ['RANK'], sys.argv[1:])\n")
+    said = run_program(
+        tmp_path,
+        as_program(
+            "from-submitit.md",
+            "import os\ndef train(epochs): return [int(os.environ['RANK']), epochs]\ndef train_one_epoch(): pass\n",
+            "print('trained', job.result())\nprint('launched', results)\n",
+            # Between two blocks nothing looks at what the script has said.
+            **{"job.result()  # None, or what went wrong": "assert job.result() is None\nprint(job.stdout())"},
+        ),
+    )
+    assert said.startswith("[0, 90]\n")
+    for rank in (0, 1):
+        assert f"script {rank} ['--epochs', '90']" in said
+    assert "trained 90\n" in said
+    assert said.endswith("launched {0: [0, 90], 1: [1, 90]}\n")
+
+
+def test_a_program_that_is_an_agent_runs(tmp_path: Path) -> None:
+    text = as_program("use-agents-from-python.md", "", "", **{"/shared/dir/my-run": str(tmp_path / "my-run")})
+    assert run_program(tmp_path, text) == "{'loss': 0.1}\n"
+
+
+def test_python_names_what_there_is(tmp_path: Path) -> None:
+    """In one process, since several of them import torch; the stores for torch really run there."""
+    code = [
+        as_program(
+            "torchrun-backend.md",
+            "import torch, torch.distributed\nrank, world_size = 0, 1\n"
+            'tcp_store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)\n',
+            "total = torch.ones(1)\ntorch.distributed.all_reduce(total)\nassert total.item() == world_size\n"
+            "torch.distributed.destroy_process_group()\n"
+            "assert store.put_if_absent('a', 'b')\nassert store.get('a') == 'b'\n",
+            **{"/shared/dir/store-of-this-job": str(tmp_path / "store")},
+        )
+    ]
     for page in TAKES_MORE:
         trees = [parsed(text) for name, text in python_blocks() if name == page]
         assert trees, f"{page} has no Python any more"
