@@ -91,7 +91,8 @@ def test_options_that_are_named_exist(page: Path) -> None:
     known = {name for option in RUN_OPTIONS for name in option.names} | set(worker_options.REFUSED) | ELSEWHERE
     example = (ROOT / "docs" / "examples" / "train_digits.py").read_text(encoding="utf-8")
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
-    known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / "check.py").read_text(encoding="utf-8")))
+    for program in ("check.py", "soak/__main__.py"):
+        known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / program).read_text(encoding="utf-8")))
     for name in ("report", "logs", "events", "status", "list", "cancel", "requeue"):
         parser = argument_parser(name, "")
         importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}").add_arguments(parser)
