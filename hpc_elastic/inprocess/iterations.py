@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartAbort, RestartError
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
-from hpc_elastic.inprocess.life import Event, Phase, next_phase
+from hpc_elastic.inprocess.life import TRANSITIONS, Event, Phase, next_phase
+from hpc_elastic.inprocess.meeting import may_stay
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, Place
 from hpc_elastic.inprocess.monitor_thread import MonitorThread, SoftTimeout
 from hpc_elastic.inprocess.progress_watchdog import ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankDiscarded
 from hpc_elastic.inprocess.replacement import Replacements
 from hpc_elastic.inprocess.settings import Settings
+from hpc_elastic.inprocess.standby import Refuge
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
 from hpc_elastic.inprocess.surroundings import Surroundings
@@ -46,9 +51,28 @@ class Rank:
     surroundings: Surroundings = field(default_factory=Surroundings)
     replacements: Replacements | None = None
     """Where an agent starts fresh processes in dead ones' places."""
+    refuge: Refuge | None = None
+    """Where the store's server is the ring's own: for the end of its node."""
 
     has_completed: bool = False
     """Whether all ranks have completed; else others may go on for long."""
+
+    def move(self, refuge: Refuge, present: Collection[int]) -> None:
+        """The ring's store is that of the standby to which this rank has fled.
+
+        Args:
+            refuge: Past a meeting.
+            present: The initial ranks that came to it.
+        """
+        raw, watched, standby = refuge.move_in()
+        self.base, self.watched_base = PrefixStore(self.name, raw), PrefixStore(self.name, watched)
+        self.critical_ranks = (standby.initial_rank,)
+        self.process.move(standby)
+        for rank in set(range(self.state.initial_world_size)) - set(present):
+            self.base.record_base_terminated_rank(rank)
+        if not {"host_name", "port"} & set(self.settings.store_kwargs or ()):
+            # The function's groups may use the same server.
+            os.environ.update(MASTER_ADDR=standby.host, MASTER_PORT=str(standby.port))
 
     def say_end(self) -> None:
         """This rank needs the store no more. Where the store is in this process: wait for all others to say so."""
@@ -97,6 +121,11 @@ class Iterations:
         self._own_fault: Exception | None = None
         self._leaving: BaseException | None = None
         self._interrupted_at = 0.0
+        self._is_store_lost = False
+        self._silent = 0
+        """How many ranks were declared dead for their silence."""
+        self._has_returned = False
+        """The function, in this iteration; and it is not known whether all others' have."""
 
     @property
     def _state(self) -> State:
@@ -129,8 +158,9 @@ class Iterations:
                     if phase is Phase.LEAVING:
                         logger.warning("rank %d can't say that it leaves: %s", self._state.rank, error)
                         break
-                    self._leaving = error
-                    event = Event.FAILED
+                    event = Event.STORE_LOST if self._notice_loss(phase, error) else Event.FAILED
+                    if event is Event.FAILED:
+                        self._leaving = error
                 logger.debug("rank %d: %s, while %s", self._state.rank, event.value, phase.value)
                 phase = next_phase(phase, event)
             if self._leaving is not None:
@@ -138,6 +168,18 @@ class Iterations:
             return self._value
         finally:
             self._forget()
+
+    def _notice_loss(self, phase: Phase, error: BaseException) -> bool:
+        """Whether what was raised in `phase` says that the store's server is gone, and the ring has standbys."""
+        if Event.STORE_LOST not in TRANSITIONS[phase] or self._call.refuge is None:
+            return False
+        if not isinstance(error, dist.DistNetworkError):
+            return False
+        logger.warning("rank %d: the ring's store is lost: %s", self._state.rank, error)
+        if not self._interrupted_at or phase in (Phase.RUNNING, Phase.COMPLETING):
+            self._interrupted_at = time.monotonic()
+        self._is_store_lost = True
+        return True
 
     # --- the phases
 
@@ -198,6 +240,7 @@ class Iterations:
         call, settings = self._call, self._settings
         call.watchdog.reset()
         self._value = None
+        self._has_returned = False
         self._part = Interruptible()
         self._thread = MonitorThread(
             state=self._state,
@@ -207,6 +250,7 @@ class Iterations:
             abort=settings.abort,
             last_call_wait=settings.last_call_wait.total_seconds(),
             hold=call.watchdog.hold,
+            flee=call.refuge.flee if call.refuge is not None else None,
         )
         call.watchdog.show(
             SoftTimeout(state=self._state, store=self._store, limit=settings.soft_timeout.total_seconds()).look
@@ -246,12 +290,14 @@ class Iterations:
 
     def _complete(self) -> Event:
         assert self._store is not None
+        self._has_returned = True
         has_completed = self._store.completion_barrier(
             rank=self._state.rank,
             rendezvous_count=self._state.world_size,
             timeout=self._settings.completion_timeout,
         )
         if not has_completed:
+            self._has_returned = False
             return Event.INTERRUPTED
         self._call.has_completed = True
         if self._call.replacements is not None:
@@ -265,10 +311,14 @@ class Iterations:
         self._interrupted_at = time.monotonic()
         self._value = None
         while not thread.has_aborted.wait(LONGEST_PAUSE):
-            pass
+            if self._is_store_lost and time.monotonic() - self._interrupted_at > self._patience:
+                raise InternalError("this rank's connection to the ring's store is lost, and the store is there")
+        self._is_store_lost |= thread.has_fled
         self._end_thread()
         forget_half_made_groups()
         self._call.watchdog.reset()
+        if isinstance(thread.error, InternalError):
+            raise thread.error
         if thread.error is not None:
             raise InternalError(f"the ring's store fails: {thread.error}") from thread.error
         return Event.ABORTED
@@ -287,6 +337,16 @@ class Iterations:
         return Event.HEALTHY
 
     def _terminate(self) -> Event:
+        if self._is_store_lost:
+            self._meet_elsewhere()
+        else:
+            self._meet()
+        while gc.collect():
+            pass
+        self._state.advance()
+        return Event.ALL_CAME
+
+    def _meet(self) -> None:
         store, state = self._store, self._state
         assert store is not None
         store.termination_barrier(
@@ -297,12 +357,33 @@ class Iterations:
         self._own_fault = None
         self._part.close()
         self._terminated = store.get_terminated_ranks()
-        records = store.get_interruption_records() if self._call.surroundings.reports else ()
+        refuge = self._call.refuge
+        records = store.get_interruption_records() if self._call.surroundings.reports or refuge is not None else ()
         self._seen = tuple(dict.fromkeys((record.rank, record.interruption.name) for record in records))
-        while gc.collect():
-            pass
-        state.advance()
-        return Event.ALL_CAME
+        if refuge is None:
+            return
+        self._silent += len({record.rank for record in records if record.interruption is Interruption.UNRESPONSIVE})
+        left = state.world_size - len(self._terminated)
+        if not may_stay(silent=self._silent, left=left):
+            raise InternalError(f"{self._silent} ranks are silent and {left} are left: those may go on at a standby")
+
+    def _meet_elsewhere(self) -> None:
+        """In place of the termination barrier. The ranks have their first numbers again: all know those."""
+        call, state, refuge = self._call, self._state, self._call.refuge
+        assert refuge is not None
+        meeting = refuge.meet(iteration=state.iteration, world_size=state.world_size, has_returned=self._has_returned)
+        self._is_store_lost = False
+        self._own_fault = None
+        self._part.close()
+        call.move(refuge, meeting.present)
+        state.rank, state.world_size, state.iteration = (
+            state.initial_rank,
+            state.initial_world_size,
+            meeting.iteration - 1,
+        )
+        state.store = PrefixStore(state.iteration, call.base)  # for `rank_assignment`
+        self._terminated = set(range(state.world_size)) - set(meeting.present)
+        self._seen = tuple((rank, Interruption.UNRESPONSIVE.name) for rank in sorted(self._terminated))
 
     def _replace(self) -> Event:
         state, store, replacements = self._state, self._store, self._call.replacements
@@ -339,6 +420,11 @@ class Iterations:
         return Event.SAID
 
     # --- helpers
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until both connections to a server that is gone have failed."""
+        return 2 * self._settings.heartbeat_timeout.total_seconds() + 30
 
     def _record(self, interruption: Interruption) -> None:
         assert self._store is not None

@@ -15,12 +15,17 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
+from hpc_elastic.inprocess.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
+from hpc_elastic.inprocess.sockets import notice_silence
+from hpc_elastic.inprocess.standby import Standby, listen
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
 from hpc_elastic.readable import wait_readable
 
@@ -54,6 +59,11 @@ class StoreSource:
         TCPStore.is_client_only = True  # in this process alone
         return self.factory(**self.kwargs)
 
+    def at(self, standby: Standby) -> StoreSource:
+        """The same, after the move to `standby`."""
+        place = {"host_name": standby.host, "port": standby.port, "wait_for_workers": False}
+        return replace(self, kwargs={**self.kwargs, **place})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorSettings:
@@ -68,48 +78,6 @@ class MonitorSettings:
     """Ranks of the whole call, as it began."""
     logfile: str | None = None
     """Absolute, for this rank."""
-
-
-class HeartbeatWatch:
-    """Which of the next ranks in the ring are dead, by counters and the observer's own monotonic clock.
-
-    One rank is watched; when it has been silent for half the time, all others are, too: a node's ranks die together.
-    """
-
-    def __init__(self, *, rank: int, count: int, timeout: float) -> None:
-        """Args:
-        rank, count: This rank, and how many there are.
-        timeout: Seconds of silence after which a rank is dead.
-        """
-        self._ring = [(rank + step) % count for step in range(1, count)]
-        self._timeout = timeout
-        self._last: dict[int, tuple[int, float]] = {}
-        self._dead: set[int] = set()
-        self._is_suspicious = False
-
-    @property
-    def watched(self) -> list[int]:
-        """Whose counters to read now."""
-        left = [rank for rank in self._ring if rank not in self._dead]
-        return left if self._is_suspicious else left[:1]
-
-    def look(self, counts: Mapping[int, int], now: float) -> list[int]:
-        """The ranks that are dead since the last look.
-
-        Args:
-            counts: Of those `watched`.
-            now: Monotonic seconds.
-        """
-        silent = {}
-        for rank, count in counts.items():
-            before = self._last.get(rank)
-            if before is None or before[0] != count:
-                self._last[rank] = (count, now)
-            silent[rank] = now - self._last[rank][1]
-        found = sorted(rank for rank, seconds in silent.items() if seconds >= self._timeout)
-        self._dead.update(found)
-        self._is_suspicious = any(seconds >= self._timeout / 2 for seconds in silent.values())
-        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +155,8 @@ class MonitorProcess:
         self._settings = settings
         self._pid = 0
         self._pipe = -1
+        self.standby: Standby | None = None
+        """The store that waits in that process for the end of the ring's."""
 
     def start(self) -> bool:
         """Fork. Before the store is made: its server's socket must not live on in the child.
@@ -206,14 +176,23 @@ class MonitorProcess:
         os.close(reader)
         os.close(served_w)
         with os.fdopen(served_r, "rb") as served:
-            return served.read() == b"yes"
+            answer, *standby = served.read().decode().split("\n")
+        self.standby = Standby.decode(standby[0]) if standby else None
+        return answer == "yes"
+
+    def move(self, standby: Standby) -> None:
+        """Say that the ring's store is that one now."""
+        self._tell(b"at " + standby.encode().encode() + b"\n")
 
     def start_iteration(self, place: Place) -> None:
         """Say where the rank is now. A monitor that is dead is not missed here: the ring notices."""
+        self._tell(place.encode())
+
+    def _tell(self, line: bytes) -> None:
         try:
-            os.write(self._pipe, place.encode())
+            os.write(self._pipe, line)
         except BrokenPipeError:
-            logger.warning("rank %d: its monitor process is gone", place.rank)
+            logger.warning("initial rank %d: its monitor process is gone", self._unplaced.initial_rank)
 
     def shutdown(self) -> None:
         """End it, and wait until it is gone."""
@@ -262,10 +241,14 @@ def _run_child(rank: _Rank) -> NoReturn:
         pidfd = os.pidfd_open(rank.main)
         _detach(keep=(rank.reader, rank.served, pidfd), logfile=rank.settings.logfile)
         server = rank.source.serve()
-        os.write(rank.served, b"yes" if server is not None else b"no")
+        is_nested = "." in rank.unplaced.call
+        standby = None if is_nested else listen(rank.source.factory, rank.source.kwargs, os.environ)
+        told = f"\n{standby[1].encode()}" if standby is not None else ""
+        os.write(rank.served, f"{'yes' if server is not None else 'no'}{told}".encode())
         os.close(rank.served)
         if os.getppid() == rank.main:
-            _Monitor(rank, pidfd, serves=server is not None and server is not ELSEWHERE).run()
+            serves = server is not None and server is not ELSEWHERE
+            _Monitor(rank, pidfd, serves=serves, standby=standby[0] if standby is not None else None).run()
         status = 0
     except BaseException:
         logger.exception("the monitor process fails")
@@ -298,7 +281,7 @@ def _detach(*, keep: tuple[int, ...], logfile: str | None) -> None:
 class _Monitor:
     """The child's side."""
 
-    def __init__(self, rank: _Rank, pidfd: int, *, serves: bool) -> None:
+    def __init__(self, rank: _Rank, pidfd: int, *, serves: bool, standby: Any) -> None:
         self._main = rank.main
         self._pidfd = pidfd
         self._reader = rank.reader
@@ -307,12 +290,15 @@ class _Monitor:
         self._unplaced = rank.unplaced
         self._settings = rank.settings
         self._serves = serves
+        self._standby = standby
+        """The standby store that is served here."""
         self._raw: Any = None
         self._base: Any = None
         self._store: Any = None
         self._place: Place | None = None
         self._stall = StallWatch(rank.settings.hard_timeout)
         self._hearts: HeartbeatWatch | None = None
+        self._has_lost_store = False
         self._unread = b""
         self._has_goodbye = False
 
@@ -320,12 +306,21 @@ class _Monitor:
         try:
             cause = self._watch()
             if cause is not None:
-                self._mourn(cause)
-            if cause is not None and self._serves:
-                self._serve_the_others()
+                self._end_after(cause)
         except Exception:
             logger.exception("the monitor process ends")
             self._say_own_end()
+
+    def _end_after(self, cause: Interruption) -> None:
+        """The rank is dead: do its part, and keep the servers that are here while they are needed."""
+        try:
+            self._mourn(cause)
+            if self._serves or self._standby is not None:
+                self._serve_the_others(self._open_base())
+        except dist.DistNetworkError:
+            logger.warning("the ring's store is lost")
+            if self._standby is not None:
+                self._serve_the_others(PrefixStore(self._unplaced.call, self._standby))
 
     def _watch(self) -> Interruption | None:
         """Until the rank says goodbye (None) or is dead (of what)."""
@@ -358,26 +353,55 @@ class _Monitor:
             if line == b"bye":
                 self._has_goodbye = True
                 return False
-            self._enter(Place.decode(line))
+            if line.startswith(b"at "):
+                self._source = self._source.at(Standby.decode(line[3:].decode()))
+                self._raw = self._base = None
+                self._has_lost_store = False
+            else:
+                self._enter(Place.decode(line))
         return bool(raw)
 
     def _enter(self, place: Place) -> None:
-        if self._base is None:
-            self._base = PrefixStore(place.call, self._open_raw())
         self._place = place
-        self._store = PrefixStore(place.iteration, self._base)
         self._hearts = HeartbeatWatch(rank=place.rank, count=place.count, timeout=self._settings.heartbeat_timeout)
-        self._store.send_heartbeat(place.rank)
+        self._store = None
+        self._watch_others()
 
     def _open_raw(self) -> Any:
         if self._raw is None:
             self._raw = self._source.open()
+            if isinstance(self._raw, dist.TCPStore):
+                notice_silence(self._raw.port, self._settings.heartbeat_timeout)
         return self._raw
 
+    def _open_base(self) -> Any:
+        """The call's part of the store.
+
+        Raises:
+            torch.distributed.DistNetworkError: it is lost.
+        """
+        if self._has_lost_store:
+            raise dist.DistNetworkError("the ring's store is lost")
+        if self._base is None:
+            self._base = PrefixStore(self._unplaced.call if self._place is None else self._place.call, self._open_raw())
+        return self._base
+
     def _watch_others(self) -> None:
-        place, store, hearts = self._place, self._store, self._hearts
+        if self._has_lost_store:
+            return  # the rank notices by itself, and says where the next one is
+        try:
+            self._beat()
+        except dist.DistNetworkError as error:
+            logger.warning("the ring's store is lost: %s", error)
+            self._has_lost_store = True
+
+    def _beat(self) -> None:
+        place, hearts = self._place, self._hearts
         assert place is not None
         assert hearts is not None
+        if self._store is None:
+            self._store = PrefixStore(place.iteration, self._open_base())
+        store = self._store
         store.send_heartbeat(place.rank)
         if place.rank == 0:
             self._base.add(PULSE, 1)
@@ -416,6 +440,8 @@ class _Monitor:
         place, store = self._place, self._store
         if self._has_goodbye:
             return
+        if self._has_lost_store:
+            return  # those who meet elsewhere do without it
         if place is None:
             self._unplaced.mourn(self._open_raw(), patience=self._settings.barrier_timeout)
             return
@@ -428,9 +454,12 @@ class _Monitor:
                 PrefixStore(place.iteration + 1, self._base).report_gone(place.initial_rank)
         StoreMixin.record_base_terminated_rank(self._base, place.initial_rank)
 
-    def _serve_the_others(self) -> None:
-        """The store's server is here: stay until nobody needs it, or nobody is left."""
-        base = self._base if self._base is not None else PrefixStore(self._unplaced.call, self._open_raw())
+    def _serve_the_others(self, base: Any) -> None:
+        """The store's server is here: stay until nobody needs it, or nobody is left.
+
+        Args:
+            base: The call's part of it.
+        """
         pulse, since = -1, time.monotonic()
         patience = self._settings.barrier_timeout + self._settings.heartbeat_timeout
         while base.get_base_terminated_count() < self._settings.world_size:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
 from hpc_elastic.inprocess.async_exception import async_raise, reraise_if_unraisable
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart, set_aborted
@@ -64,6 +66,7 @@ class MonitorThread(threading.Thread):
         abort: Callable[[State], Any] | None,
         last_call_wait: float,
         hold: Callable[[], None],
+        flee: Callable[[], None] | None = None,
     ) -> None:
         """Args:
         state: Given to `abort`; its status changes.
@@ -72,7 +75,8 @@ class MonitorThread(threading.Thread):
         atomic_lock: Held from before the abort until the main thread has been told.
         abort: The hook.
         last_call_wait: Seconds for all ranks to answer.
-            hold: Called first: from then on, to leave is the only progress.
+        hold: Called first: from then on, to leave is the only progress.
+        flee: Where there are standby stores: go to one. Raises `InternalError`.
         """
         super().__init__(name=f"inprocess-monitor-{state.iteration}", daemon=True)
         self._state = state
@@ -82,16 +86,27 @@ class MonitorThread(threading.Thread):
         self._abort = abort
         self._last_call_wait = last_call_wait
         self._hold = hold
+        self._flee = flee
         self._stop_wanted = threading.Event()
         self.has_aborted = threading.Event()
         """The main thread may go on; it is set however this ended."""
         self.error: Exception | None = None
         """Of the store: the ring can't go on."""
+        self.has_fled = False
+        """The store is lost, and this rank is where it goes on."""
 
     def run(self) -> None:
         try:
-            if self._store.wait_for_outcome() == INTERRUPTED:
-                self._interrupt()
+            try:
+                if self._store.wait_for_outcome() == INTERRUPTED:
+                    self._interrupt()
+            except dist.DistNetworkError:
+                if self._flee is None or self._stop_wanted.is_set():
+                    raise
+                self._flee()
+                self.has_fled = True
+                self._hold()
+                self._get_main_thread_out("the ring's store is lost")
         except Exception as error:
             self.error = error
             if not self._stop_wanted.is_set():
@@ -114,6 +129,10 @@ class MonitorThread(threading.Thread):
         store.answer(state.rank, state.world_size)
         store.wait_for_answers(self._last_call_wait)
         why = format_interruption_records(store.get_interruption_records())
+        self._get_main_thread_out(why)
+
+    def _get_main_thread_out(self, why: str) -> None:
+        state = self._state
         logger.info("rank %d: iteration %d is interrupted: %s", state.rank, state.iteration, why)
         with self._atomic_lock:
             state.status = Status.ABORTING

@@ -367,7 +367,7 @@ _HOSTED = "hosted_by_the_ring"
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
     """The default: a server at MASTER_ADDR:MASTER_PORT, in a process beside rank 0 that outlives it.
 
-    With that process' node the ring ends; `SharedFileStore` has no such node.
+    When that process' node is gone, the ring goes on at a standby: see `hpc_elastic.inprocess.standby`.
     """
 
     TCP_STORE_HOST_RANK: ClassVar[int] = 0

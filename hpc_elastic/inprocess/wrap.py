@@ -28,6 +28,7 @@ from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.rank_filter import RankFilter
 from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements
 from hpc_elastic.inprocess.settings import Settings, check
+from hpc_elastic.inprocess.standby import STANDBYS, find_refuge
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
 from hpc_elastic.inprocess.surroundings import Surroundings
@@ -170,6 +171,8 @@ class CallWrapper:
         if newcomer is not None:
             name = self._take_place(raw, state, newcomer, settings)
         else:
+            if process.standby is not None:
+                StoreMixin.append_item(PrefixStore(name, raw), STANDBYS, process.standby.encode())
             PrefixStore(name, raw).initial_barrier(
                 rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout
             )
@@ -185,10 +188,23 @@ class CallWrapper:
         stack.callback(watchdog.shutdown)
         stack.enter_context(SignalHandler())
         is_outermost = len(_open) == 0
+        watched_base = PrefixStore(name, _second_connection(raw))
+        refuge = None
+        if is_outermost and newcomer is None and surroundings.wait is None:
+            refuge = find_refuge(
+                raw,
+                name=name,
+                initial_rank=state.initial_rank,
+                factory=settings.store_factory,
+                kwargs=settings.store_kwargs or {},
+                environ=os.environ,
+                silence=settings.heartbeat_timeout.total_seconds(),
+                patience=settings.barrier_timeout.total_seconds(),
+            )
         rank = Rank(
             state=state,
             base=base,
-            watched_base=PrefixStore(name, _second_connection(raw)),
+            watched_base=watched_base,
             critical_ranks=raw.critical_ranks,
             watchdog=watchdog,
             process=process,
@@ -199,6 +215,7 @@ class CallWrapper:
             replacements=(
                 Replacements(base, wait=surroundings.wait) if is_outermost and surroundings.wait is not None else None
             ),
+            refuge=refuge,
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())

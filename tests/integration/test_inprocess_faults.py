@@ -29,6 +29,10 @@ JOBS = {
     "gaps": "assigned:4:how=gaps",
     "pairs": "assigned:4:how=pairs",
     "lost": "lost_node:3:store=shared",
+    "lost-host": "lost_host:4:victims=0:elsewhere=collective:silence=10",
+    "lost-host-of-pairs": "lost_host:4:victims=0:pairs=yes:silence=10",
+    "lost-monitors": "lost_host:4:victims=0,1:what=monitor:silence=30",
+    "cut-off": "lost_host:3:victims=2:what=connection:silence=10",
     "spares": "spares:4",
     "pings": "pings:2",
     "nested": "nested:2",
@@ -158,6 +162,32 @@ def test_a_rank_without_heartbeats_is_declared_dead_by_its_neighbour(jobs: dict[
     job = jobs["lost"]
     assert [result[:4] for result in job.results[:2]] == [[1, 2, 0, 2], [1, 2, 1, 2]], job.output
     assert "UNRESPONSIVE on rank 2" in job.output
+
+
+def test_the_ring_goes_on_when_the_node_of_its_store_is_gone(jobs: dict[str, Job]) -> None:
+    job = jobs["lost-host"]
+    assert [rank.exit_code for rank in job.ranks] == [-signal.SIGKILL, 0, 0, 0], job.output
+    for rank, result in enumerate(job.results[1:], 1):
+        assert result == [[[0, rank, 4], [1, rank - 1, 3]], []], job.output
+
+
+def test_ranks_with_one_key_leave_together_at_a_standby_too(jobs: dict[str, Job]) -> None:
+    job = jobs["lost-host-of-pairs"]
+    assert job.ranks[1].error.startswith("RankDiscarded: rank 1 of 4 is discarded"), job.output
+    assert job.results[2:] == [[[[0, rank, 4], [1, rank - 2, 2]], []] for rank in (2, 3)], job.output
+
+
+def test_the_store_moves_as_often_as_there_are_standbys_and_nobody_is_lost(jobs: dict[str, Job]) -> None:
+    job = jobs["lost-monitors"]
+    for rank, result in enumerate(job.results):
+        assert result == [[[iteration, rank, 4] for iteration in range(3)], []], job.output
+
+
+def test_who_alone_has_lost_the_store_ends_and_the_others_go_on_where_they_are(jobs: dict[str, Job]) -> None:
+    job = jobs["cut-off"]
+    assert job.ranks[2].error.startswith("InternalError: this rank alone has lost the connection"), job.output
+    assert job.results[:2] == [[[[0, 0, 3], [1, 0, 2]], []], [[[0, 1, 3], [1, 1, 2]], []]], job.output
+    assert "goes to the standby" not in job.output
 
 
 def test_spares_wait_and_take_over_in_rank_order(jobs: dict[str, Job]) -> None:

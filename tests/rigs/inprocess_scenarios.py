@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess.monitor_thread import RankShouldRestart
+from hpc_elastic.inprocess.sockets import cut, open_sockets, ports
 from hpc_elastic.inprocess.tools.inject_fault import Fault, strike
 
 Options = dict[str, str]
@@ -335,12 +336,6 @@ def lost_node(rank: int, folder: Path, options: Options) -> Any:
     """The last rank and its monitor process die together: nobody is left to say so."""
     is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
 
-    def fault() -> None:
-        for path in Path("/proc/self/task").glob("*/children"):
-            for child in path.read_text().split():
-                os.kill(int(child), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
     arguments = short_timeouts(
         soft_timeout=timedelta(seconds=20),
         hard_timeout=timedelta(seconds=30),
@@ -348,7 +343,54 @@ def lost_node(rank: int, folder: Path, options: Options) -> Any:
     )
     # In a sleep, not in a collective: gloo would see the other end closed.
     elsewhere = lambda: time.sleep(1000)  # noqa: E731
-    return counted_run(folder, "lost", fault if is_last else elsewhere, {**arguments, **store_of(folder, options)})
+    return counted_run(
+        folder, "lost", (lambda: lose("node")) if is_last else elsewhere, {**arguments, **store_of(folder, options)}
+    )
+
+
+def lost_host(rank: int, folder: Path, options: Options) -> Any:
+    """In each of the first iterations a victim loses what the option `what` says: its node, that serves the store."""
+    victims = [int(victim) for victim in options["victims"].split(",")]
+    seen: list[list[int]] = []
+    arguments = short_timeouts(
+        soft_timeout=timedelta(seconds=40),
+        hard_timeout=timedelta(seconds=50),
+        barrier_timeout=timedelta(seconds=60),
+        heartbeat_timeout=timedelta(seconds=float(options.get("silence", "3"))),
+    )
+    if "pairs" in options:
+        pairs = inprocess.rank_assignment.FilterGroupedByKey(str(rank // 2), lambda n: n == 2)
+        arguments["rank_assignment"] = inprocess.Compose(inprocess.rank_assignment.ShiftRanks(), pairs)
+    store = connect()
+
+    @inprocess.Wrapper(**arguments, **store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> list[list[int]]:
+        world = int(os.environ["WORLD_SIZE"])
+        seen.append([call.iteration, int(os.environ["RANK"]), world])
+        join_group(folder, str(call.iteration), store)
+        assert summed() == world
+        if call.iteration < len(victims):
+            if rank == victims[call.iteration]:
+                lose(options.get("what", "node"))
+            (summed if options.get("elsewhere") == "collective" else lambda: time.sleep(1000))()
+        dist.destroy_process_group()
+        return seen
+
+    return [function(), traces()["children"]]
+
+
+def lose(what: str) -> None:
+    """This rank's node, or its monitor process, or its connections to the ring's store."""
+    if what == "connection":
+        for fd, inode in open_sockets().items():
+            if ports(fd)[1] == int(os.environ["MASTER_PORT"]):
+                cut(fd, inode)
+        return
+    for path in Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+    if what == "node":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def spares(rank: int, folder: Path, options: Options) -> Any:

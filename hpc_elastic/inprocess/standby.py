@@ -1,0 +1,307 @@
+"""Where the ranks go on when the node of the `TCPStore`'s server is gone: to a standby store on another node.
+
+The monitor processes of a few ranks listen from the start; all ranks read the same list of them after the initial
+barrier. When the store's connection is lost, each rank goes to the first standby of the list that does not refuse, says
+there that it lives, aborts its function, and comes to a meeting. Who has come then is decided once, by compare-and-set,
+from what the ranks know themselves; whoever is not in it ends.
+
+There are never two rings. A server that answers again is alive: who has lost it alone ends. One that refuses is dead.
+One that is silent may be alive behind a broken network: then more than half of the ranks must have come, and those who
+stay with the server end when more are silent than are left (`hpc_elastic.inprocess.meeting.may_stay`).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hpc_elastic.inprocess.exception import InternalError
+from hpc_elastic.inprocess.meeting import Arrival, Meeting, count_expected, decide
+from hpc_elastic.inprocess.sockets import notice_silence
+from hpc_elastic.inprocess.store import LONGEST_PAUSE, PrefixStore, StoreMixin, TCPStore, read_value
+
+logger = logging.getLogger(__name__)
+
+COUNT = 3
+"""How many nodes (on one node alone: ranks) have a standby."""
+STANDBYS = "standbys"
+ALIVE, CAME, MET = "moved/alive", "moved/came", "moved/met"
+_KNOCK_SECONDS = 10.0
+"""Without an answer, after which an address is silent."""
+_DYING_SECONDS = 2.0
+"""A process that dies may close its connections before its listening socket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standby:
+    """A store that nobody uses yet."""
+
+    initial_rank: int
+    """Beside whose process it is."""
+    host: str
+    port: int
+
+    def encode(self) -> str:
+        return f"{self.initial_rank} {self.host} {self.port}"
+
+    @classmethod
+    def decode(cls, text: str) -> Standby:
+        rank, host, port = text.split(" ")
+        return cls(initial_rank=int(rank), host=host, port=int(port))
+
+
+def is_candidate(environ: Mapping[str, str]) -> bool:
+    """Whether the rank with this environment has a standby: the first one of each of the nodes after rank 0's.
+
+    Where it is not known which ranks share a node, or all do: the ranks after 0.
+    """
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return False  # an agent serves, and the ring has no server of its own
+    rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    given = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
+    here = int(given.partition("(")[0].partition(",")[0] or 0)  # Slurm's has the form 4(x2),3
+    step = here if 0 < here < world_size else 1
+    return rank % step == 0 and 1 <= rank // step <= COUNT
+
+
+def listen(factory: type, kwargs: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Any, Standby] | None:
+    """Serve a standby store, where this rank is to have one.
+
+    Args:
+        factory, kwargs: Of the ring's store.
+        environ: The rank's.
+
+    Returns:
+        What keeps the server, and where it is.
+    """
+    if not _is_plain(factory) or not is_candidate(environ):
+        return None
+    try:
+        host = _own_address(*_address(kwargs, environ))
+        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, use_libuv=kwargs.get("use_libuv", True))
+    except (OSError, dist.DistError) as error:
+        logger.warning("there is no standby store here: %s", error)
+        return None
+    return server, Standby(initial_rank=int(environ["RANK"]), host=host, port=server.port)
+
+
+def _is_plain(factory: type) -> bool:
+    return issubclass(factory, TCPStore) and factory.__init__ is TCPStore.__init__
+
+
+def _address(kwargs: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[str, int]:
+    port = environ["MASTER_PORT"] if kwargs.get("port") is None else kwargs["port"]
+    return kwargs.get("host_name") or environ["MASTER_ADDR"], int(port)
+
+
+def _own_address(host: str, port: int) -> str:
+    """This node's, on the network on which it reaches `host`. Nothing is sent."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+class Refuge:
+    """A rank's way to the standby stores of its call."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        initial_rank: int,
+        primary: tuple[str, int],
+        standbys: Sequence[Standby],
+        timeout: timedelta,
+        silence: float,
+        patience: float,
+    ) -> None:
+        """Args:
+        name: The call's: the prefix of its keys.
+        initial_rank: This one.
+        primary: Where the store's server is.
+        standbys: In the order in which they are tried; the same on all ranks.
+        timeout: The store's own.
+        silence: Seconds without any sign of a rank, after which it is dead.
+        patience: Seconds in which a rank that lives leaves its function and comes.
+        """
+        self._name = name
+        self._initial_rank = initial_rank
+        self._server = primary
+        self._left = list(standbys)
+        self._timeout = timeout
+        self._silence = silence
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._is_certain = False
+        self._fled_at = 0.0
+        self.raw: Any = None
+        """The store of the standby that this rank has fled to."""
+        self.standby: Standby | None = None
+
+    def flee(self) -> None:
+        """Go to the first standby that does not refuse, and say there that this rank lives. From any thread.
+
+        Raises:
+            InternalError: the server is alive, or there is no standby, or the next one does not answer.
+        """
+        with self._lock:
+            if self.raw is not None:
+                return
+            self._is_certain = not self._is_silent(self._server)
+            while self._left:
+                found = self._left.pop(0)
+                knocked = knock((found.host, found.port), _KNOCK_SECONDS)
+                if knocked is None:
+                    self._left.clear()  # whoever reaches it is there: no other will do
+                    raise InternalError(f"the ring's store is lost, and the standby at {found.host} is silent")
+                if knocked:
+                    self._settle(found)
+                    return
+            raise InternalError("the ring's store is lost, and all its standbys are")
+
+    def _is_silent(self, server: tuple[str, int]) -> bool:
+        deadline = time.monotonic() + _DYING_SECONDS
+        while (answer := knock(server, _KNOCK_SECONDS)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if answer:
+            raise InternalError("this rank alone has lost the connection to the ring's store, which is alive")
+        return answer is None
+
+    def _settle(self, standby: Standby) -> None:
+        try:
+            raw = connect(standby, self._timeout)
+            StoreMixin.append_item(PrefixStore(self._name, raw), ALIVE, str(self._initial_rank))
+        except dist.DistError as error:
+            self._left.clear()
+            raise InternalError(f"the ring's store is lost, and its standby fails: {error}") from error
+        logger.warning("rank %d goes to the standby store at %s", self._initial_rank, standby.host)
+        self.raw, self.standby, self._fled_at = raw, standby, time.monotonic()
+
+    def meet(self, *, iteration: int, world_size: int, has_returned: bool) -> Meeting:
+        """Wait for all that live, and agree with them on who is in the next iteration.
+
+        Args:
+            iteration, world_size, has_returned: As `Arrival`.
+
+        Raises:
+            InternalError: those who came must not go on, or they did without this rank.
+            torch.distributed.DistNetworkError: this standby is lost, too.
+        """
+        self.flee()
+        mine = Arrival(
+            initial_rank=self._initial_rank,
+            iteration=iteration,
+            world_size=world_size,
+            has_returned=has_returned,
+            is_certain=self._is_certain,
+        )
+        try:
+            meeting = self._agree(PrefixStore(self._name, self.raw), mine)
+        except dist.DistNetworkError:
+            self._move_in()
+            raise
+        if meeting.objection:
+            raise InternalError(f"the ring's store is lost: {meeting.objection}")
+        if self._initial_rank not in meeting.present:
+            raise InternalError("the ring's store is lost, and the others went on without this rank, which came late")
+        return meeting
+
+    def _agree(self, base: Any, mine: Arrival) -> Meeting:
+        StoreMixin.append_item(base, CAME, mine.encode())
+        began = time.monotonic()
+        while not (found := read_value(base, MET)):
+            arrivals = [Arrival.decode(item) for item in StoreMixin.items(base, CAME)]
+            alive = {int(item) for item in StoreMixin.items(base, ALIVE)}
+            waited = time.monotonic() - began
+            if (
+                len(arrivals) >= count_expected(arrivals)
+                or (time.monotonic() - self._fled_at >= self._silence and len(arrivals) >= len(alive))
+                or waited >= self._patience
+            ):
+                base.compare_set(MET, "", decide(arrivals).encode())
+                continue
+            time.sleep(min(max(waited / 10, 0.002), LONGEST_PAUSE))
+        return Meeting.decode(found)
+
+    def move_in(self) -> tuple[Any, Any, Standby]:
+        """The store of now on, a second connection to it, and where it is. From now on it is what may be lost.
+
+        Raises:
+            torch.distributed.DistNetworkError: it is.
+        """
+        raw, standby = self._move_in()
+        second = raw.clone()
+        notice_silence(standby.port, self._silence)
+        return raw, second, standby
+
+    def _move_in(self) -> tuple[Any, Standby]:
+        raw, standby = self.raw, self.standby
+        assert standby is not None
+        self._server = standby.host, standby.port
+        self.raw = self.standby = None
+        return raw, standby
+
+
+def find_refuge(
+    raw: Any,
+    *,
+    name: str,
+    initial_rank: int,
+    factory: type,
+    kwargs: Mapping[str, Any],
+    environ: Mapping[str, str],
+    silence: float,
+    patience: float,
+) -> Refuge | None:
+    """After the initial barrier: the way to the standbys; None where the ring does not need any.
+
+    Args:
+        raw: The ring's store.
+        name, initial_rank, silence, patience: As `Refuge`.
+        factory, kwargs, environ: Of that store.
+    """
+    if not _is_plain(factory) or not raw.critical_ranks:
+        return None
+    standbys = [Standby.decode(item) for item in StoreMixin.items(PrefixStore(name, raw), STANDBYS)]
+    primary = _address(kwargs, environ)
+    notice_silence(primary[1], silence)
+    return Refuge(
+        name=name,
+        initial_rank=initial_rank,
+        primary=primary,
+        standbys=sorted(standbys, key=lambda each: each.initial_rank),
+        timeout=kwargs.get("timeout", timedelta(seconds=300)),
+        silence=silence,
+        patience=patience,
+    )
+
+
+class _Client(TCPStore):
+    """Never the server, whatever the rank's number."""
+
+    is_client_only = True
+
+
+def connect(standby: Standby, timeout: timedelta) -> TCPStore:
+    """Raises: torch.distributed.DistError: it does not answer."""
+    return _Client(standby.host, standby.port, timeout=timeout, wait_for_workers=False)
+
+
+def knock(address: tuple[str, int], seconds: float) -> bool | None:
+    """Whether somebody listens at `address`; None where there is no answer at all."""
+    try:
+        socket.create_connection(address, timeout=seconds).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
