@@ -11,6 +11,7 @@ from pathlib import Path
 from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
+from hpc_elastic.launch.job_now import job_now
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.output_reader import OutputReader
@@ -93,12 +94,6 @@ def _newest(paths: RunPaths) -> StoredResult | None:
     if not numbers:
         return None
     return load_result(paths.attempt(max(numbers)).result_json)
-
-
-def next_job(paths: RunPaths) -> str | None:
-    """The follow-on job that the newest attempt left the run to; None where there is none."""
-    stored = _newest(paths)
-    return stored.next_job if stored is not None and stored.exit_code == ExitCode.REQUEUED and stored.next_job else None
 
 
 def waive_delay(
@@ -194,7 +189,7 @@ def _wait(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tai
             if states is not None:
                 waive_delay(client, job, states, paths, waived)
             if states is not None and all(state.phase is JobPhase.FINISHED for state in states):
-                following = next_job(paths)
+                following = job_now(paths)
                 if following is not None and following != job.number:
                     say(f"job {following} goes on with the run")
                     job, said, ended_since = JobId(following, job.cluster), "", None

@@ -13,6 +13,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.launch.job_now import job_now
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.commands import JobId
@@ -352,7 +353,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     @property
     def _job_now(self) -> str:
         """Slurm's id of it: another than `job_id` where it goes on in a follow-on job."""
-        return outcome_files.job_now(self._run) or self.job_id
+        return job_now(self._run) or self.job_id
 
     def _spec(self) -> RunSpec | None:
         try:

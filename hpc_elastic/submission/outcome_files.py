@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json
-from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.log_pieces import find_pieces, piece_path
 from hpc_elastic.outcome import Outcome
@@ -59,24 +58,6 @@ def newest_stored(paths: RunPaths) -> StoredResult | None:
     """What the newest attempt wrote at its end; None where it has not ended, or none has begun."""
     found = places.attempts(paths)
     return load_result(found[-1].result_json) if found else None
-
-
-def job_now(paths: RunPaths) -> str | None:
-    """The Slurm job that has the run now, or had it last; None where none has begun.
-
-    A run may go on in a follow-on job. Where the word of that was lost, the follow-on job's own attempt tells of it.
-    """
-    for attempt in reversed(places.attempts(paths)):
-        stored = load_result(attempt.result_json)
-        if stored is not None and stored.next_job and stored.action == RequeueAction.REQUEUE.value:
-            return stored.next_job
-        try:
-            job_id = load_attempt(attempt.attempt_json).job_id
-        except UnreadableAttemptError:
-            continue
-        if job_id:
-            return job_id
-    return None
 
 
 def world_size(paths: RunPaths) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.cli import follow as follow_module
 from hpc_elastic.cli.follow import follow, how_it_ended
 from hpc_elastic.launch.result import StoredResult
@@ -225,3 +226,19 @@ def test_a_follow_on_job_is_followed(paths: RunPaths, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert "job 8 goes on with the run" in said
     assert "job 8 is running" in said
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_follow_on_job_that_has_begun_before_anybody_looked_is_followed(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], has_ended: bool
+) -> None:
+    store(paths, 0, 75, next_job="8")
+    paths.attempt(1).root.mkdir()
+    info = AttemptInfo(number=1, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, job_id="8")
+    info.save(paths.attempt(1).attempt_json)
+    if has_ended:
+        store(paths, 1, 0)
+    client = Scripted(state("FAILED", exit_code=75), *[state("RUNNING")] * (0 if has_ended else 9), state("COMPLETED"))
+    clock = Clock(lambda: store(paths, 1, 0) if client.asked == 10 else None)
+    assert run(paths, client, clock=clock) == 0
+    assert "job 8 goes on with the run" in capsys.readouterr().err
