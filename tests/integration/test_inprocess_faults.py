@@ -54,7 +54,7 @@ def test_exceptions_hangs_and_swallowed_interruptions_restart_all(jobs: dict[str
         for name in ("exception", "except", "destructor", "generator", "c_callback", "never_ending_sleep"):
             iteration, together, number, world_size, seconds = result[name]
             assert (iteration, together, number, world_size) == (1, 3, rank, 3), name
-            assert seconds < 20, f"{name}: gloo's own timeout is 60 s"
+            assert seconds < 45, f"{name}: gloo's own timeout is 60 s"
         # Nothing is left behind, from one call to the sixth.
         assert result["after"] == result["before"]
         assert result["after"]["threads"] == ["MainThread"]
