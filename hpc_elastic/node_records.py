@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpc_elastic.account_folder import account_folder
 from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.node_score import MOST_HOURS, Evidence, EvidenceKind
@@ -97,7 +98,7 @@ def remember(
     Returns:
         None, or why it could not be remembered.
     """
-    folder = account_folder(env)
+    folder = account_folder("nodes", env)
     if folder is None:
         return "neither XDG_STATE_HOME nor HOME is set"
     try:
@@ -115,7 +116,7 @@ def remember(
 
 def account_evidence(env: Mapping[str, str], *, cluster: str = "") -> tuple[Evidence, ...]:
     """What this account remembers of a cluster's nodes; of all clusters where it is empty. Never raises."""
-    folder = account_folder(env)
+    folder = account_folder("nodes", env)
     found: list[Evidence] = []
     for name in _names(folder)[-MOST_FILES:]:
         assert folder is not None
@@ -136,7 +137,7 @@ def forget(env: Mapping[str, str], nodes: Collection[str] | None) -> int:
     Raises:
         OSError: a file can't be changed.
     """
-    folder = account_folder(env)
+    folder = account_folder("nodes", env)
     gone = 0
     for name in _names(folder):
         assert folder is not None
@@ -171,17 +172,6 @@ def forget_in(path: Path, nodes: Collection[str] | None, *, remove: bool = False
     else:
         write_json(path, {**value, "evidence": kept})
     return len(known) - len(kept)
-
-
-def account_folder(env: Mapping[str, str]) -> Path | None:
-    """Where the account's files are; None where it has no home."""
-    state = env.get("XDG_STATE_HOME", "")
-    if not state.startswith("/"):
-        home = env.get("HOME", "")
-        if not home.startswith("/"):
-            return None
-        state = home + "/.local/state"
-    return Path(state) / "hpc_elastic" / "nodes"
 
 
 def _names(folder: Path | None) -> list[str]:

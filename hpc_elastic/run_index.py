@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.account_folder import account_folder
 from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.run_paths import RunPaths, task_index
@@ -53,7 +54,7 @@ def record(
         None, or why it could not be remembered.
     """
     try:
-        folder = _folder(env)
+        folder = account_folder("jobs", env)
         if folder is None:
             return "neither XDG_STATE_HOME nor HOME is set"
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def record(
 
 def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] | None = None) -> list[JobEntry]:
     """What is known of a job, newest first; ids of other clusters too unless `cluster` is given."""
-    folder = _folder(env)
+    folder = account_folder("jobs", env)
     found: list[JobEntry] = []
     try:
         names = os.listdir(folder) if folder is not None else []
@@ -99,7 +100,7 @@ def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEn
         arrays = jobs_of(os.path.dirname(run_dir), env=env)
         own = [entry for entry in arrays if entry.job_id.partition("_")[2] in ("", str(task))]  # 81_3: a follow-on job
         return [replace(entry, job_id=_of_task(entry.job_id, task), run_dir=Path(run_dir)) for entry in own]
-    folder = _folder(env)
+    folder = account_folder("jobs", env)
     try:
         names = os.listdir(folder) if folder is not None else []
     except OSError:
@@ -229,14 +230,3 @@ def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
         more = f" and {len(matches) - _CANDIDATES} more" if len(matches) > _CANDIDATES else ""
         raise UsageError(f"{text} begins {len(matches)} runs in {runs}; give more of one of {shown}{more}")
     return matches[0] if matches else None
-
-
-def _folder(env: Mapping[str, str] | None) -> Path | None:
-    env = os.environ if env is None else env
-    state = env.get("XDG_STATE_HOME", "")
-    if not state.startswith("/"):
-        home = env.get("HOME", "")
-        if not home.startswith("/"):
-            return None
-        state = home + "/.local/state"
-    return Path(state) / "hpc_elastic" / "jobs"

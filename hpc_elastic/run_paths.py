@@ -26,6 +26,7 @@ run.json, a secret, a job.log and attempts.
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,6 +154,15 @@ class RunPaths:
 
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.root / f"attempt-{number:03d}")
+
+    def attempts(self) -> list[AttemptPaths]:
+        """Those that have begun, the newest last.
+
+        Raises:
+            OSError: the run directory can't be listed.
+        """
+        numbers = [number for name in os.listdir(self.root) if (number := attempt_number(name)) is not None]
+        return [self.attempt(number) for number in sorted(numbers)]
 
 
 def attempt_number(name: str) -> int | None:

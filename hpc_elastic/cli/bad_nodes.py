@@ -9,8 +9,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from hpc_elastic.account_folder import account_folder
 from hpc_elastic.errors import UsageError
-from hpc_elastic.node_records import account_evidence, account_folder, forget, forget_in
+from hpc_elastic.node_records import account_evidence, forget, forget_in
 from hpc_elastic.node_score import NodeScore, score_nodes
 from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.slurm.hostlist import HostlistError, expand
@@ -30,7 +31,7 @@ def show_account(env: Mapping[str, str] | None = None, *, now_ns: int | None = N
     for score in scores:
         sys.stdout.write(one_line(_line(score)) + "\n")
     if not scores:
-        sys.stderr.write(f"hpc-elastic: nothing is known against any node (in {account_folder(env)})\n")
+        sys.stderr.write(f"hpc-elastic: nothing is known against any node (in {account_folder('nodes', env)})\n")
     return 0
 
 

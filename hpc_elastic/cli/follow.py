@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from dataclasses import dataclass
@@ -11,14 +10,14 @@ from pathlib import Path
 from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
+from hpc_elastic.launch.attempts import newest_stored
 from hpc_elastic.launch.job_now import job_now
-from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.output_reader import OutputReader
 from hpc_elastic.reading.screen_text import harmless
 from hpc_elastic.requeue import back_off
 from hpc_elastic.run_index import array_tasks
-from hpc_elastic.run_paths import RunPaths, attempt_number
+from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
@@ -82,18 +81,8 @@ def newest_result(paths: RunPaths) -> int | None:
         codes = [newest_result(paths.task(task)) for task in tasks]
         known = [code for code in codes if code is not None and code != ExitCode.REQUEUED]
         return max(known) if len(known) == len(codes) else None
-    stored = _newest(paths)
+    stored = newest_stored(paths)
     return None if stored is None else stored.exit_code
-
-
-def _newest(paths: RunPaths) -> StoredResult | None:
-    try:
-        numbers = [number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None]
-    except OSError:
-        return None
-    if not numbers:
-        return None
-    return load_result(paths.attempt(max(numbers)).result_json)
 
 
 def waive_delay(
@@ -113,7 +102,7 @@ def waive_delay(
     """
     if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
         return
-    state, stored = states[0], _newest(paths)
+    state, stored = states[0], newest_stored(paths)
     if stored is None or stored.exit_code != ExitCode.REQUEUED or back_off(stored.idle):
         return
     if not state.restarts or state.restarts in waived:

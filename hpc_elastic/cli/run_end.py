@@ -6,9 +6,10 @@ import os
 from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.launch.result import load_result
 from hpc_elastic.outcome import ExitCode
-from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
 
 SILENT_SECONDS = 300.0
 """A run of which no file has changed for so long has ended without a word: agents write signs of life every half minute
@@ -78,11 +79,8 @@ class RunWatch:
         return RunEnd(code=1, why=f"none of its files has changed for {minutes:.0f} minutes, and it told no end")
 
     def _newest(self) -> int | None:
-        try:
-            numbers = [number for name in os.listdir(self._paths.root) if (number := attempt_number(name)) is not None]
-        except OSError:
-            return None
-        return max(numbers, default=None)
+        begun = begun_attempts(self._paths)
+        return begun[-1].number if begun else None
 
 
 def _signs_in(folder: str) -> tuple[tuple[str, int, int], ...]:

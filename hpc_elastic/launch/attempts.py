@@ -12,7 +12,8 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
+from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
 
 YOUNG_SECONDS = 5.0
 """How long an attempt that was just begun by another job may take to say which one that is."""
@@ -25,14 +26,28 @@ class RunElsewhereError(HpcElasticError):
     template = "attempt {attempt} of this run is running in job {job}; this job ends, and changes nothing"
 
 
+def begun_attempts(paths: RunPaths) -> list[AttemptPaths]:
+    """Those that can be seen, the newest last; none where the run directory can't be listed."""
+    try:
+        return paths.attempts()
+    except OSError:
+        return []
+
+
+def newest_stored(paths: RunPaths) -> StoredResult | None:
+    """What the newest attempt wrote at its end; None where it has not ended, or none has begun."""
+    begun = begun_attempts(paths)
+    return load_result(begun[-1].result_json) if begun else None
+
+
 def claim_attempt(paths: RunPaths) -> AttemptPaths:
     """Make the directory of a new attempt, for this process alone, and point ``latest`` at it.
 
     Raises:
         OSError: it can't be made.
     """
-    numbers = [n for name in os.listdir(paths.root) if (n := attempt_number(name)) is not None]
-    number = max(numbers, default=-1) + 1
+    before = paths.attempts()
+    number = before[-1].number + 1 if before else 0
     while True:
         attempt = paths.attempt(number)
         try:

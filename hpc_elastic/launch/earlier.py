@@ -8,9 +8,10 @@ from pathlib import Path
 
 from hpc_elastic import run_index
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.launch.result import load_result
 from hpc_elastic.outcome import ExitCode
-from hpc_elastic.run_paths import RunPaths, attempt_number
+from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment
 
@@ -63,14 +64,10 @@ def _candidates(job: JobEnvironment, runs_dir: Path, env: Mapping[str, str]) -> 
 
 def _attempts_of(paths: RunPaths, job: JobEnvironment) -> list[AttemptInfo]:
     """Those that this job made before it was requeued, in order."""
-    try:
-        numbers = sorted(number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None)
-    except OSError:
-        return []
     found = []
-    for number in numbers:
+    for begun in begun_attempts(paths):
         try:
-            attempt = load_attempt(paths.attempt(number).attempt_json)
+            attempt = load_attempt(begun.attempt_json)
         except UnreadableAttemptError:
             continue
         if attempt.job_id == job.requeue_id and attempt.restart_count < job.restart_count:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.launch.result import load_result
 from hpc_elastic.outcome import ExitCode
-from hpc_elastic.run_paths import RunPaths, attempt_number
+from hpc_elastic.run_paths import RunPaths
 
 
 def job_now(paths: RunPaths) -> str | None:
@@ -15,11 +14,7 @@ def job_now(paths: RunPaths) -> str | None:
 
     Where an attempt's word of its follow-on job was lost, or is past, that job's own attempt tells of it.
     """
-    try:
-        numbers = [number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None]
-    except OSError:
-        return None
-    for attempt in map(paths.attempt, sorted(numbers, reverse=True)):
+    for attempt in reversed(begun_attempts(paths)):
         stored = load_result(attempt.result_json)
         if stored is not None and stored.next_job and stored.exit_code == ExitCode.REQUEUED:
             return stored.next_job

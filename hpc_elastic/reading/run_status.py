@@ -5,7 +5,6 @@ Ages are by this host's wall clock against those that wrote them: for people, no
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +18,7 @@ from hpc_elastic.node_records import load_record
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.store.file_store import FileStore
 
@@ -173,8 +172,8 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
 
 
 def _newest_attempt(paths: RunPaths) -> int | None:
-    numbers = [number for name in os.listdir(paths.root) if (number := attempt_number(name)) is not None]
-    return max(numbers, default=None)
+    begun = paths.attempts()
+    return begun[-1].number if begun else None
 
 
 def _newest_record(attempt: AttemptPaths, run_id: str, clock: Clock) -> RoundRecord | None:

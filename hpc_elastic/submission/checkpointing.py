@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import Call, CallTerms
@@ -138,7 +139,7 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     Raises:
         UnreadableObjectError: it can't be unpickled: what it needs is missing here.
     """
-    for attempt in reversed(places.attempts(paths)):
+    for attempt in reversed(begun_attempts(paths)):
         if attempt.number >= before:
             continue
         written = places.ranks(
@@ -159,7 +160,7 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
 
 def forget_states(paths: RunPaths, *, rank: int, before: AttemptPaths) -> None:
     """Remove what this rank wrote before the state that it goes on from: states may be large."""
-    for attempt in places.attempts(paths):
+    for attempt in begun_attempts(paths):
         if attempt.number < before.number:
             places.checkpoint_file(attempt, rank).unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.launch.job_now import job_now
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
@@ -137,8 +138,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _local_state(self) -> str:
         if not local_process.lives(self._run):
-            return "NODE_FAIL" if places.attempts(self._run) else "CANCELLED"
-        return "RUNNING" if places.attempts(self._run) else "PENDING"
+            return "NODE_FAIL" if begun_attempts(self._run) else "CANCELLED"
+        return "RUNNING" if begun_attempts(self._run) else "PENDING"
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
         """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
@@ -161,7 +162,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return False
         now = time.monotonic()
         self._over_since = now if self._over_since is None else self._over_since
-        if not places.attempts(self._run) and self._has_a_last_word():
+        if not begun_attempts(self._run) and self._has_a_last_word():
             return True  # nothing has begun that could come back
         if now - self._over_since < _SETTLE_SECONDS:
             return False
@@ -270,7 +271,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _awaited_report(self) -> str:
         """The report, which is written just after the end is."""
-        deadline = time.monotonic() + (_REPORT_SECONDS if places.attempts(self._run) else 0.0)
+        deadline = time.monotonic() + (_REPORT_SECONDS if begun_attempts(self._run) else 0.0)
         while not (text := outcome_files.report_text(self._run)) and time.monotonic() < deadline:
             if self.cluster != "slurm" and not local_process.lives(self._run):
                 return outcome_files.report_text(self._run)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.processes import tree
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.self_command import module_command
@@ -113,7 +114,7 @@ class _TimeLimit(threading.Thread):
         clock, never = SystemClock(), threading.Event()
         attempt, due = -1, 0.0
         while True:
-            found = places.attempts(self._paths)
+            found = begun_attempts(self._paths)
             if found and found[-1].number > attempt:
                 attempt, due = found[-1].number, clock.monotonic() + self._seconds
             if due and clock.monotonic() >= due:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json
-from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.attempts import begun_attempts, newest_stored
 from hpc_elastic.log_pieces import find_pieces, piece_path
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.requeue import RequeueAction
@@ -52,12 +52,6 @@ def find_end(paths: RunPaths) -> RunEnd | None:
     if stored is None or stored.action == RequeueAction.REQUEUE.value:
         return None
     return RunEnd(outcome=stored.outcome, reason=stored.decision)
-
-
-def newest_stored(paths: RunPaths) -> StoredResult | None:
-    """What the newest attempt wrote at its end; None where it has not ended, or none has begun."""
-    found = places.attempts(paths)
-    return load_result(found[-1].result_json) if found else None
 
 
 def world_size(paths: RunPaths) -> int | None:
@@ -118,7 +112,7 @@ def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any
 
 
 def _exception_files(paths: RunPaths) -> Iterator[Path]:
-    found = places.attempts(paths)
+    found = begun_attempts(paths)
     if not found:
         return
     report = read_json(found[-1].report_json)
@@ -141,7 +135,7 @@ def _folder(place: places.RoundPlace) -> Path:
 
 def report_text(paths: RunPaths) -> str:
     """The newest attempt's report; empty where there is none."""
-    found = places.attempts(paths)
+    found = begun_attempts(paths)
     try:
         with open(found[-1].report_text, encoding="utf-8", errors="replace") as file:
             return file.read(_LONGEST_REPORT).strip()
@@ -158,7 +152,7 @@ def output(paths: RunPaths, rank: int, stream: str) -> str | None:
         stream: ``stdout`` or ``stderr``.
     """
     texts = []
-    for attempt in places.attempts(paths):
+    for attempt in begun_attempts(paths):
         for number in places.rounds(attempt):
             text = _whole(getattr(attempt.rank(number, rank), stream))
             if text is not None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import ask_about
-from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
+from hpc_elastic.launch.attempts import begun_attempts
+from hpc_elastic.run_paths import AttemptPaths, RunPaths, rank_index, round_index
 
 
 def call_file(paths: RunPaths) -> Path:
@@ -40,12 +41,6 @@ def checkpoint_file(attempt: AttemptPaths, rank: int) -> Path:
     return checkpoint_dir(attempt) / f"rank-{rank:05d}.pkl"
 
 
-def attempts(paths: RunPaths) -> list[AttemptPaths]:
-    """Those that have begun, the newest last."""
-    numbers = [number for name in _names(paths.root) if (number := attempt_number(name)) is not None]
-    return [paths.attempt(number) for number in sorted(numbers)]
-
-
 def rounds(attempt: AttemptPaths) -> list[int]:
     """Those whose workers have begun, the newest last."""
     return sorted(number for name in _names(attempt.root) if (number := round_index(name)) is not None)
@@ -70,7 +65,7 @@ class RoundPlace:
 
 def newest_round(paths: RunPaths) -> RoundPlace | None:
     """The last one whose workers have begun; None where none has."""
-    for attempt in reversed(attempts(paths)):
+    for attempt in reversed(begun_attempts(paths)):
         found = rounds(attempt)
         if found:
             return RoundPlace(attempt=attempt, round=found[-1])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.account_folder import account_folder
 from hpc_elastic.node_records import (
     MOST_EVIDENCE,
     NodeRecord,
     account_evidence,
-    account_folder,
     forget,
     forget_in,
     load_record,
@@ -79,7 +79,7 @@ def test_an_account_remembers_all_its_jobs_by_cluster(tmp_path: Path) -> None:
     keep(env, UNFIT, cluster="d", run="../s")
     assert set(account_evidence(env)) == {LOST, UNFIT}
     assert account_evidence(env, cluster="c") == (LOST,)
-    folder = account_folder(env)
+    folder = account_folder("nodes", env)
     assert folder == tmp_path / "state" / "hpc_elastic" / "nodes"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (folder / f"{NOW}-torn.json").write_text("{")
