@@ -22,7 +22,8 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.launch.attempts import claim_attempt, give_way
-from hpc_elastic.launch.conclude import HUNG_SECONDS, conclude
+from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.last_files import HUNG_SECONDS
 from hpc_elastic.launch.output import JobOutput, say
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.site import Site, SiteFacts

@@ -1,4 +1,4 @@
-"""Whether an attempt ended as the one before it did: what the requeue decision is told."""
+"""What follows an attempt by what is known of it and of the one before: whether one that ended the same way goes on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.launch.conclude import _decide
+from hpc_elastic.launch.next_step import decide_next
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.supervisor import AttemptResult
 from hpc_elastic.outcome import Outcome
@@ -45,7 +45,7 @@ def decide(tmp_path: Path, *, number: int = 1, step: int = -1, seconds: float = 
         seconds=seconds,
     )
     stored = load_result(RunPaths(tmp_path).attempt(number - 1).result_json) if number else None
-    return _decide(stored, SPEC, attempt, result)
+    return decide_next(stored, SPEC, attempt, result)
 
 
 def before(tmp_path: Path, *, number: int = 0, fingerprint: str = "F", step: int = -1) -> None:
