@@ -28,7 +28,7 @@ from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.rank_filter import RankFilter
 from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements
 from hpc_elastic.inprocess.settings import Settings, check
-from hpc_elastic.inprocess.standby import STANDBYS, find_refuge
+from hpc_elastic.inprocess.standby import STANDBYS, Refuge, find_refuge
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
 from hpc_elastic.inprocess.surroundings import Surroundings
@@ -156,8 +156,8 @@ class CallWrapper:
         stack.callback(page.close)
         surroundings = Surroundings.from_env(os.environ)
         name = self._name()
-        is_fresh = surroundings.replaces > 0 and name == "call0"
-        newcomer = Newcomer(state.initial_rank) if is_fresh else None
+        is_outermost = len(_open) == 0
+        newcomer = Newcomer(state.initial_rank) if surroundings.replaces > 0 and name == "call0" else None
         source = StoreSource(settings.store_factory, dict(settings.store_kwargs or {}))
         process = MonitorProcess(
             source=source,
@@ -171,36 +171,19 @@ class CallWrapper:
         if newcomer is not None:
             name = self._take_place(raw, state, newcomer, settings)
         else:
-            if process.standby is not None:
-                StoreMixin.append_item(PrefixStore(name, raw), STANDBYS, process.standby.encode())
-            PrefixStore(name, raw).initial_barrier(
-                rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout
-            )
+            _come_together(raw, name, state, process, settings)
         base = PrefixStore(name, raw)
-        if len(_open) == 0:
+        if is_outermost:
             raw.set(_CALL, name)
         state.store = base if self._admission is None else PrefixStore(self._admission.iteration - 1, base)
         if self._admission is None:
             base.set_initial_rank(state.rank, state.initial_rank)
-        interval = min(settings.progress_watchdog_interval, settings.monitor_thread_interval)
-        watchdog = ProgressWatchdog(page, interval=interval.total_seconds())
-        watchdog.start()
-        stack.callback(watchdog.shutdown)
+        watchdog = _watch(page, settings, stack)
         stack.enter_context(SignalHandler())
-        is_outermost = len(_open) == 0
         watched_base = PrefixStore(name, _second_connection(raw))
-        refuge = None
-        if is_outermost and newcomer is None and surroundings.wait is None:
-            refuge = find_refuge(
-                raw,
-                name=name,
-                initial_rank=state.initial_rank,
-                factory=settings.store_factory,
-                kwargs=settings.store_kwargs or {},
-                environ=os.environ,
-                silence=settings.heartbeat_timeout.total_seconds(),
-                patience=settings.barrier_timeout.total_seconds(),
-            )
+        if not is_outermost:
+            surroundings = Surroundings()
+        is_alone = is_outermost and newcomer is None and surroundings.wait is None
         rank = Rank(
             state=state,
             base=base,
@@ -211,11 +194,9 @@ class CallWrapper:
             atomic_lock=self._atomic_lock,
             settings=settings,
             name=name,
-            surroundings=surroundings if is_outermost else Surroundings(),
-            replacements=(
-                Replacements(base, wait=surroundings.wait) if is_outermost and surroundings.wait is not None else None
-            ),
-            refuge=refuge,
+            surroundings=surroundings,
+            replacements=Replacements(base, wait=surroundings.wait) if surroundings.wait is not None else None,
+            refuge=_refuge(raw, name, state, settings) if is_alone else None,
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())
@@ -312,6 +293,36 @@ class CallWrapper:
         if self._rank is None:
             raise ValueError("this wrapped call is over")
         return self._rank
+
+
+def _come_together(raw: Any, name: str, state: State, process: MonitorProcess, settings: Settings) -> None:
+    """Wait for all ranks, for the first time, and tell them where a standby of the store is."""
+    base = PrefixStore(name, raw)
+    if process.standby is not None:
+        StoreMixin.append_item(base, STANDBYS, process.standby.encode())
+    base.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
+
+
+def _watch(page: ProgressPage, settings: Settings, stack: contextlib.ExitStack) -> ProgressWatchdog:
+    interval = min(settings.progress_watchdog_interval, settings.monitor_thread_interval)
+    watchdog = ProgressWatchdog(page, interval=interval.total_seconds())
+    watchdog.start()
+    stack.callback(watchdog.shutdown)
+    return watchdog
+
+
+def _refuge(raw: Any, name: str, state: State, settings: Settings) -> Refuge | None:
+    """Where the ranks meet when the store's node is lost."""
+    return find_refuge(
+        raw,
+        name=name,
+        initial_rank=state.initial_rank,
+        factory=settings.store_factory,
+        kwargs=settings.store_kwargs or {},
+        environ=os.environ,
+        silence=settings.heartbeat_timeout.total_seconds(),
+        patience=settings.barrier_timeout.total_seconds(),
+    )
 
 
 def _open_store(source: StoreSource, *, is_served: bool) -> Any:

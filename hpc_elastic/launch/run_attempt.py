@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
@@ -39,9 +39,6 @@ from hpc_elastic.requeue import (
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.store.ring_secret import read_secret
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -94,42 +91,11 @@ def _run_attempt(
     on_disk: _OnDisk,
 ) -> RequeueDecision:
     facts = site.facts(spec)
-    attempt_paths = on_disk(lambda: claim_attempt(paths))
-    on_disk(lambda: give_way(paths, attempt_paths, job_id=facts.job_id, is_running=site.is_running, clock=clock))
-    attempt = AttemptInfo(
-        number=attempt_paths.number,
-        cluster=facts.cluster,
-        nodes=facts.nodes,
-        batch_host=os.uname().nodename,
-        started_ns=clock.time_ns(),
-        job_id=facts.job_id,
-        restart_count=facts.restart_count,
-        requeue_armed=facts.requeue_armed,
-        requeue_reason=facts.requeue_reason,
-        requeue_way=facts.requeue_way.value,
-        kill_wait=facts.kill_wait,
-        versions=_versions(facts),
-    )
-    on_disk(lambda: attempt.save(attempt_paths.attempt_json))
+    attempt = on_disk(lambda: _begin(paths, site, facts, clock))
+    attempt_paths = paths.attempt(attempt.number)
     _say_head(paths, spec, attempt, attempt_paths)
     uid = new_uid(99999, f"supervisor-{attempt.batch_host}", clock)
-    events = EventLog(
-        attempt_paths.events,
-        role="supervisor",
-        host=attempt.batch_host,
-        node=OBSERVER_NODE,
-        uid=uid[-21:],
-        clock=clock,
-        files=files,
-    )
-    events.write(
-        "attempt_started",
-        attempt=attempt.number,
-        job_id=attempt.job_id,
-        nodes=list(attempt.nodes),
-        requeue_armed=attempt.requeue_armed,
-        requeue_reason=attempt.requeue_reason,
-    )
+    events = _open_events(attempt, attempt_paths, uid, clock, files)
     supervisor = Supervisor(
         attempt=attempt,
         launcher=site.launcher(spec, paths, attempt),
@@ -164,6 +130,52 @@ def _run_attempt(
     )
     events.close(within=HUNG_SECONDS)
     return decision
+
+
+def _begin(paths: RunPaths, site: Site, facts: SiteFacts, clock: Clock) -> AttemptInfo:
+    """Claim the next attempt's directory, and write down what the attempt is."""
+    attempt_paths = claim_attempt(paths)
+    give_way(paths, attempt_paths, job_id=facts.job_id, is_running=site.is_running, clock=clock)
+    attempt = AttemptInfo(
+        number=attempt_paths.number,
+        cluster=facts.cluster,
+        nodes=facts.nodes,
+        batch_host=os.uname().nodename,
+        started_ns=clock.time_ns(),
+        job_id=facts.job_id,
+        restart_count=facts.restart_count,
+        requeue_armed=facts.requeue_armed,
+        requeue_reason=facts.requeue_reason,
+        requeue_way=facts.requeue_way.value,
+        kill_wait=facts.kill_wait,
+        versions=_versions(facts),
+    )
+    attempt.save(attempt_paths.attempt_json)
+    return attempt
+
+
+def _open_events(
+    attempt: AttemptInfo, attempt_paths: AttemptPaths, uid: str, clock: Clock, files: FileThread
+) -> EventLog:
+    """The supervisor's log, with the attempt's first event in it."""
+    events = EventLog(
+        attempt_paths.events,
+        role="supervisor",
+        host=attempt.batch_host,
+        node=OBSERVER_NODE,
+        uid=uid[-21:],
+        clock=clock,
+        files=files,
+    )
+    events.write(
+        "attempt_started",
+        attempt=attempt.number,
+        job_id=attempt.job_id,
+        nodes=list(attempt.nodes),
+        requeue_armed=attempt.requeue_armed,
+        requeue_reason=attempt.requeue_reason,
+    )
+    return events
 
 
 def _observe(
