@@ -112,9 +112,9 @@ SIGNALS_INTRODUCTION = """\
 A signal by itself says little: Slurm sends SIGTERM when a preemption's grace time begins, when it is over, at the
 time limit, at a cancel and at a requeue. So whoever hears one tells all, the supervisor asks Slurm about the job (for
 2 s at most), and this table decides. Where workers may save first, the [notice](../how-to/save-before-the-end.md) is
-given to them with the time that is left, and what is heard later informs, unless it ends everything now. An agent
-that hears nothing from the supervisor for 4 s (or half of KillWait) goes by the signal alone: SIGUSR2 is a notice of
-`--grace` seconds, SIGTERM ends the run.
+given to them with the time that is left, and what is heard later informs, unless it ends everything now
+or leaves less time. An agent that hears nothing from the supervisor for 4 s (or half of KillWait) goes by the
+signal alone: SIGUSR2 is a notice of `--grace` seconds, SIGTERM ends the run.
 
 | heard | by | Slurm: the job … | it is a | workers | until | who requeues |
 | --- | --- | --- | --- | --- | --- | --- |

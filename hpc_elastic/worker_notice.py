@@ -18,7 +18,7 @@ class PreemptionNotice:
     """The job is going to be ended: by its time limit, a preemption, or ``hpc-elastic requeue``."""
 
     deadline_ns: int
-    """Until then a checkpoint is waited for: CLOCK_BOOTTIME of this host, nanoseconds."""
+    """Until then a checkpoint is waited for: CLOCK_BOOTTIME of this host, nanoseconds. It may come nearer."""
     step: int | None
     """After this step all ranks save; None while it is being agreed on, and where there are no steps to agree on."""
     is_agreed: bool

@@ -11,6 +11,7 @@ import signal
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.notice_watch import notice_of
 from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.notice import Notice
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 
 ANSWER_SECONDS = 4.0
@@ -31,7 +32,8 @@ class HeardSignals:
         self.due: float | None = None
         """When the answer to the first signal is overdue, monotonic; None: none is waited for."""
         self._asked: signal.Signals | None = None
-        self._is_answered = False
+        self._notice: Notice | None = None
+        """The answer, or what came without being asked for."""
         self._kill_from: float | None = None
         """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
         self._ends_at: float | None = None
@@ -60,17 +62,20 @@ class HeardSignals:
         return True
 
     def heed(self, record: RoundRecord) -> None:
-        """A newer record: is it the answer?"""
-        if record.status is not Status.CLOSED and (record.notice is None or self._is_answered):
+        """A newer record: is it the answer, or does it leave less time than was thought?"""
+        notice = record.notice
+        is_new = notice is not None and not notice.is_given_as(self._notice)
+        if record.status is not Status.CLOSED and not is_new:
             return
         self.due = None
         if record.status is Status.CLOSED and self._kill_from is not None:
             self.ended_by = self.ended_by or signal.SIGTERM  # Slurm ends the job, and sees to the rest
-        if record.notice is not None and not self._is_answered:
-            self._is_answered = True
+        if notice is not None and is_new:
+            self._notice = notice
             self._kill_from = None  # it was the notice: what comes after it is the end
-            if record.notice.left is not None:
-                self._ends_at = self._.clock.monotonic() + record.notice.left
+            if notice.left is not None:
+                ends_at = self._.clock.monotonic() + notice.left
+                self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
 
     def overdue(self) -> signal.Signals | None:
         """The signal that ends this node after all, since nobody has answered what it means."""
@@ -98,16 +103,16 @@ class HeardSignals:
         return grace
 
     def _ask(self, number: signal.Signals) -> None:
-        if self._is_answered:
+        """Slurm sends SIGTERM when a preemption begins, whatever notice there is, and again when its grace is over."""
+        if self._asked in (number, signal.SIGTERM) or (self._notice is not None and number is not signal.SIGTERM):
             return
-        if self._asked is None:
+        if self._asked is None and self._notice is None:
             kill_wait = self._.attempt.kill_wait
             patience = ANSWER_SECONDS if kill_wait is None else min(ANSWER_SECONDS, kill_wait / 2)
             self.due = self._.clock.monotonic() + patience
-            what = f"{number.name} on {self._.place.host}"
-            self._.coordination.ask(lambda participant: participant.tell_of_signal(what))
-        if self._asked is not signal.SIGTERM:
-            self._asked = number
+        self._asked = number
+        what = f"{number.name} on {self._.place.host}"
+        self._.coordination.ask(lambda participant: participant.tell_of_signal(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
         notice = notice_of(self._.spec, f"{number.name} on {self._.place.host}")

@@ -66,7 +66,7 @@ class NoticeWatch:
         return self._due
 
     def heed(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
-        """A newer record: does it tell of a notice, or of the step that is agreed?
+        """A newer record: does it tell of a notice, of one that leaves less time, or of the step that is agreed?
 
         Args:
             record: The record.
@@ -78,6 +78,8 @@ class NoticeWatch:
         now = self._clock.monotonic()
         if is_new:
             self._round, self._deadline, self._due = record.round, now + record.notice.seconds, now
+        elif not record.notice.is_given_as(self._notice):
+            self._deadline = min(self._deadline, now + record.notice.seconds)
         self._notice = record.notice
         self._watch.tell_notice(deadline=self._deadline, step=record.notice.step)
         if is_new and workers is not None and self._signal is not None:

@@ -28,6 +28,8 @@ SILENT_RETRY = 60.0
 """Between two looks at the limit where Slurm does not answer."""
 LATE_LOOK = 1.0
 """Seconds for which Slurm's own notice goes first."""
+SOONER_SECONDS = 2.0
+"""By how much sooner than was known the job has to end for another notice to be news."""
 
 
 class SignalDesk:
@@ -57,20 +59,31 @@ class SignalDesk:
         self.due: float | None = clock.monotonic()
         """When `look` is to be called next, monotonic; None: never."""
 
-    def hear(self, number: signal.Signals, heard_by: HeardBy, *, reason: str) -> SignalDecision:
+    def hear(
+        self, number: signal.Signals, heard_by: HeardBy, *, reason: str, ends_in: float | None = None
+    ) -> SignalDecision | None:
         """What a signal means.
 
         Args:
             number: The signal.
             heard_by: Who heard it.
             reason: In words, for the event.
+            ends_in: Seconds until the job's end by the notice that the workers have already; None: they have none.
+
+        Returns:
+            What to do; None, which only a notice makes possible: it says nothing new, as most often. News is that the
+            job ends now, or sooner. The former is not taken from agents alone: the batch script is told as well.
         """
         call = call_of(number)
         # A person at a terminal waits for nobody's answer.
         answer = SlurmAnswer(SlurmWord.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
-        decision = self._decide(call, heard_by, answer, reason)
+        decision = self._decide(call, heard_by, answer)
         assert decision is not None, "the table has a row for each signal"
-        return decision
+        if ends_in is not None:
+            is_later = decision.saves and decision.seconds > ends_in - SOONER_SECONDS
+            if is_later or (heard_by is HeardBy.AGENTS and not decision.saves):
+                return None
+        return self._tell(decision, call, heard_by, answer, reason)
 
     def look(self) -> SignalDecision | None:
         """Look at the job where it is time to. Returns what is to be done, if anything."""
@@ -87,10 +100,15 @@ class SignalDesk:
                 self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
                 return None
             answer = replace(answer, word=SlurmWord.NEAR_LIMIT)
-        return self._decide(Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
+        decision = self._decide(Call.LOOK, HeardBy.BATCH, answer)
+        return self._tell(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
 
-    def _decide(self, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str) -> SignalDecision | None:
-        decision = decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
+    def _decide(self, call: Call, heard_by: HeardBy, answer: SlurmAnswer) -> SignalDecision | None:
+        return decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
+
+    def _tell(
+        self, decision: SignalDecision | None, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
+    ) -> SignalDecision | None:
         if decision is not None:
             self._events.write(
                 "signal_decided",

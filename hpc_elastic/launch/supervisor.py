@@ -16,13 +16,13 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import AttemptResult, closed_result
+from hpc_elastic.launch.given_notice import GivenNotice
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.notice import Notice, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreWipedError
 
@@ -57,8 +57,6 @@ they know that nobody answers."""
 WIPED_SECONDS = 20.0
 """How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
-NOTICE_SLACK = 5.0
-"""After the time in which workers may save: how long the nodes may take to close the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +102,8 @@ class Supervisor:
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
         self._desk = desk
-        self._notice_ends: float | None = None
-        """After a notice: when this process closes the run itself."""
+        self._notice: GivenNotice | None = None
+        """The one that leaves the least time so far."""
         self._record: RoundRecord | None = None
         self.superseded = False
         """An agent saw to the end while this host could not be reached: the verdict is written, the job dealt with."""
@@ -121,6 +119,8 @@ class Supervisor:
         """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
         self._unhealthy: set[int] = set()
         """Nodes whose agent found them unfit."""
+        self._agents_heard = ""
+        """What the log has told of that: each word is looked into once."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
         self._asked: tuple[Outcome, str] | None = None
@@ -180,7 +180,7 @@ class Supervisor:
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
-            found.append(self._notice_ends if self._notice_ends is not None else self._desk.due)
+            found.append(self._notice.closed_by if self._notice is not None else self._desk.due)
             found.append(self._lost.next_at())
         if self._launcher.running() or self._due:
             found.append(self._end_by)
@@ -203,11 +203,15 @@ class Supervisor:
                 self._hear(number, HeardBy.BATCH, self._attempt.batch_host)
 
     def _hear(self, number: signal.Signals, heard_by: HeardBy, host: str) -> None:
-        """A signal informs; repeated, or after a notice, it tells something new only where the job is ended now."""
-        if self._signal is not None or (number is signal.SIGUSR2 and (self._has_noticed or self._is_ending())):
+        """A signal informs; after a notice it tells something new only where the job ends now, or sooner."""
+        if self._signal is not None or (number is signal.SIGUSR2 and self._is_ending()):
             return
         reason = f"{number.name} on {host}"
-        decision = self._desk.hear(number, heard_by, reason=reason)
+        notice = None if self._is_ending() else self._notice
+        left = None if notice is None else notice.job_ends - self._clock.monotonic()
+        decision = self._desk.hear(number, heard_by, reason=reason, ends_in=left)
+        if decision is None:
+            return
         if self._is_ending():
             # The attempt has ended by itself, or after a notice: what is left to know is whether it may come back.
             self._signal, self._signal_reason = number, reason
@@ -225,36 +229,30 @@ class Supervisor:
                 logger.info("Ctrl-C: ending the workers (again to kill them at once)")
             self._close(decision.outcome, self._signal_reason)
 
-    @property
-    def _has_noticed(self) -> bool:
-        return self._notice_ends is not None
-
     def _look_at_job(self) -> None:
         """Nobody may have given the notice: it came before this process could hear, or was never asked for."""
-        if self._has_noticed or self._is_ending():
+        if self._notice is not None or self._is_ending():
             return
         decision = self._desk.look()
         if decision is not None:
             self._give_notice("seen by the supervisor", decision)
 
     def _give_notice(self, reason: str, decision: SignalDecision) -> None:
-        """The workers may save first; a second notice tells nothing new."""
-        if self._has_noticed:
-            return
-        seconds = seconds_to_save(decision.seconds, shutdown_timeout=self._shutdown_timeout)
-        reason = f"{reason} ({decision.meaning.value})"
-        self._notice_ends = self._clock.monotonic() + seconds + NOTICE_SLACK
-        left = decision.seconds
+        """The workers may save first."""
+        reason, now = f"{reason} ({decision.meaning.value})", self._clock.monotonic()
+        given = GivenNotice.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
+        self._notice, notice = given, given.notice
+        in_time = f"notice: {notice.reason}, the job ends in {decision.seconds:.0f} s"
         if self._record is None:
-            logger.info("notice: %s, the job ends in %.0f s; no round has begun: ending the attempt", reason, left)
-            self._close(Outcome.PREEMPTED, f"notice {reason}; no worker was running")
+            logger.info("%s; no round has begun: ending the attempt", in_time)
+            self._close(Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
             return
-        logger.info("notice: %s, the job ends in %.0f s; the workers have %.0f s to save", reason, left, seconds)
-        self._coordination.ask(lambda participant: participant.give_notice(Notice(reason, seconds, left=left)))
+        logger.info("%s; the workers have %.0f s to save", in_time, notice.seconds)
+        self._coordination.ask(lambda participant: participant.give_notice(notice))
 
     def _end_notice(self) -> None:
         """Nobody has closed the run in time: the files may not answer, or the agents."""
-        if self._notice_ends is None or self._is_ending() or self._clock.monotonic() < self._notice_ends:
+        if self._notice is None or self._is_ending() or self._clock.monotonic() < self._notice.closed_by:
             return
         logger.warning("the notice's time is over, and the nodes have not ended the run")
         self._close(Outcome.PREEMPTED, "notice; the nodes did not answer in time")
@@ -277,7 +275,8 @@ class Supervisor:
                 self._see_lost(notice)
                 if notice.status is Status.CLOSED:
                     self._set_end()
-                elif notice.heard and not self._has_noticed and not self._is_ending():
+                elif notice.heard != self._agents_heard and not self._is_ending():
+                    self._agents_heard = notice.heard
                     self._hear_of_agents(notice.heard)
             elif isinstance(notice, tuple):
                 if notice[0] == "looked_anew":

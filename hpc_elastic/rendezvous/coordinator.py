@@ -307,7 +307,12 @@ def _preempted(record: RoundRecord, notice: Notice, said: str, *, retryable: boo
 
 
 def noticed_after(record: RoundRecord, notice: Notice) -> Proposal:
-    """The record that tells all of a notice. Anybody may write it, as a closing one."""
+    """The record that tells all of a notice. Anybody may write it, as a closing one.
+
+    One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.
+    """
+    if record.notice is not None:
+        notice = replace(notice, step=record.notice.step)
     return Proposal(
         event=RoundEvent.NOTICE,
         record=record.successor(status=next_status(record.status, RoundEvent.NOTICE), notice=notice),

@@ -60,8 +60,12 @@ class Lookout:
         self._lost_since = now
 
     def notice_was_given(self, now: float) -> None:
-        """The record says for the first time that the job is going to be ended."""
+        """The record says for the first time that the job is going to be ended, or that it is sooner."""
         self._noticed_at = now
+
+    def noticed_for(self, now: float) -> float:
+        """Seconds since the notice that holds, where there is one, was read here."""
+        return now - self._noticed_at
 
     def held_up(self, seconds: float) -> None:
         """This process was, for so long: that is nobody's fault."""

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
 """For how long a node measures how fast its workers step before it says where they stand."""
+NEWS_SECONDS = 1.0
+"""By how much less time a later notice has to leave than the one that holds, to be told."""
 _MOST_STEPS = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """In every record from when it was given."""
+    """In every record from when it was given. A later one that leaves less time takes its place."""
 
     reason: str
     """``SIGUSR2 on n1``."""
@@ -34,6 +36,14 @@ class Notice:
     @property
     def is_agreed(self) -> bool:
         return self.step != STEP_PENDING
+
+    def is_given_as(self, other: Notice | None) -> bool:
+        """Whether it is that one, whatever has been agreed on since."""
+        return other is not None and replace(self, step=other.step) == other
+
+    def leaves_less_than(self, other: Notice, *, since: float) -> bool:
+        """Whether it is news to those who know of another one, given `since` seconds ago."""
+        return self.seconds < other.seconds - since - NEWS_SECONDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -188,7 +188,7 @@ class Participant:
         self._to_all.close(outcome, reason)
 
     def give_notice(self, notice: Notice) -> None:
-        """Tell all that the job is going to be ended, as soon as the log takes it. The first notice holds."""
+        """Tell all that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
         self._to_all.give_notice(notice)
 
     def tell_of_signal(self, what: str) -> None:
@@ -366,7 +366,7 @@ class Participant:
                 self._wants_in = False
         if before is None or before.lost != record.lost:
             self._lookout.somebody_was_lost(now)
-        if record.notice is not None and (before is None or before.notice is None):
+        if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
             self._lookout.notice_was_given(now)
         self._watch.new_record(now)
         self._life.asked(record.suspects, now)
@@ -401,7 +401,9 @@ class Participant:
     def _tell_all_if_asked(self) -> bool:
         """Close the run, or tell of a notice or a signal: anybody may. Returns whether it did, or was too late."""
         record = self._record
-        proposal = self._to_all.next(record) if record is not None and self._to_all else None
+        if record is None or not self._to_all:
+            return False
+        proposal = self._to_all.next(record, noticed_for=self._lookout.noticed_for(self._clock.monotonic()))
         if proposal is None:
             return False
         self._commit(proposal)

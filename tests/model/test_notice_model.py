@@ -62,6 +62,59 @@ def test_the_first_notice_holds_and_the_workers_run_on() -> None:
     assert newest(world).status is Status.FINAL
 
 
+@pytest.mark.parametrize("giver", [0, 1, 2])
+@pytest.mark.parametrize("is_agreed", [False, True])
+def test_a_notice_that_leaves_less_time_takes_its_place(giver: int, is_agreed: bool) -> None:
+    world = training()
+    began = world.clock.now
+    world.nodes[2].participant.give_notice(Notice("SIGUSR2 on n2", 90.0))
+    if is_agreed:
+        for node in world.live():
+            node.participant.report_noted(0, NoticeWord(heeds=True, step=50, rate=2.0))
+    assert world.run(lambda: (n := newest(world).notice) is not None and n.is_agreed is is_agreed, seconds=20)
+    step = newest(world).notice.step  # type: ignore[union-attr]
+    world.run(lambda: False, seconds=5)
+    world.nodes[giver].participant.give_notice(Notice("SIGTERM on n0", 12.0))
+    world.run(lambda: False, seconds=3)
+    world.nodes[(giver + 1) % 3].participant.give_notice(Notice("a third", 60.0))
+    assert world.run(lambda: is_over(world))
+    last = newest(world)
+    assert last.notice is not None
+    assert last.reason.startswith("notice SIGTERM on n0; ")
+    assert "had not saved after 12 s" in last.reason
+    assert 12.0 < world.clock.now - began < 40.0
+    assert not is_agreed or last.notice.step == step, "some may have saved after it"
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_crash_while_a_notice_is_shortened_gives_nobody_more_time(victim: int) -> None:
+    at, reached = 0, True
+    while reached:
+        world, counted = training(), 0
+        reached = False
+
+        def crash(node: Node, where: str, at: int = at) -> None:
+            nonlocal counted, reached
+            if node.index != victim or not node.alive:
+                return
+            if counted == at:
+                node.alive, reached = False, True
+                raise Crash
+            counted += 1
+
+        world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 300.0))
+        assert world.run(lambda world=world: newest(world).notice is not None)  # type: ignore[misc]
+        world.on_effect = crash
+        began = world.clock.now
+        for node in world.nodes:
+            node.participant.give_notice(Notice("SIGTERM", 20.0))
+        assert world.run(lambda world=world: is_over(world))  # type: ignore[misc]
+        assert world.clock.now - began < 60.0, f"node {victim} crashed at its write {at}"
+        assert newest(world).outcome is Outcome.PREEMPTED
+        at += 1
+    assert at > 3, "the crashes hit something"
+
+
 def test_all_agree_on_one_step_that_none_has_passed() -> None:
     world = training()
     world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))

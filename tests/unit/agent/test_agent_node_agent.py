@@ -550,6 +550,29 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
     assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 28.0)]
 
 
+def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_time(play: Callable[..., Play]) -> None:
+    p = play(kill_wait=30.0, shutdown_timeout=30.0)
+    long, short = Notice("SIGUSR2 on n1", 85.0, left=120.0), Notice("SIGTERM on n0 (preemption)", 6.0, left=10.0)
+    p.run(
+        [frozen()],
+        [final(notice=long)],
+        lambda: p.pass_seconds(20.0),
+        lambda: p.signals.append(signal.SIGTERM),
+        lambda: p.pass_seconds(5.0),
+        p.phase_is(Phase.RUNNING),  # nobody has to answer: it may be what was known
+        [final(notice=short, number=3)],
+        [final(notice=replace(short, step=7), number=4)],
+        lambda: p.signals.append(signal.SIGTERM),  # its end
+        lambda: p.pass_seconds(5.0),
+        [closed(Outcome.PREEMPTED)],
+        [],
+        [],
+        [],
+    )
+    assert [args for word, args in p.said.words if word == "tell_of_signal"] == [("SIGTERM on n0",)]
+    assert p.workers[0].graces == [pytest.approx(10 - 5 - 2)]
+
+
 def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     p = play(kill_wait=30.0)
     code = p.run(

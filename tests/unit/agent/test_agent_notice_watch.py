@@ -87,6 +87,19 @@ def test_the_workers_are_told_twice_and_each_time_once() -> None:
     assert node.pages.told == [(began + 60, STEP_PENDING), (began + 60, 30)], "the deadline stays"
 
 
+def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not() -> None:
+    node = Node("SIGUSR1")
+    began = node.clock.now
+    node.heed(NOTICED)
+    node.heed(AGREED)
+    node.clock.now += 10
+    node.heed(replace(AGREED, number=8, notice=Notice("SIGTERM on n1", 15.0, step=30)))
+    node.clock.now += 1
+    node.heed(replace(AGREED, number=9, notice=Notice("another", 40.0, step=30)))
+    assert [deadline - began for deadline, _ in node.pages.told] == [60, 60, 25, 25]
+    assert node.sent == [signal.SIGUSR1], "once"
+
+
 def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
     node = Node()
     node.heed(NOTICED)

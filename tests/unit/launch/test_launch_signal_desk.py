@@ -48,6 +48,28 @@ def test_a_signal_is_looked_up_and_the_decision_told() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("number", "heard_by", "answer", "is_news"),
+    [
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.PREEMPTING, 40.0), True),
+        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(SlurmWord.PREEMPTING, 40.0), True),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.PREEMPTING, 59.0), False),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.RUNNING), False),
+        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(SlurmWord.ENDED), False),
+        (signal.SIGTERM, HeardBy.BATCH, SlurmAnswer(SlurmWord.ENDED), True),
+        (signal.SIGINT, HeardBy.BATCH, SlurmAnswer(SlurmWord.RUNNING), True),
+    ],
+    ids=["sooner", "sooner, by agents", "the same", "later", "an end, by agents", "an end", "Ctrl-C"],
+)
+def test_after_a_notice_only_what_is_sooner_is_news(
+    number: signal.Signals, heard_by: HeardBy, answer: SlurmAnswer, is_news: bool
+) -> None:
+    asked = Asked(answer)
+    found = asked.desk.hear(number, heard_by, reason="again", ends_in=60.0)
+    assert (found is not None) is is_news
+    assert len(asked.events) == is_news, "what is no news is not told"
+
+
 def test_a_person_at_a_terminal_waits_for_no_answer() -> None:
     asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
     assert asked.desk.hear(signal.SIGINT, HeardBy.BATCH, reason="").outcome is Outcome.CANCELLED

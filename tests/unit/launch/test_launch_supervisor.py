@@ -705,21 +705,60 @@ def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(stage: Callable
     assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
 
 
-def test_a_second_notice_tells_nothing_new(stage: Callable[..., Stage]) -> None:
+def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stage: Callable[..., Stage]) -> None:
     s = stage()
 
     def first() -> None:
         s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
         s.signals.append(signal.SIGUSR2)
 
-    def again() -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 1.0)
+    def again(left: float) -> None:
+        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, left)
         s.signals.append(signal.SIGUSR2)
 
     began = s.world.clock.now
-    result = s.run(3.0, first, 5.0, again)
+    result = s.run(3.0, first, 5.0, lambda: again(54.0), 5.0, lambda: again(120.0))
     assert result.reason == "notice SIGUSR2 on head (preemption); n0, n1, n2 had not saved after 35 s"
     assert 35 < s.world.clock.now - began < 50
+    assert len(s.names("signal_decided")) == 1
+
+
+@pytest.mark.parametrize("heard_by", ["supervisor", "agents"])
+def test_a_second_notice_that_leaves_less_time_shortens_the_first(stage: Callable[..., Stage], heard_by: str) -> None:
+    """A user's requeue with a long grace, and then a preemption with a short one, which the agents alone hear of."""
+    s = stage()
+    s.answer = SlurmAnswer(SlurmWord.RUNNING)
+    times: list[float] = []
+
+    def sooner() -> None:
+        times.append(s.world.clock.now)
+        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 20.0)
+        if heard_by == "supervisor":
+            s.signals.append(signal.SIGUSR2)
+        else:
+            for node, agent in s.agents.of.items():
+                agent.participant.tell_of_signal(f"SIGTERM on n{node}")
+
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 10.0, sooner)
+    assert re.fullmatch(r"notice SIG\w+ on \w+ \(preemption\); n0, n1, n2 had not saved after 11 s", result.reason)
+    assert 11 <= s.world.clock.now - times[0] < 20, "and not the 75 s that were left of the first"
+    assert result.outcome is Outcome.PREEMPTED
+    assert [told["seconds"] for told in s.names("signal_decided")] == [120.0, 20.0]
+    assert s.supervisor._notice is not None
+    assert s.supervisor._notice.job_ends == pytest.approx(times[0] + 20, abs=1), "it would close the run itself, too"
+
+
+def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(stage: Callable[..., Stage]) -> None:
+    """Were it the end, the batch script would be told as well."""
+    s = stage()
+
+    def cancelled() -> None:
+        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.agents.of[1].participant.tell_of_signal("SIGTERM on n1")
+
+    result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
+    assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
+    assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
 
 
 def test_a_notice_before_a_round_has_begun_ends_the_attempt(stage: Callable[..., Stage]) -> None:
@@ -743,7 +782,8 @@ def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stag
 
     result = s.run(3.0, freeze, 40.0, lambda: due.append(s.supervisor.due()))
     assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "notice; the nodes did not answer in time")
-    assert due == [s.supervisor._notice_ends], "it wakes up for that though nothing comes"
+    assert s.supervisor._notice is not None
+    assert due == [s.supervisor._notice.closed_by], "it wakes up for that though nothing comes"
 
 
 ENDS = [

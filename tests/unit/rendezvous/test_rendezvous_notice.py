@@ -183,7 +183,7 @@ def test_a_signal_that_was_heard_is_on_disk_and_told_once() -> None:
 @pytest.mark.parametrize("known", ["a notice", "another's word", "the end"])
 def test_nobody_tells_of_a_signal_when_all_know_more(known: str) -> None:
     words = WordsToAll()
-    words.heard("SIGTERM on n1")
+    words.heard("SIGUSR2 on n1" if known == "a notice" else "SIGTERM on n1")
     there = {
         "a notice": replace(FINAL, notice=NOTICE),
         "another's word": replace(FINAL, heard="SIGTERM on n2"),
@@ -191,6 +191,41 @@ def test_nobody_tells_of_a_signal_when_all_know_more(known: str) -> None:
     }[known]
     assert words.next(there) is None
     assert not words
+
+
+@pytest.mark.parametrize("first", ["", "SIGUSR2 on n2"])
+def test_a_sigterm_after_a_notice_is_told_once_since_it_may_leave_less_time(first: str) -> None:
+    words = WordsToAll()
+    words.heard("SIGUSR2 on n1")
+    words.heard("SIGTERM on n1")
+    words.heard("SIGTERM on n3")
+    told = words.next(replace(FINAL, notice=NOTICE, heard=first))
+    assert told is not None
+    assert (told.event, told.record.heard, told.record.notice) == (RoundEvent.HEARD, "SIGTERM on n1", NOTICE)
+    assert words.next(told.record) is None
+    words.heard("SIGTERM on n1")
+    assert words.next(told.record) is None, "its grace is over: that is told by who ends the job"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "since", "is_told"), [(20.0, 0.0, True), (84.5, 0.0, False), (20.0, 64.5, False), (85.0, 10.0, False)]
+)
+def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since: float, is_told: bool) -> None:
+    words = WordsToAll()
+    words.give_notice(Notice("later", 99.0))
+    words.give_notice(Notice("sooner", seconds, left=seconds + 5))
+    words.give_notice(Notice("last", 98.0))
+    told = words.next(replace(FINAL, notice=AGREED), noticed_for=since)
+    if not is_told:
+        assert told is None
+        assert not words
+        return
+    assert told is not None
+    assert told.event is RoundEvent.NOTICE
+    assert told.record.notice == Notice("sooner", seconds, step=AGREED.step, left=seconds + 5), "the step stays"
+    assert told.record.notice.is_given_as(Notice("sooner", seconds, left=seconds + 5))
+    assert not told.record.notice.is_given_as(NOTICE)
+    assert words.next(told.record, noticed_for=0.0) is None
 
 
 def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
