@@ -146,6 +146,19 @@ SYMPTOM_TYPES: dict[str, str] = dict.fromkeys(
 )
 """Exceptions whose type alone tells that a peer is gone → what happened."""
 
+LOST_PEER = "a peer is gone"
+ONE_LOSS = frozenset(
+    {
+        "the connection to a peer was closed",
+        "the connection to a peer broke",
+        "NCCL gave up after a peer was gone",
+        "gloo could not connect to a peer",
+        "the store of the process group went away or a peer never came to it",
+    }
+)
+"""What healthy ranks say when one and the same peer is gone: which of these each of them says, and in which words, is a
+matter of the call that it was in, to the microsecond. A timeout, or a network that failed, tells something else."""
+
 _XID = re.compile(r"xid \((?:pci:)?[^)]{1,40}\): (\d{1,3})\b")
 
 XIDS: dict[int, tuple[FailureClass, bool, str]] = {
@@ -185,6 +198,15 @@ def find_known_words(text: str) -> Words | None:
         if any(_occurs(pattern, lowered) for pattern in words.any_of):
             return words
     return None
+
+
+def symptom_kind(says: str) -> str:
+    """What a symptom tells, whatever its words: equal for those that one event may cause side by side.
+
+    Args:
+        says: A row's `Words.says`, as failures keep it in their ``reason``.
+    """
+    return LOST_PEER if says in ONE_LOSS else says
 
 
 def _xid_words(number: int) -> Words:

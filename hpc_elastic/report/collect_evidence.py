@@ -10,12 +10,13 @@ from dataclasses import replace
 from hpc_elastic.atomic_file import ask_about
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.evidence import read_failure
+from hpc_elastic.failures.known_words import find_known_words
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import RoundBuilder
 from hpc_elastic.report.collect_words import WholeWords
-from hpc_elastic.report.fold import kind_of
+from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.run_paths import AttemptPaths, rank_index, round_index
 
@@ -33,6 +34,7 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container
         ranks: Whose error files are read in any case.
     """
     texts: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     clocks = builder.clocks.build()
     folders = set(_indices(paths.root, round_index))
     for index in sorted(folders | set(builder.rounds)):
@@ -43,7 +45,7 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container
             reader.read_untold(builder.words)
         for rank, told in part.told.items():
             if rank not in part.failures:
-                part.failures[rank] = replace(told, problem=_MISSING)
+                part.failures[rank] = replace(told, problem=_MISSING, reason=_reason(told, reasons))
 
 
 class _RoundReader:
@@ -64,7 +66,7 @@ class _RoundReader:
         part = self._part
         kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
         for failure in part.told.values():
-            kinds.setdefault(kind_of(failure), []).append(failure)
+            kinds.setdefault(wording_of(failure), []).append(failure)
         for members in kinds.values():
             if len(members) <= OF_EACH_KIND:
                 for told in members:
@@ -137,6 +139,17 @@ def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
         retryable=example.retryable,
         node_suspect=example.node_suspect,
     )
+
+
+def _reason(told: WorkerFailure, known: dict[str, str]) -> str:
+    """What a consequence tells, by the words that its event has; `known`: by fingerprint."""
+    if told.failure_class is not FailureClass.SYMPTOM:
+        return ""
+    key = told.fingerprint or told.message
+    if key not in known:
+        words = find_known_words(told.message)
+        known[key] = words.says if words is not None and words.failure_class is FailureClass.SYMPTOM else ""
+    return known[key]
 
 
 def _indices(folder: os.PathLike[str], parse: Callable[[str], int | None]) -> Iterable[int]:

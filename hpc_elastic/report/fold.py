@@ -1,13 +1,42 @@
-"""Many ranks, one line: identical failures become one entry with a list of ranks."""
+"""Many ranks, one line: failures that tell the same become one entry with a list of ranks.
+
+A failure is the same again where its words are (`wording_of`). What healthy ranks say of a peer that is gone comes in
+many words, and which rank says which is chance: symptoms are one entry by what they tell (`kind_of`), and keep their
+wordings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.known_words import symptom_kind
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.order import moment_of_failure
+
+Wording = tuple[str, str, int]
+Kind = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SameWords:
+    """Failures whose words differ in numbers, addresses and paths at most."""
+
+    members: tuple[WorkerFailure, ...]
+    """By time."""
+
+    @property
+    def first(self) -> WorkerFailure:
+        """The earliest: it stands for the others."""
+        return self.members[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(sorted(failure.global_rank for failure in self.members))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,9 +44,16 @@ class Fold:
     """Failures of one kind."""
 
     first: WorkerFailure
-    """The earliest: it stands for the others."""
+    """The earliest."""
     members: tuple[WorkerFailure, ...]
     """All of them, by time."""
+    wordings: tuple[SameWords, ...]
+    """The most frequent first, then by their words; of what is no symptom there is one."""
+
+    @property
+    def headline(self) -> str:
+        """What most of them say."""
+        return self.wordings[0].first.headline
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -30,17 +66,41 @@ class Fold:
         return tuple(dict.fromkeys(f.host for f in sorted(self.members, key=lambda f: (f.node, f.host))))
 
 
-def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
-    """Equal for failures that are one entry of a report."""
+def wording_of(failure: WorkerFailure) -> Wording:
+    """Equal for failures with the same words, of one class and exit code."""
     return failure.fingerprint or failure.headline, failure.failure_class.value, failure.exitcode
 
 
+def kind_of(failure: WorkerFailure) -> Kind:
+    """Equal for failures that are one entry of a report: of symptoms by what they tell, of others by their words."""
+    if failure.failure_class is not FailureClass.SYMPTOM or not failure.reason:
+        return wording_of(failure)
+    # How such a rank ends (an exception, std::terminate) says nothing of what happened either.
+    return symptom_kind(failure.reason), failure.failure_class.value, 0
+
+
 def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS) -> tuple[Fold, ...]:
-    """Group failures of the same fingerprint, class and exit code; groups and members by time, then rank."""
-    groups: dict[tuple[str, str, int], list[WorkerFailure]] = {}
+    """Group failures by their kind; groups and their members by time, then rank.
+
+    Which ranks are in which group does not depend on who was first.
+    """
+    groups: dict[Kind, dict[Wording, list[WorkerFailure]]] = {}
+    members: dict[Kind, list[WorkerFailure]] = {}
     for failure in sorted(failures, key=lambda f: (moment_of_failure(f, clocks).at_ns, f.global_rank)):
-        groups.setdefault(kind_of(failure), []).append(failure)
-    return tuple(Fold(first=members[0], members=tuple(members)) for members in groups.values())
+        kind = kind_of(failure)
+        groups.setdefault(kind, {}).setdefault(wording_of(failure), []).append(failure)
+        members.setdefault(kind, []).append(failure)
+    return tuple(
+        Fold(first=members[kind][0], members=tuple(members[kind]), wordings=_by_frequency(wordings))
+        for kind, wordings in groups.items()
+    )
+
+
+def _by_frequency(wordings: dict[Wording, list[WorkerFailure]]) -> tuple[SameWords, ...]:
+    found = [(wording, SameWords(members=tuple(members))) for wording, members in wordings.items()]
+    if len(found) > 1:
+        found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
+    return tuple(same for _, same in found)
 
 
 def rank_ranges(ranks: Sequence[int]) -> str:

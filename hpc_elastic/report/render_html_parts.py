@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clock_text import whose_clock
 from hpc_elastic.report.clocks import NO_CLOCKS
+from hpc_elastic.report.fold import Fold
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
@@ -26,6 +27,7 @@ TRACEBACK_TOTAL = 600_000
 MEMBERS = 40
 ROUNDS = 300
 STACKS = 60
+WORDINGS = 12
 
 
 @dataclass(slots=True)
@@ -169,7 +171,7 @@ def failures_part(entries: Sequence[Entry], shown: frozenset[int]) -> Markup:
                 element("td", shape, " ", MARK_WORDS[entry.kind], class_="w"),
                 element("td", clock_time(_first_seen(entry), fine=True), class_="w"),
                 element("td", _breakable(_whose(entry)), class_="who"),
-                element("td", _opener(entry.number, shorten(entry.headline, 220) or "(no message)"), class_="wide"),
+                element("td", _opener(entry.number, _what(entry, 220)), class_="wide"),
             )
         )
     return element(
@@ -218,10 +220,11 @@ def _entry(entry: Entry, room: TextRoom) -> Markup:
         if first.problem:
             facts.append(("note", first.problem))
         body.append(_evidence_text(first, room, is_open=True))
+        body += _other_wordings(entry.fold, room)
         if len(entry.fold.members) > 1:
             body.append(_members(entry))
     close = element("button", "Close", type="button", class_="close", popovertarget=name, popovertargetaction="hide")
-    title = element("h3", entry.headline or "(no message)", id=f"{name}h")
+    title = element("h3", _what(entry), id=f"{name}h")
     return element(
         "div",
         element("div", title, close, class_="head"),
@@ -253,12 +256,39 @@ def _members(entry: Entry) -> Markup:
     if len(members) > MEMBERS:
         more = element("p", f"and {len(members) - MEMBERS} more, which report.json has", class_="muted")
     table = element("table", table_head("rank", "host", "time", "pid", numbers=("rank", "pid")), *rows)
+    wordings = len(entry.fold.wordings) if entry.fold is not None else 1
+    how = f", in {wordings} wordings" if wordings > 1 else ""
     return element(
-        "details", element("summary", f"The same on {len(members)} ranks"), element("div", table, class_="scroll"), more
+        "details",
+        element("summary", f"The same on {len(members)} ranks{how}"),
+        element("div", table, class_="scroll"),
+        more,
     )
 
 
-def _evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool) -> Markup:
+def _other_wordings(fold: Fold, room: TextRoom) -> list[Markup]:
+    """Who of a fold says what, where not all say the same, each with what its first one printed."""
+    if len(fold.wordings) == 1:
+        return []
+    rows = [
+        element(
+            "tr",
+            element("td", _breakable(ranks(same.ranks, limit=40)), class_="who"),
+            element("td", shorten(same.first.headline, 220) or "(no message)", class_="wide"),
+        )
+        for same in fold.wordings[:WORDINGS]
+    ]
+    table = element("table", table_head("who", "what"), *rows)
+    more = [same for same in fold.wordings[:WORDINGS] if same.first is not fold.first]
+    left_out = len(fold.wordings) - WORDINGS
+    return [
+        element("div", table, class_="scroll"),
+        *([element("p", f"and {count(left_out, 'wording')} more, in report.json", class_="muted")] * (left_out > 0)),
+        *(_evidence_text(same.first, room, is_open=False, whose=ranks(same.ranks, limit=40)) for same in more),
+    ]
+
+
+def _evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whose: str = "") -> Markup:
     words = failure.traceback.rstrip("\n") or failure.stderr_tail.rstrip("\n")
     if not words:
         return element("p", "No traceback was printed, and nothing else on stderr.", class_="muted")
@@ -266,6 +296,7 @@ def _evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool) -> 
     if kept is None:
         return element("p", "The traceback is left out here for the page's size: see the error file.", class_="muted")
     title = "Traceback" if failure.traceback else "No traceback was printed; the end of its stderr"
+    title += f" ({whose})" if whose else ""
     return element(
         "details",
         element("summary", title),
@@ -411,6 +442,14 @@ def _facts(facts: Sequence[tuple[str, str]]) -> Markup:
 
 def _opener(entry: int, words: str) -> Markup:
     return element("button", words, type="button", class_="open", popovertarget=f"e{entry}")
+
+
+def _what(entry: Entry, limit: int | None = None) -> str:
+    """What most of it say, in at most so many characters, and that others say it otherwise."""
+    words = entry.headline if limit is None else shorten(entry.headline, limit)
+    others = len(entry.fold.wordings) - 1 if entry.fold is not None else 0
+    more = f" (+{count(others, 'other wording')})" if others else ""
+    return f"{words or '(no message)'}{more}"
 
 
 def _whose(entry: Entry) -> str:

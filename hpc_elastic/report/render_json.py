@@ -8,7 +8,7 @@ from hpc_elastic.atomic_file import json_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.node_score import NodeScore
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
+from hpc_elastic.report.fold import Fold, SameWords, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.output_losses import losses_json
@@ -231,8 +231,13 @@ def _fold(fold: Fold, clocks: Clocks) -> dict[str, Any]:
         "count": len(fold.members),
         "hosts": list(fold.hosts),
         "first": fold.first.to_json(),
+        "wordings": [_wording(same) for same in fold.wordings] if len(fold.wordings) > 1 else [],
         "members": [_place(failure, clocks) for failure in fold.members],
     }
+
+
+def _wording(same: SameWords) -> dict[str, Any]:
+    return {"ranks": rank_ranges(same.ranks), "count": len(same.members), "first": same.first.to_json()}
 
 
 def _clocks(attempt: AttemptHistory) -> dict[str, Any] | None:

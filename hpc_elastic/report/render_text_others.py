@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
-from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
+from hpc_elastic.report.fold import Fold, fold_failures, kind_of, rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankWord, RoundHistory, StackGroup
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.render_text_words import brief, clean_line, clock_text, fit, shorten
@@ -36,7 +36,9 @@ def other_lines(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | 
         return []
     folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: _ORDER[fold.first.failure_class])
     lines = [fit(f"  {clean_line(loss.summary)}{_silence(loss)}", width) for loss in lost]
-    lines += [fit(_fold_line(fold, root, part.clocks), width) for fold in folds]
+    for fold in folds:
+        lines.append(fit(_fold_line(fold, root, part.clocks), width))
+        lines += [fit(line, width) for line in (_wording_lines(fold) if cap is None else ())]
     if cap is not None and len(lines) > cap:
         hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
         lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds (--all shows them)"]
@@ -53,11 +55,23 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, clocks: Clocks) -> str:
     ranks = f"rank{'s' if count > 1 else ''} {shorten(rank_ranges(fold.ranks), 30)}"
     hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
     what = _CLASS_WORDS[first.failure_class]
-    if root is not None and first.fingerprint == root.fingerprint:
+    if root is not None and (first.fingerprint == root.fingerprint or kind_of(first) == kind_of(root)):
         what = "the same failure"
-    label = f" [{what}]" if what else ""
+    wordings = f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else ""
+    label = ", ".join(filter(None, (what, wordings)))
     at = clock_text(moment_of_failure(first, clocks).at_ns)
-    return f"  {ranks} on {hosts}, from {at}{label}: {brief(first.headline)}"
+    return f"  {ranks} on {hosts}, from {at}{f' [{label}]' if label else ''}: {brief(fold.headline)}"
+
+
+def _wording_lines(fold: Fold) -> list[str]:
+    """Who says what, where not all say the same."""
+    if len(fold.wordings) == 1:
+        return []
+    return [
+        f"    rank{'s' if len(same.ranks) > 1 else ''} {shorten(rank_ranges(same.ranks), 40)}: "
+        f"{brief(same.first.headline)}"
+        for same in fold.wordings
+    ]
 
 
 def stack_lines(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hpc_elastic.report.fold import kind_of
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_text_words import (
     brief,
@@ -148,7 +149,9 @@ def _round_text(history: RunHistory, attempt: AttemptHistory, part: RoundHistory
         where = (
             verdict.failure.global_rank if verdict.failure is not None else verdict.lost_node and verdict.lost_node.node
         )
-        return f"{size}|{verdict.fingerprint}|{where}|{others}", f"{size}{lasted}", text
+        unknown = verdict.failure if verdict.cause is Cause.UNKNOWN else None
+        same = kind_of(unknown)[0] if unknown is not None else verdict.fingerprint
+        return f"{size}|{same}|{where}|{others}", f"{size}{lasted}", text
     if part.succeeded:
         end = "all workers ended with 0"
     elif part.stopping_reasons:

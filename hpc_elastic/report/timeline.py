@@ -60,7 +60,7 @@ class Entry:
         """One line."""
         if self.loss is not None:
             return self.loss.summary
-        return self.fold.first.headline if self.fold is not None else ""
+        return self.fold.headline if self.fold is not None else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

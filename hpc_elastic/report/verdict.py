@@ -15,7 +15,7 @@ from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, Fai
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
-from hpc_elastic.report.fold import rank_ranges
+from hpc_elastic.report.fold import kind_of, rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankWord
 from hpc_elastic.report.order import (
     SAME_NODE_NS,
@@ -362,7 +362,8 @@ def _talking_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
 
 
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
-    return tuple(sorted(f.global_rank for f in failures if f.fingerprint == root.fingerprint))
+    kind = kind_of(root)
+    return tuple(sorted(f.global_rank for f in failures if f.fingerprint == root.fingerprint or kind_of(f) == kind))
 
 
 def _seconds(seconds: float) -> str:

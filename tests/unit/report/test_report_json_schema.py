@@ -89,7 +89,16 @@ ROUND: dict[str, Any] = {
     "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
     "lost_nodes": [LOSS],
     "verdict": (CORE, None),
-    "failures": [{"ranks": TEXT, "count": INT, "hosts": [TEXT], "first": FAILURE, "members": [PLACE]}],
+    "failures": [
+        {
+            "ranks": TEXT,
+            "count": INT,
+            "hosts": [TEXT],
+            "first": FAILURE,
+            "wordings": [{"ranks": TEXT, "count": INT, "first": FAILURE}],
+            "members": [PLACE],
+        }
+    ],
     "heartbeats": [
         {"rank": INT, "node": INT, "step": "int?", "section": TEXT, "age": NUMBER, "told_ns": INT},
     ],
@@ -217,6 +226,7 @@ def everything(root: Path) -> RunBuilder:
     for rank in (2, 5):
         builder.fail(make_failure(rank, at=60 + rank / 1000, exception=f"Kind{'ab'[rank % 2]}Error: odd", per_node=2))
     builder.fail(make_failure(0, at=60.2, exception=f"RuntimeError: {GLOO.format(rank=0)}", per_node=2))
+    builder.fail(make_failure(1, at=60.3, exception="BrokenPipeError: [Errno 32] Broken pipe", per_node=2))
     builder.event(0, "supervisor", 3, 61, "agent_ended", name="n4", code=137)
     builder.event(0, "supervisor", 3, 61, "agent_relaunched", name="n4")
     builder.event(0, "supervisor", -1, 61, "notice", signal="SIGTERM")
@@ -263,7 +273,12 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
     builder = everything(tmp_path / "torn")
     builder.paths.run_json.unlink()
     walk(json.loads(json_report(collect_run(builder.root))), "report")
-    lists = {key for part in (*SECTIONS.values(), COST, PLACE) for key, item in part.items() if isinstance(item, list)}
+    lists = {
+        key
+        for part in (*SECTIONS.values(), ROUND["failures"][0], COST, PLACE)
+        for key, item in part.items()
+        if isinstance(item, list)
+    }
     assert lists - filled == {"threads"}  # test_report_collect has them
 
 
@@ -285,7 +300,15 @@ def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [LOSS, FAILURE, PLACE, COST, STREAM, *(ROUND[key][0] for key in ("nodes", "replaced", "stacks", "threads"))]
+    "part",
+    [
+        LOSS,
+        FAILURE,
+        PLACE,
+        COST,
+        STREAM,
+        *(ROUND[key][0] for key in ("nodes", "replaced", "stacks", "threads", "failures")),
+    ],
 )
 def test_nested_keys_are_described(part: dict[str, Any]) -> None:
     text = DOCUMENT.read_text()
