@@ -1,8 +1,8 @@
 """What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
 
 Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
-has to be injected into the worker for this. Formats seen with CPython 3.10-3.14 and torch 2.13, whose excepthook puts
-``[rank3]: `` before every line.
+has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
+``[rank3]: `` before every line, and rich.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+
+from hpc_elastic.failures.rich_text import INSIDE, TITLE, plain_tracebacks
+from hpc_elastic.failures.telling import telling_line
 
 TEXT_LIMIT = 64 << 10
 """Characters of a traceback that are kept: its first eighth and its end."""
@@ -26,6 +29,8 @@ _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)(?:, in (.*))?\Z')
 _FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
 _EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?::(?: (.*))?)?\Z")
+_CLASS_LINE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?::|\Z)")
+_MOST_BETWEEN = 20
 _SYNTAX_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
 _CONNECTORS = (
     "During handling of the above exception, another exception occurred:",
@@ -34,10 +39,17 @@ _CONNECTORS = (
 # What stands before a traceback that did not end the process.
 _NOT_THE_END = ("Exception ignored", "--- Logging error ---", "Exception in callback", "Error in ")
 _OTHER_THREAD = ("Exception in thread ", "Task exception was never retrieved", "Future exception was never retrieved")
-# A line that can't belong to an exception's message: c10d's and glog's log lines, the next report of the same death.
+# What somebody else printed, in a line of its own: c10d, glog, NCCL, logging, warnings, wandb, a progress bar, Slurm.
+_LOG_LINE = (
+    r"\[rank\d+\]:\[[A-Z]|\[[WEIF]\d* |\[[WEIF]\d{3,4} |\S+:\d+:\d+ \[\d+\] NCCL |wandb: |\S+\.py:\d+: \w*Warning: "
+    r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d|.{0,80}?\b\d+%\|"
+    r"|slurmstepd|srun: "
+)
+_SOMEBODY_ELSE = re.compile(_LOG_LINE)
+# A line that can't belong to an exception's message: the same, and the next report of the same death.
 _NOT_MESSAGE = re.compile(
-    r"\[rank\d+\]:\[[A-Z]|\[[WEIF]\d* |\[[WEIF]\d{3,4} |Exception ignored|Exception in thread|Fatal Python error: "
-    r"|terminate called|Extension modules: |--- Logging error ---|Traceback \(most recent call last\):"
+    _LOG_LINE + r"|Exception ignored|Exception in thread|Fatal Python error: |terminate called|Extension modules: "
+    r"|--- Logging error ---|Traceback \(most recent call last\):|sys:1: |Set the environment variable HYDRA_FULL_ERROR"
 )
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _TERMINATE = re.compile(
@@ -97,8 +109,9 @@ class FailureText:
     @property
     def headline(self) -> str:
         """``Type: message``, one line."""
-        first = self.message.split("\n", 1)[0]
-        return f"{self.exception_type}: {first}" if self.exception_type and first else self.exception_type or first
+        if not self.exception_type:
+            return telling_line(self.message)
+        return telling_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type
 
 
 def clean_text(text: str) -> str:
@@ -240,7 +253,27 @@ def _split(text: str) -> tuple[list[str], list[bool]]:
             if match:
                 lines[index] = line[match.end() :]
                 prefixed[index] = True
+    if TITLE in text:
+        plain_tracebacks(lines, _HEADER)
     return lines, prefixed
+
+
+def _begins_traceback(lines: list[str], at: int) -> bool:
+    """Whether Python began a traceback on this line, be it behind a progress bar that had not ended it."""
+    line = lines[at]
+    if line == _HEADER:
+        return True
+    before = line[: -len(_HEADER)]
+    if not line.endswith(_HEADER) or not before.strip() or before.endswith(("Original ", "Exception Group ")):
+        return False
+    return at + 1 < len(lines) and _FRAME.match(lines[at + 1]) is not None
+
+
+def _begins_group(lines: list[str], at: int) -> bool:
+    line = lines[at]
+    if line.lstrip() == _GROUP_HEADER:
+        return not line.startswith("    ")
+    return line.endswith(f"  {_GROUP_HEADER}") and at + 1 < len(lines) and lines[at + 1].startswith('  |   File "')
 
 
 def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
@@ -250,9 +283,9 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
     for start in [at for at, line in enumerate(lines) if line.endswith(_LAST)]:
         if start < index:  # within the one before
             continue
-        index, line = start, lines[start]
-        group = line.lstrip() == _GROUP_HEADER and not line.startswith("    ")
-        if not group and line != _HEADER:
+        index = start
+        group = _begins_group(lines, start)
+        if not group and not _begins_traceback(lines, start):
             continue
         at = index + 1
         if group:
@@ -262,8 +295,7 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
             while end < total and lines[end].startswith("  "):
                 end += 1
         else:
-            while at < total and lines[at].startswith("  "):
-                at += 1
+            at = _stack_end(lines, at)
             end = _message_end(lines, prefixed, at)
         if not group and not _is_exception_line(lines, at):  # cut off, or something else was printed in between
             index = max(at, index + 1)
@@ -281,6 +313,22 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
         blocks.append(_Block(start=index, exception=at, end=end, group=group, chained=chained, rank=rank))
         index = max(end, index + 1)
     return blocks
+
+
+def _stack_end(lines: list[str], at: int) -> int:
+    """One past the stack that begins on line `at`: what processes of its own print in between is passed over."""
+    end, others = at, 0
+    while end < len(lines):
+        if lines[end].startswith("  "):
+            others = 0
+        elif others < _MOST_BETWEEN and _SOMEBODY_ELSE.match(lines[end]):
+            others += 1
+        else:
+            break
+        end += 1
+    if others and (end == len(lines) or not _CLASS_LINE.match(lines[end])):
+        return end - others  # the traceback was cut off there
+    return end
 
 
 def _is_exception_line(lines: list[str], at: int) -> bool:
@@ -306,6 +354,8 @@ def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
         if prefixed[at] and not prefixed[end]:
             break
         if line in _CONNECTORS or _NOT_MESSAGE.match(line) or line.lstrip() == _GROUP_HEADER:
+            break
+        if line.endswith(_LAST) and _begins_traceback(lines, end):
             break
         end += 1
     while end > at + 1 and not lines[end - 1].strip():
@@ -333,7 +383,7 @@ def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureTe
             frames.append(Frame(file=match[1], line=int(match[2]), function=match[3] or "<module>"))
     return FailureText(
         kind=TextKind.PYTHON,
-        text=cut_middle("\n".join(lines[blocks[first].start : block.exception]), TEXT_LIMIT - MESSAGE_LIMIT)
+        text=cut_middle(_as_printed(lines[blocks[first].start : block.exception]), TEXT_LIMIT - MESSAGE_LIMIT)
         + "\n"
         + cut_end("\n".join(lines[block.exception : block.end]), MESSAGE_LIMIT),
         exception_type=exception_type,
@@ -343,6 +393,12 @@ def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureTe
         lines_after=sum(1 for line in lines[block.end :] if line.strip()),
         span=(blocks[first].start, block.end),
     )
+
+
+def _as_printed(lines: list[str]) -> str:
+    """A traceback's lines, without a progress bar before them and what is left of a drawn box."""
+    first = f"  {_GROUP_HEADER}" if lines[0].endswith(_GROUP_HEADER) else _HEADER
+    return "\n".join([first, *(line for line in lines[1:] if line != INSIDE)])
 
 
 def _split_exception(lines: list[str]) -> tuple[str, str]:

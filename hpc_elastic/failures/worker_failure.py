@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from hpc_elastic.failures.kinds import Category, FailureClass
+from hpc_elastic.failures.telling import telling_line
 from hpc_elastic.failures.traceback_text import clean_text, cut_end
 
 VERSION = 1
@@ -128,8 +129,8 @@ class WorkerFailure:
 
     @property
     def headline(self) -> str:
-        """The first line of the message."""
-        return self.message.split("\n", 1)[0]
+        """The message's line that says what happened."""
+        return telling_line(self.message)
 
 
 _ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureClass, "source": EvidenceSource}

@@ -27,6 +27,9 @@ from hpc_elastic.report.verdict import Verdict
 
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
+_STACK_WANTED = 12
+"""Lines of the stack that a message of many lines leaves room for, and so many of the message are shown in any case."""
+_MESSAGE_LEAST = 3
 _OTHERS_DOING = (FailureClass.STOPPED_BY_US, FailureClass.SYMPTOM)
 _WHOSE = {
     Category.INPUT: "input: the call or the environment",
@@ -142,6 +145,26 @@ def _lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
     return ""
 
 
+def _message_lines(failure: WorkerFailure) -> int:
+    """How many lines at the traceback's end are the exception's message; 0 where it quotes another's traceback."""
+    body, words = failure.traceback.rstrip("\n"), failure.message.rstrip("\n")
+    if not body or "Traceback (most recent call last):" in words:
+        return 0
+    lines = words.count("\n")
+    first = body.split("\n")[-lines - 1 :][0]
+    return lines + 1 if words and first.rstrip().endswith(words.split("\n", 1)[0].rstrip()[-60:]) else 0
+
+
+def _cut(body: list[str], room: int, *, message: int) -> list[str]:
+    """The end of it, where the cause stands. Of a long message only the beginning: the stack is worth more."""
+    kept = min(message, max(_MESSAGE_LEAST, room - _STACK_WANTED))
+    if message - kept > 1 and room > _MESSAGE_LEAST:
+        body = [*body[: len(body) - message + kept], f"... {message - kept} more lines (--all shows them)"]
+    if len(body) <= room + 1:
+        return body
+    return [f"... {len(body) - room} lines above (--all shows them)", *body[-room:]]
+
+
 def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: str) -> list[str]:
     """The field ``traceback``, and as many of its last lines as there is room for: the cause stands at its end."""
     if failure.traceback:
@@ -158,6 +181,5 @@ def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: s
         return [text_field("traceback", f"none was printed, and nothing else on stderr{hint}")]
     body = fold_repeats(body)
     if lines is not None and len(body) > lines - 1:
-        keep = max(1, lines - 2)
-        body = [f"... {len(body) - keep} lines above (--all shows them)", *body[-keep:]]
+        body = _cut(body, max(1, lines - 2), message=_message_lines(failure))
     return [text_field("traceback", title).rstrip(), *(fit_traceback(f"    {line}", width).rstrip() for line in body)]

@@ -146,6 +146,30 @@ def test_what_python_prints_after_the_exception_does_not_hide_it(tmp_path: Path)
     assert worker.describe().message == "RuntimeError: the one that matters"
 
 
+def test_an_exception_between_a_progress_bar_and_what_runs_at_the_exit(tmp_path: Path) -> None:
+    worker = run(
+        tmp_path,
+        """
+        import atexit, sys
+        @atexit.register
+        def bye():
+            for n in range(60):
+                print("wandb: run", sys.argv[1], n, file=sys.stderr)
+        def step():
+            raise ValueError("bad batch 17")
+        print(end="\\r 40%|####      | 2/5 [00:01<00:02]", file=sys.stderr, flush=True)
+        step()
+        """,
+        "sunny-sea",
+    )
+    assert "]Traceback (most" in worker.stderr
+    failure = worker.describe()
+    assert failure.message == "ValueError: bad batch 17"
+    assert failure.traceback.splitlines()[-1] == failure.message
+    assert "in step" in failure.traceback.splitlines()[-3]
+    assert failure.stderr_tail.splitlines()[-1] == "wandb: run sunny-sea 59"
+
+
 def test_an_exit_code_is_named(tmp_path: Path) -> None:
     failure = run(tmp_path, "import sys\nsys.exit(3)\n").describe()
     assert failure.message == "Process failed with exitcode 3"
