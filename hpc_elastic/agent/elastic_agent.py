@@ -20,7 +20,7 @@ from hpc_elastic.agent.addresses import candidate_addresses, choose_master_addre
 from hpc_elastic.agent.group_ranks import GroupFacts, restarts_after, worker_places
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics
 from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState
-from hpc_elastic.agent.worker_spec import Round, WorkerSpec
+from hpc_elastic.agent.worker_spec import Rendezvous, Round, WorkerSpec
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import HpcElasticError, UsageError
 
@@ -163,7 +163,7 @@ class SimpleElasticAgent(ElasticAgent):
                 raise HpcElasticError(message=f"the workers are {found.state.name}, which no agent can go on from")
             elif self._round_is_over(group):
                 self._restart(group, "the round is over")
-            elif group.spec.handler.num_nodes_waiting() > 0:
+            elif self._somebody_is_to_be_taken_in(group):
                 self._restart(group, "a node waits to be taken in")
 
     def _handle_failure(self, group: WorkerGroup, found: MonitorResult) -> None:
@@ -274,6 +274,7 @@ class SimpleElasticAgent(ElasticAgent):
         assert group.store is not None
         assert group.group_world_size is not None
         group.store.add("done", 1)
+        _call(group.spec.handler, "report_done")
         deadline = self._clock.monotonic() + self._exit_barrier_timeout
         delay = _FIRST_LOOK
         while True:
@@ -281,7 +282,7 @@ class SimpleElasticAgent(ElasticAgent):
             if int(group.store.get("done") or b"0") >= group.group_world_size:
                 return True
             if over:
-                return False
+                return bool(_call(group.spec.handler, "has_succeeded"))
             if self._clock.monotonic() >= deadline:
                 logger.warning(
                     "%g s after this node's workers were done, others still are not; leaving",
@@ -292,8 +293,13 @@ class SimpleElasticAgent(ElasticAgent):
             delay = min(_LONGEST_LOOK, 2 * delay)
 
     def _round_is_over(self, group: WorkerGroup) -> bool:
-        asked = getattr(group.spec.handler, "round_is_over", None)
-        return bool(asked()) if asked is not None else False
+        return bool(_call(group.spec.handler, "round_is_over"))
+
+    def _somebody_is_to_be_taken_in(self, group: WorkerGroup) -> bool:
+        """A rendezvous that tells when a round is over ends it for a newcomer itself, where there is a place: who waits
+        then is a spare, and nobody is to be restarted for that."""
+        handler = group.spec.handler
+        return not hasattr(handler, "round_is_over") and handler.num_nodes_waiting() > 0
 
     # -- figures -------------------------------------------------------------------------------------------------
 
@@ -309,6 +315,12 @@ class SimpleElasticAgent(ElasticAgent):
         began = self._clock.monotonic()
         yield
         self._metrics.put(self._name(f"{what}_seconds"), self._clock.monotonic() - began)
+
+
+def _call(handler: Rendezvous, name: str) -> object:
+    """What `handler` answers, where it has that method; else None."""
+    method = getattr(handler, name, None)
+    return method() if method is not None else None
 
 
 def _free_port() -> int:

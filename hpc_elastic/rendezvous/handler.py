@@ -152,6 +152,19 @@ class FileRendezvousHandler:
             return False
         return record.status is Status.CLOSED or record.round > self._seat.round
 
+    def report_done(self) -> None:
+        """All workers of this node have ended well: it stays in the round, and is not missed if it is lost now.
+
+        When all nodes have said so the run is closed, as one that succeeded.
+        """
+        if self._seat is not None:
+            self._seat.report_done()
+
+    def has_succeeded(self) -> bool:
+        """Whether the run is closed because the workers of all nodes have ended well."""
+        record = self._look(self._seat) if self._seat is not None else None
+        return record is not None and record.status is Status.CLOSED and record.outcome is Outcome.SUCCEEDED
+
     def fileno(self) -> int:
         """Readable when there is news of the rounds, until somebody asks; -1 before `next_rendezvous`, and after."""
         return self._seat.fileno() if self._seat is not None else -1
@@ -198,7 +211,8 @@ class FileRendezvousHandler:
         """Withdraw this node. The last one of the job to do so closes the run.
 
         Args:
-            workers_done: All its workers ended well: the others need no new round for want of it.
+            workers_done: All its workers ended well: the others need no new round for want of it. So it is after
+                `report_done`.
 
         Returns:
             Whether the others could be told.

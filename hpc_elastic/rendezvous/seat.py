@@ -86,6 +86,7 @@ class Seat:
         self._record: RoundRecord | None = None
         self._confirmed = -1
         self._asked_for = -1
+        self._done = -1
         self._here: WhoIsHere | None = None
         settings = participant_settings(config)
         self._coordination = Coordination(
@@ -215,6 +216,11 @@ class Seat:
             folder=folder,
         )
 
+    def report_done(self) -> None:
+        """All workers of this node have ended well in the last final round that it was in."""
+        self._done = done = self.round
+        self._coordination.ask(lambda participant: participant.report_done(done))
+
     def ask_who_is_here(self) -> None:
         """`who_is_here` has the answer once the filesystem has given it."""
         self._coordination.ask(self._find_who_is_here)
@@ -228,6 +234,7 @@ class Seat:
     def leave(self, *, within: float, workers_done: bool) -> bool:
         """Tell the others and end the thread. Returns whether the filesystem took it within so many seconds."""
         uid = self._info.uid
+        workers_done |= self.round >= 0 and self._done == self.round
 
         def say(participant: Participant) -> None:
             record = participant.record

@@ -169,7 +169,7 @@ def run_all(agents: list[ToyAgent]) -> list[Any]:
         except Exception as error:
             results[index] = error
 
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(agents))]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(agents))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -250,6 +250,14 @@ def test_the_budget_is_the_runs_and_not_the_nodes() -> None:
     assert all(agent.log[-1].startswith("stop") for agent in agents)
 
 
+class PlainHandler:
+    """A rendezvous with nothing but what every agent needs, and what the test hands on beside it."""
+
+    def __init__(self, handler: MemoryHandler, *more: str) -> None:
+        for name in ("get_run_id", "next_rendezvous", "num_nodes_waiting", "set_closed", "shutdown", *more):
+            setattr(self, name, getattr(handler, name))
+
+
 def test_a_membership_change_costs_no_restart() -> None:
     handler = MemoryHandler(Meeting(1), 0)
 
@@ -259,10 +267,45 @@ def test_a_membership_change_costs_no_restart() -> None:
             return MonitorResult(WorkerState.HEALTHY)
         return succeed(group)
 
-    agent = ToyAgent(a_spec(handler, max_restarts=0), script)
+    agent = ToyAgent(a_spec(PlainHandler(handler), max_restarts=0), script)
     agent.run()
     assert agent.log == ["start 0", "stop 0", "start 1"]
     assert agent.get_worker_group().restarts_used == 0
+
+
+def test_nobody_is_restarted_for_a_spare_where_the_rendezvous_says_when_a_round_is_over() -> None:
+    handler, looks = MemoryHandler(Meeting(1), 0), iter(range(5))
+
+    def script(group: WorkerGroup) -> MonitorResult:
+        handler.waiting = 1
+        return MonitorResult(WorkerState.HEALTHY) if next(looks, None) is not None else succeed(group)
+
+    agent = ToyAgent(a_spec(PlainHandler(handler, "round_is_over")), script)
+    agent.run()
+    assert agent.log == ["start 0"]
+
+
+@pytest.mark.parametrize("has_succeeded", [True, False])
+def test_a_run_that_is_closed_in_the_exit_barrier_is_over_where_all_have_succeeded(has_succeeded: bool) -> None:
+    """Whatever a cache shows of how many are done; without that word a closed run is an error."""
+    meeting = Meeting(2)
+    told: list[int] = []
+
+    class Handler(MemoryHandler):
+        def report_done(self) -> None:
+            told.append(self.round)
+            self.set_closed()
+
+        def has_succeeded(self) -> bool:
+            return has_succeeded
+
+    def never(group: WorkerGroup) -> MonitorResult:
+        return MonitorResult(WorkerState.HEALTHY)
+
+    agents = [ToyAgent(a_spec(Handler(meeting, 0)), succeed), ToyAgent(a_spec(MemoryHandler(meeting, 1)), never)]
+    results = run_all(agents)
+    assert told == [0]
+    assert isinstance(results[0], RunResult if has_succeeded else ClosedError), results
 
 
 def test_a_failure_that_no_restart_would_help_ends_the_run_at_once() -> None:
