@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.rigs.local_run import LocalRun
-from tests.rigs.wrong_clocks import fail_one_after_the_other, node_clocks, rank_on
+from tests.rigs.wrong_clocks import fail_one_after_the_other, node_0_coordinates, node_clocks, rank_on
 
 HOUR = 3600.0
 SCRIPT = """
@@ -32,7 +32,7 @@ def run_on_three_machines(folder: Path, *conf: str, more: int = 0, options: Sequ
         SCRIPT,
         nodes=3 + more,
         min_nodes=3,
-        options=["--rdzv-conf", ",".join(conf), *options],
+        options=["--rdzv-conf", ",".join(conf), *node_0_coordinates(folder), *options],
         environ=node_clocks(clocks),
         heartbeat_ttl=8.0,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.submission import ElasticExecutor, Script
+from tests.rigs.inprocess_ranks import free_ports
 from tests.rigs.training_scripts import of_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +35,7 @@ def final_loss(output: str) -> float:
 def undisturbed_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
     """The final loss of one process, without any launcher."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
     result = subprocess.run(
         [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits.pt")],
         env=env, capture_output=True, text=True, timeout=120, check=True,

@@ -18,7 +18,7 @@ import pytest
 
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes.tags import TAG_VARIABLE
-from tests.rigs.local_run import LocalRun
+from tests.rigs.local_run import LocalRun, Process
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
 GRACE = 1.0
@@ -147,7 +147,7 @@ def test_sigterm_while_the_evidence_of_a_failure_can_not_be_had(emulator: NfsEmu
         run.wait_moments("here", count=2)
         emulator.freeze()
         run.say("fail")
-        run.until(lambda: not workers(run), "end of the workers", within=GRACE + 6.0)
+        run.until(lambda: not workers(run), "end of the workers", within=GRACE + LEAVING)
         assert ends(run, signal.SIGTERM) < GRACE + LEAVING
 
 
@@ -166,7 +166,7 @@ def test_a_worker_fails_and_the_run_goes_on_when_the_mount_answers_again(emulato
         run.wait_moments("here", count=2)
         emulator.freeze()
         run.say("fail")
-        run.until(lambda: run.moments("saved") and not workers(run), "end of the other worker", within=GRACE + 6.0)
+        run.until(lambda: run.moments("saved") and not workers(run), "end of the other worker", within=GRACE + LEAVING)
         emulator.thaw()
         run.wait_moments("here", count=2, round_index=1)
         run.say("end")
@@ -176,7 +176,12 @@ def test_a_worker_fails_and_the_run_goes_on_when_the_mount_answers_again(emulato
 def test_nothing_of_a_round_outlives_a_killed_supervisor_and_a_killed_agent(emulator: NfsEmulator) -> None:
     with run_on(emulator, _HAS_A_FAMILY) as run:
         run.wait_moments("here", count=2)
-        family = [process for process in run.processes() if "sleep" in process.argv] + run.tagged(1)
+
+        def sleepers() -> list[Process]:
+            return [process for process in run.processes() if process.argv[:1] == ("sleep",)]
+
+        run.until(lambda: len(sleepers()) == 2, "each worker's daemon, a program by now")
+        family = sleepers() + run.tagged(1)
         family = [process for process in family if "store_host.py" not in " ".join(process.argv)]
         assert len(family) >= 4
         emulator.freeze()

@@ -75,13 +75,13 @@ def test_a_failing_function_is_told_with_its_rank_and_traceback(tmp_path: Path) 
     def one_fails() -> None:
         if os.environ["RANK"] == "1":
             raise ValueError("boom on rank 1")
-        time.sleep(60)
+        time.sleep(600)
 
     agent = an_agent(tmp_path, one_fails, shutdown_timeout=5.0)
     began = time.monotonic()
     with pytest.raises(WorkerGroupFailureError, match="rank 1") as caught:
         agent.run()
-    assert time.monotonic() - began < 30, "the other worker was ended, and not waited for"
+    assert time.monotonic() - began < 100, "the other worker was ended, and not waited for"
     assert list(caught.value.get_worker_exceptions()) == [1]
     assert "boom on rank 1" in caught.value.get_worker_exceptions()[1].headline
     assert agent.get_worker_group().state is WorkerState.FAILED
@@ -92,7 +92,7 @@ def test_a_restart_is_a_new_round_for_all_its_workers(tmp_path: Path) -> None:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0":
             os._exit(3)
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            time.sleep(60)
+            time.sleep(600)
         return os.environ["TORCHELASTIC_RESTART_COUNT"]
 
     agent = an_agent(tmp_path, fails_once, max_restarts=1, shutdown_timeout=5.0)
@@ -137,7 +137,7 @@ def run_two_nodes(tmp_path: Path, work: str) -> list[dict[int, Any]]:
         + textwrap.dedent(
             """
             handler = FileRendezvousHandler(config_from_url(sys.argv[1]))
-            spec = WorkerSpec("default", int(sys.argv[2]), work, (), handler, monitor_interval=20.0)
+            spec = WorkerSpec("default", int(sys.argv[2]), work, (), handler, monitor_interval=100.0)
             print(json.dumps(LocalElasticAgent(spec).run().return_values))
             """
         )
@@ -148,7 +148,7 @@ def run_two_nodes(tmp_path: Path, work: str) -> list[dict[int, Any]]:
         subprocess.Popen([sys.executable, str(program), url, str(size)], stdout=subprocess.PIPE, text=True)
         for size in (1, 2)
     ]
-    told = [node.communicate(timeout=60)[0] for node in nodes]
+    told = [node.communicate(timeout=200)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     return [{int(rank): value for rank, value in json.loads(text.splitlines()[-1]).items()} for text in told]
 
@@ -178,12 +178,12 @@ def test_a_failure_on_one_node_starts_the_other_again_without_waiting_for_its_ne
                 time.sleep(0.5)
                 raise ValueError("boom")
             if first:
-                time.sleep(60)
+                time.sleep(600)
             return os.environ["TORCHELASTIC_RESTART_COUNT"]
         """,
     )
     assert {value for values in out for value in values.values()} == {"1"}
-    assert time.monotonic() - began < 15, "its monitor_interval is 20 s: it has to be told"
+    assert time.monotonic() - began < 80, "its monitor_interval is 100 s: it has to be told"
 
 
 def test_children_of_the_program_itself_are_left_alone(tmp_path: Path) -> None:
@@ -210,13 +210,13 @@ def test_ctrl_c_ends_the_workers(tmp_path: Path) -> None:
 
     def waits() -> None:
         (pids / str(os.getpid())).touch()
-        time.sleep(60)
+        time.sleep(600)
 
     agent = an_agent(tmp_path, waits, shutdown_timeout=5.0)
     main = os.getpid()
 
     def interrupt() -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(list(pids.iterdir())) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
         os.kill(main, signal.SIGINT)
@@ -233,10 +233,11 @@ def hangs_on_rank_1(rounds: int) -> str:
     import hpc_elastic
 
     rank, index = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    for step in range(1, 4):
-        hpc_elastic.heartbeat(step=step + 10 * index)
-    if rank == "1" and index < rounds:
-        time.sleep(60)
+    if rank == "1" and index < rounds:  # the others tell nothing: on a busy machine their end might take as long
+        hpc_elastic.heartbeat(step=3)
+        time.sleep(600)
+    if index < rounds:
+        time.sleep(600)
     return f"rank {rank} in round {index}"
 
 
@@ -246,13 +247,13 @@ def test_a_worker_that_hangs_is_found_by_its_heartbeats_and_restarted(tmp_path: 
         hangs_on_rank_1,
         1,
         max_restarts=1,
-        monitor_interval=20.0,
+        monitor_interval=100.0,
         section_timeouts="step:0.5",
         shutdown_timeout=5.0,
     )
     began = time.monotonic()
     assert agent.run().return_values == {0: "rank 0 in round 1", 1: "rank 1 in round 1"}
-    assert time.monotonic() - began < 15, "long before its monitor_interval"
+    assert time.monotonic() - began < 80, "long before its monitor_interval"
     (stacks,) = (tmp_path / "logs").glob("round-000/rank-00001/stacks.txt")
     assert "hangs_on_rank_1" in stacks.read_text()
     assert not list(Path("/dev/shm").glob(f"hpc-elastic-beats.{agent._tag.agent_uid}*")), "its folder on the node"

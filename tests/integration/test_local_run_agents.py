@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.outcome import ExitCode
-from tests.rigs.local_run import LocalRun
+from tests.rigs.local_run import LocalRun, Process
 
 _FAMILY = """
 if ROUND == 0:
@@ -32,9 +32,13 @@ def test_killed_agent_takes_its_family_along_and_is_started_again(tmp_path: Path
     with LocalRun(tmp_path, _FAMILY) as run:
         run.wait_moments("here", count=2, round_index=0)
         agent = run.agent(node)
-        family = [process for process in run.tagged(node) if process.argv[:1] == ("sleep",)]
-        family += [process for process in run.tagged(node) if str(run.script_path) in process.argv]
-        assert len(family) == 3
+
+        def members() -> list[Process]:
+            found = [process for process in run.tagged(node) if process.argv[:1] == ("sleep",)]
+            return found + [process for process in run.tagged(node) if str(run.script_path) in process.argv]
+
+        run.until(lambda: len(members()) == 3, "worker with two children, each of which is a program by now")
+        family = members()
         os.kill(agent.pid, signal.SIGKILL)
         run.until(lambda: not any(process.lives() for process in family), "end of its family", within=10.0)
         run.wait_moments("here", count=2, round_index=1)

@@ -52,11 +52,15 @@ def test_nobody_polls_and_agents_are_small(tmp_path: Path, compiled: dict[str, s
             run.front(): FRONT_WAKES,
         }
         time.sleep(0.5)  # what there is to do at the start
-        before, began = _wakes(most), time.monotonic()
-        time.sleep(SECONDS)
-        passed = time.monotonic() - began
-        found = {pid: (count - before[pid]) / passed for pid, count in _wakes(most).items()}
-        assert {pid: wakes for pid, wakes in found.items() if wakes > most[pid]} == {}
+        for _ in range(6):  # on a busy machine that takes longer; who polls does it each time
+            before, began = _wakes(most), time.monotonic()
+            time.sleep(SECONDS)
+            passed = time.monotonic() - began
+            found = {pid: (count - before[pid]) / passed for pid, count in _wakes(most).items()}
+            too_many = {pid: wakes for pid, wakes in found.items() if wakes > most[pid]}
+            if not too_many:
+                break
+        assert too_many == {}
         assert all(_megabytes(agent) < MEGABYTES for agent in agents)
         run.signal(signal.SIGINT)
         run.finish()

@@ -43,7 +43,7 @@ def test_signal_ends_the_run_in_order(tmp_path: Path, number: signal.Signals, co
     with LocalRun(tmp_path, _SAVES_ON_SIGTERM, options=["--max-requeues", "2"]) as run:
         run.wait_moments("here", count=2)
         run.signal(number)
-        assert run.finish(within=10.0) == code
+        assert run.finish(within=25.0) == code
         run.check_nothing_left()
         assert len(run.moments("saved")) == 2
         assert not run.attempt(1).root.exists()
@@ -57,7 +57,7 @@ def test_ctrl_c_waits_no_longer_than_the_grace(tmp_path: Path) -> None:
         began = time.monotonic()
         run.signal(signal.SIGINT)
         assert run.finish() == ExitCode.INTERRUPTED
-        assert 0.9 <= time.monotonic() - began <= 12.0, "the usual grace is longer"
+        assert 0.9 <= time.monotonic() - began <= 20.0, "the usual grace is longer"
         run.check_nothing_left()
         assert len(run.moments("asked")) == 2
 
@@ -79,7 +79,7 @@ def test_ctrl_c_before_the_agents_have_met(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _SAVES_ON_SIGTERM) as run:
         run.until(lambda: "run directory:" in run.log(), "first line")
         run.signal(signal.SIGINT)
-        assert run.finish(within=10.0) == ExitCode.INTERRUPTED
+        assert run.finish(within=25.0) == ExitCode.INTERRUPTED
         run.check_nothing_left()
 
 
@@ -88,7 +88,7 @@ def test_ctrl_c_while_workers_are_restarted(tmp_path: Path) -> None:
         run.wait_moments("here", count=2)
         run.kill_worker(1, round_index=0)
         run.signal(signal.SIGINT)
-        assert run.finish(within=10.0) == ExitCode.INTERRUPTED
+        assert run.finish(within=25.0) == ExitCode.INTERRUPTED
         run.check_nothing_left()
 
 
@@ -108,7 +108,7 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, script: str) -> No
         run.wait_moments("here", count=2)
         run.signal(signal.SIGKILL)
         assert run.finish() == -signal.SIGKILL
-        run.check_nothing_left(within=6.0)
+        run.check_nothing_left(within=25.0)
         assert len(run.moments("saved")) + len(run.moments("asked")) == 2
         assert {event["code"] for event in run.events("agent_ended")} == {128 + signal.SIGHUP}
         (closed,) = run.events("closed")
@@ -120,13 +120,13 @@ def test_supervisor_killed_while_agents_start(tmp_path: Path) -> None:
         run.until(lambda: len([p for p in run.processes() if p.parent == run.supervisor()]) == 2, "agents")
         run.signal(signal.SIGKILL)
         assert run.finish() == -signal.SIGKILL
-        run.check_nothing_left(within=6.0)
+        run.check_nothing_left(within=25.0)
 
 
 def test_agent_that_is_asked_to_end_closes_the_run(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _SAVES_ON_SIGTERM) as run:
         run.wait_moments("here", count=2)
         os.kill(run.agent(1).pid, signal.SIGTERM)
-        assert run.finish(within=10.0) == ExitCode.TERMINATED
+        assert run.finish(within=25.0) == ExitCode.TERMINATED
         run.check_nothing_left()
         assert len(run.moments("saved")) == 2

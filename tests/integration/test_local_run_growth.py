@@ -87,9 +87,10 @@ def test_a_spare_takes_a_lost_nodes_place_at_once(tmp_path: Path) -> None:
 def test_spares_wait_for_nobody_and_nobody_waits_for_them(tmp_path: Path) -> None:
     """A node that never comes is replaced at the end of the last call; a spare that never comes is not missed."""
     options = ["--spares", "2", "--rdzv-conf", f"{_QUICK},last_call_timeout=1"]
-    with GatedRun(tmp_path, _SCRIPT, nodes=2, options=options) as run:
-        run.close_gate(0)
-        run.close_gate(2)
+    gated = GatedRun(tmp_path, _SCRIPT, nodes=2, options=options)
+    gated.close_gate(0)
+    gated.close_gate(2)
+    with gated as run:
         assert run.seats(0, count=2) == [1, 3]
         run.open_gate(2)
         run.open_gate(0)

@@ -199,7 +199,9 @@ def test_a_script_that_is_not_there_is_a_reason(tmp_path: Path) -> None:
 def test_nothing_that_a_script_started_outlives_it(tmp_path: Path, ends: bool) -> None:
     daemon = "(setsid sh -c 'trap \"\" TERM HUP; echo $$ > daemon; sleep 1000' &)"
     wait = "while [ ! -s daemon ]; do sleep 0.01; done"
-    checks = make(tmp_path, f"sleep 1000 & {daemon}; {wait}; {'exit 0' if ends else 'sleep 1000'}", seconds=2.0)
+    checks = make(
+        tmp_path, f"sleep 1000 & {daemon}; {wait}; {'exit 0' if ends else 'sleep 1000'}", seconds=15.0 if ends else 2.0
+    )
     verdict = answer(checks)
     assert verdict.is_healthy is ends
     checks.close()
@@ -233,5 +235,5 @@ def test_each_begin_has_its_answer(tmp_path: Path, answers: threading.Event, mon
     monkeypatch.setattr(checks, "_tell", tell_and_stay)
     for last_round in (-1, 0):
         checks.begin(last_round)
-        checks.wait(5.0)
+        checks.wait(PATIENCE)
         assert checks.take() is not None

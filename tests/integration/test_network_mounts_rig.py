@@ -51,16 +51,22 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def owner() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
+def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
     """A process with a rig, to be killed: itself, its rig's keeper's pid, and the rig's folder."""
     require_mounts("glusterfs")
-    process = subprocess.Popen([sys.executable, "-c", _OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    keeper, folder = process.stdout.readline().split()
-    yield process, int(keeper), Path(folder)
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    # Its folder lies where no other session's rig, which may start just now, looks for what is left.
+    with tempfile.TemporaryDirectory(prefix="rig-") as place:
+        environ = {**os.environ, "TMPDIR": place}
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        with subprocess.Popen(
+            [sys.executable, "-c", _OWNER], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environ
+        ) as process:
+            assert process.stdout is not None
+            keeper, folder = process.stdout.readline().split()
+            yield process, int(keeper), Path(folder)
+            process.kill()
+            process.wait()
+            remove_leftovers()
 
 
 @pytest.mark.parametrize("kind", ["glusterfs", "sshfs"])

@@ -20,7 +20,7 @@ limit = float(os.environ["LIMIT"]) if "LIMIT" in os.environ else None
 guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"), stopped_limit=limit)
 worker = start(DAEMON, HPC_ELASTIC_TAG=str(tag))
 daemon = int(read_line(worker.stdout_fd))
-until(lambda: tree.look_at(guard.pid).state == "S")
+until(lambda: (tree.look_at(guard.pid).name, tree.look_at(guard.pid).state) == (guardian.GUARDIAN_NAME, "S"))
 report(guardian=guard.pid, worker=worker.pid, daemon=daemon, sid=os.getsid(guard.pid),
        fds=sorted(os.readlink(f"/proc/{guard.pid}/fd/{n}") for n in os.listdir(f"/proc/{guard.pid}/fd")),
        held=tree.look_at(guard.pid).name)
@@ -251,7 +251,7 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
         assert new["alive"] == [True, True]
         assert new["sibling"]
         assert new["again"] == 1, "with nothing to end it takes one look"
-        old.process.wait(5)
+        old.process.wait(30)
         assert [pid for pid in prey if is_alive(pid)] == []
         assert [pid for pid in bystanders if not is_alive(pid)] == []
         assert local.exists() is not is_stopped, "the old guardian, where it lived, cleared up by itself"

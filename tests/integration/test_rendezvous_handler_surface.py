@@ -76,10 +76,12 @@ def test_the_deadline_holds_alone_and_with_one_that_does_not_confirm(
         return advance(seat, record, open_master)
 
     monkeypatch.setattr(Seat, "advance", never_confirm)
-    rig.start(silent)
+    waits = rig.start(silent)
     assert -0.1 <= overshoot(1.0, one.next_rendezvous) <= 1
     assert frozen.is_set(), "it was in the frozen state that it waited"
     silent.set_closed()
+    with pytest.raises(RendezvousClosedError):  # else it would wait for its timeout while the rig withdraws it
+        waits.result(20)
 
 
 @pytest.mark.parametrize("where", ["enter", "current_epoch", "latest"])
@@ -301,8 +303,9 @@ def test_every_error_pickles_and_is_one_of_the_three() -> None:
 
 
 def test_a_real_timeout_pickles_and_names_who_did_not_come_again(rig: HandlerRig) -> None:
-    nodes = [rig.make(3, timeout=4.0 if index == 0 else 20.0) for index in range(3)]
+    nodes = [rig.make(3) for _ in range(3)]
     rig.meet(*nodes)
+    nodes[0]._config = replace(nodes[0]._config, settings=replace(nodes[0]._config.settings, timeout=4.0))
     for node in nodes[1:]:
         node.withdraw()
     until(nodes[0].round_is_over)

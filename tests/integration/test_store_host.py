@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.store_server import StoreServer, StoreState, torch_available
+from tests.rigs.inprocess_ranks import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 30.0
@@ -86,12 +87,6 @@ def nobody_listens(port: int) -> bool:
     except ConnectionRefusedError:
         return True
     return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -169,7 +164,7 @@ def start_worker(port: int, rank: int, world: int, tag: str) -> AbstractContextM
 def test_process_groups_form_in_every_round_whoever_died(make_server: Callable[..., StoreServer]) -> None:
     """Three rounds of other sizes on one process and one fixed port; rank 0 dies, then the last rank."""
     server = make_server()
-    port = free_port()
+    port = free_ports()
     pid: int | None = None
     for tag, world, victim in (("a", 3, 0), ("b", 2, 1), ("c", 3, None)):
         server.bind("127.0.0.1", port)
@@ -222,7 +217,7 @@ def test_a_worker_that_connects_before_the_store_is_up_waits(make_server: Callab
 @needs_torch
 def test_it_outlives_terminations_and_loses_only_its_own_round(make_server: Callable[..., StoreServer]) -> None:
     server = make_server()
-    port = free_port()
+    port = free_ports()
     server.bind("localhost", port)
     server.serve()
     wait_for_state(server, StoreState.SERVING)

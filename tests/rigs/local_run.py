@@ -27,8 +27,8 @@ from hpc_elastic.run_paths import AttemptPaths, RankPaths, RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"
-PATIENCE = 30.0
-"""Seconds after which a moment that has not come never will."""
+PATIENCE = 80.0
+"""Seconds after which a moment that has not come never will; less than the 100 s of what nobody is to wait for."""
 _POLL = 0.01
 
 _STAGE = '''
@@ -55,7 +55,7 @@ def is_said(word):
     return os.path.exists(f"{FOLDER}/say-{word}")
 
 
-def wait_for(word, seconds=60.0):
+def wait_for(word, seconds=240.0):
     deadline = time.monotonic() + seconds
     while not is_said(word):
         if time.monotonic() > deadline:
@@ -65,7 +65,7 @@ def wait_for(word, seconds=60.0):
 
 def others_in_round():
     """Wait until all ranks of this round have told that they are here."""
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 240.0
     while True:
         here = {name.split("-")[2] for name in os.listdir(FOLDER)
                 if name.startswith(f"{ATTEMPT}-{ROUND}-") and name.endswith("-here")}
@@ -205,7 +205,9 @@ class LocalRun:
         """Send a signal to the run, as a shell does: its front, which hands it to the supervisor. SIGKILL: to both."""
         assert self._supervisor is not None
         if number is signal.SIGKILL:
-            os.kill(self.supervisor(), number)
+            supervisor = self.supervisor()
+            self._supervisor.send_signal(signal.SIGSTOP)  # else it might see the other's end, and end by itself
+            os.kill(supervisor, number)
         self._supervisor.send_signal(number)
 
     # -- what can be seen of it ----------------------------------------------------------------------------------

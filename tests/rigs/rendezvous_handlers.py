@@ -16,7 +16,7 @@ from hpc_elastic.rendezvous.seat import RoundResult
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 
 SETTINGS = RendezvousSettings(
-    timeout=20.0, last_call_timeout=0.3, heartbeat_interval=0.2, heartbeat_ttl=3.0, poll_interval=0.05
+    timeout=60.0, last_call_timeout=0.3, heartbeat_interval=0.2, heartbeat_ttl=3.0, poll_interval=0.05
 )
 
 
@@ -60,13 +60,13 @@ class HandlerRig:
         self.pool.shutdown()
 
     def meet(self, *handlers: FileRendezvousHandler) -> list[RoundResult]:
-        return [future.result(30) for future in [self.start(handler) for handler in handlers]]
+        return [future.result(90) for future in [self.start(handler) for handler in handlers]]
 
     def start(self, handler: FileRendezvousHandler) -> Future[RoundResult]:
         return self.pool.submit(handler.next_rendezvous)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.submission import ElasticExecutor, ElasticJob, Script
+from tests.rigs.inprocess_ranks import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -31,12 +31,9 @@ def losses(output: str) -> dict[int, float]:
 
 def run_alone(script: str, checkpoint: Path, *, python: str = sys.executable) -> dict[int, float]:
     """The losses of one process without any launcher."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     env = {
         **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_ports()),
     }  # fmt: skip
     result = subprocess.run(
         [python, str(EXAMPLES / script), "--epochs", str(EPOCHS), "--checkpoint", str(checkpoint)],

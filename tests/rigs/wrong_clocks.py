@@ -15,6 +15,11 @@ from tests.rigs.local_run import LocalRun
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = Path(__file__).with_name("node_clocks")
+_NODE_0_FIRST = """#!/bin/sh
+# A node whose check goes on does not take part yet. Node 0's is over at once, and it opens the first round.
+[ "$HPC_ELASTIC_NODE" = 0 ] && exit 0
+until [ -h "$HPC_ELASTIC_RUN_DIR/attempt-000/store/log/0000000000000001" ]; do sleep 0.02; done
+"""
 APART = 0.3
 """Seconds from the one failure to the next."""
 
@@ -29,6 +34,14 @@ def node_clocks(clocks: Mapping[int, tuple[float, float]]) -> dict[str, str]:
         "PYTHONPATH": f"{_FOLDER}:{_ROOT}",
         "TEST_NODE_CLOCKS": json.dumps({str(node): shifts for node, shifts in clocks.items()}),
     }
+
+
+def node_0_coordinates(folder: Path) -> list[str]:
+    """Options of ``hpc-elastic run`` with which no other node can open the first round, however slow node 0 starts."""
+    check = folder / "node-0-first.sh"
+    check.write_text(_NODE_0_FIRST)
+    check.chmod(0o755)
+    return ["--health-checks", "none", "--health-check", str(check), "--health-check-timeout", "100"]
 
 
 def fail_one_after_the_other(run: LocalRun, coordinator: int, nodes: Sequence[int], *, round_index: int = 0) -> None:

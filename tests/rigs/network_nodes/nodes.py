@@ -195,7 +195,7 @@ class NetworkRun:
     def let_workers_end(self) -> None:
         (self.stage / "end").touch()
 
-    def wait_for_ends(self, nodes: Iterable[int], *, within: float = 30.0) -> list[int]:
+    def wait_for_ends(self, nodes: Iterable[int], *, within: float = 90.0) -> list[int]:
         """The exit codes of these nodes' boot scripts: 0 once the agent has ended."""
         self.until(
             lambda: all(self._agents[node].poll() is not None for node in nodes), "the agents' end", within=within
@@ -204,7 +204,7 @@ class NetworkRun:
 
     # -- what can be seen
 
-    def until(self, condition: Callable[[], Any], what: str, *, within: float = 30.0) -> Any:
+    def until(self, condition: Callable[[], Any], what: str, *, within: float = 90.0) -> Any:
         """Wait for a condition to be true. Returns its value."""
         deadline = time.monotonic() + within
         while not (value := condition()):
@@ -225,7 +225,7 @@ class NetworkRun:
     def newest_round(self) -> int:
         return max((int(name.split("-")[0]) for name in os.listdir(self.stage) if name.count("-") == 3), default=-1)
 
-    def wait_round(self, *, count: int, after: int = -1, within: float = 30.0) -> int:
+    def wait_round(self, *, count: int, after: int = -1, within: float = 90.0) -> int:
         """Wait until all of `count` workers of one round later than `after` run. Returns the round."""
 
         def found() -> int | None:
