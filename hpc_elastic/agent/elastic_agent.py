@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_elastic.agent.addresses import candidate_addresses, choose_master_address
+from hpc_elastic.addresses import candidate_addresses, choose_master_address
 from hpc_elastic.agent.group_ranks import GroupFacts, restarts_after, worker_places
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics
 from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState

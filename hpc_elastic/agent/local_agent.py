@@ -35,6 +35,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.file_thread import FileThread
 from hpc_elastic.log_pieces import PieceLimit
 from hpc_elastic.processes import linux, tree
+from hpc_elastic.processes.command_path import candidates
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
 from hpc_elastic.processes.spawn import Inherited
@@ -44,7 +45,7 @@ from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.run_paths import AttemptPaths
-from hpc_elastic.run_spec import Entrypoint
+from hpc_elastic.run_spec import EntryKind, Entrypoint
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         clock: For waits and times.
 
         Raises:
-            UsageError: a value that makes no sense, or a function that can't be handed over.
+            UsageError: a value that makes no sense, a script or a command that is not there, or a function that
+                can't be handed over.
         """
         clock = clock or SystemClock()
         super().__init__(spec, exit_barrier_timeout=exit_barrier_timeout, metrics=metrics, clock=clock)
@@ -102,6 +104,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._shutdown_timeout = shutdown_timeout
         self._env = dict(os.environ if env is None else env)
         self._env.pop("TORCHELASTIC_ERROR_FILE", None)  # the workers get their own
+        _refuse_what_is_not_there(spec.entrypoint, self._env)
         self._call = FunctionCall(spec.entrypoint, spec.args) if callable(spec.entrypoint) else None
         self._temporary = log_dir is None
         self.log_dir = Path(tempfile.mkdtemp(prefix="hpc-elastic-") if log_dir is None else log_dir).absolute()
@@ -266,6 +269,26 @@ class LocalElasticAgent(SimpleElasticAgent):
             self._local_clock.wait(self._never, result)
         for survivor in result.left:
             logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
+
+
+def _refuse_what_is_not_there(entrypoint: object, env: Mapping[str, str]) -> None:
+    """Before any other node is waited for. Whether a module is there, only the workers' Python can say.
+
+    Raises:
+        UsageError: it names the script or the command.
+    """
+    target, kind = entrypoint, None
+    if isinstance(entrypoint, Entrypoint):
+        target, kind = entrypoint.target, entrypoint.kind
+    if callable(target) or kind is EntryKind.MODULE:
+        return
+    name = str(target)
+    is_script = kind is EntryKind.SCRIPT or (kind is None and name.endswith(".py"))
+    if any(os.path.exists(path) for path in ([name] if is_script else candidates(name, env))):
+        return
+    if not is_script and "/" not in name:
+        raise UsageError(f"WorkerSpec: entrypoint={name!r}: no such command in PATH")
+    raise UsageError(f"WorkerSpec: entrypoint={name!r} is not there (looked from {os.getcwd()})")
 
 
 def _shown(redirects: str, tee: str, only: tuple[int, ...] | None) -> Callable[[int], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hpc_elastic.agent.addresses import choose_master_address
+from hpc_elastic.addresses import choose_master_address
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.file_thread import FilesystemHangsError
 

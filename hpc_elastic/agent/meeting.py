@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses
+from hpc_elastic.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.coordination import Coordination

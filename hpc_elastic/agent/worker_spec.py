@@ -49,10 +49,10 @@ class Round(Protocol):
 class Rendezvous(Protocol):
     """What an agent needs of a rendezvous handler; `rendezvous.handler.FileRendezvousHandler` is one.
 
-    It may have more. ``round_is_over() -> bool``: another node asked for a new round, or may come in; then nobody asks for
-    `num_nodes_waiting`, since who waits although the round goes on is a spare. ``fileno()``: readable when there is news,
-    and waited for instead of `monitor_interval`. ``report_done()`` is told that all workers of this node have ended well:
-    it is not missed from then on. ``has_succeeded() -> bool``: those of all nodes have.
+    It may have more. ``round_is_over() -> bool``: another node asked for a new round, or may come in; then nobody asks
+    for `num_nodes_waiting`, since who waits although the round goes on is a spare. ``fileno()``: readable when there is
+    news, and waited for instead of `monitor_interval`. ``report_done()`` is told that all workers of this node have
+    ended well: it is not missed from then on. ``has_succeeded() -> bool``: those of all nodes have.
     """
 
     def get_run_id(self) -> str: ...

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
@@ -24,12 +22,12 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from hpc_elastic.agent.addresses import LOOPBACK, candidate_addresses, choose_master_address
+from hpc_elastic.addresses import choose_master_address
 from hpc_elastic.errors import UsageError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore
 from hpc_elastic.rendezvous import errors
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
-from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, on_this_node
 
 T = TypeVar("T")
 
@@ -65,17 +63,7 @@ def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, s
         max_nodes=params.max_nodes,
         conf={key: str(value) for key, value in params.config.items()},
     )
-    host = socket.gethostname()
-    addresses = (params.local_addr,) if params.local_addr else tuple(candidate_addresses(host)) or (LOOPBACK,)
-    task = environ.get("SLURM_PROCID", "")
-    job = environ.get("SLURM_JOB_ID", "")
-    return replace(
-        config,
-        host=host,
-        addresses=tuple(addresses),
-        node=int(task) if task.isdecimal() and int(task) < 10_000 else None,
-        job=f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}.{environ.get('SLURM_STEP_ID', '')}" if job else "",
-    )
+    return on_this_node(config, environ, address=params.local_addr or "")
 
 
 class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignore[misc, unused-ignore]

@@ -24,6 +24,15 @@ class RendezvousTimeoutError(RendezvousError):
     )
 
 
+class NoPlaceError(RendezvousTimeoutError):
+    """The round had as many nodes as it may have, and none left."""
+
+    template = (
+        "rendezvous of run {run_id!r}: all {places} places were taken for {timeout:g} s, and this node, a spare, "
+        "was not needed; allow more nodes, or a longer timeout"
+    )
+
+
 class FilesystemTimeoutError(RendezvousTimeoutError):
     """The shared filesystem refused, or did not answer, until the time was over."""
 

@@ -20,6 +20,7 @@ from hpc_elastic.rendezvous.closing import close_if_last, close_run
 from hpc_elastic.rendezvous.errors import (
     ExtraDataTimeoutError,
     FilesystemTimeoutError,
+    NoPlaceError,
     RendezvousClosedError,
     RendezvousError,
     RendezvousTimeoutError,
@@ -295,12 +296,16 @@ class FileRendezvousHandler:
         return RendezvousClosedError(run_id=self._config.run_id, outcome=outcome, reason=record.reason)
 
     def _timeout_error(self, seat: Seat) -> RendezvousTimeoutError:
+        places, timeout = self._config.max_nodes, self._config.settings.timeout
+        record = self._look(seat)
+        if record is not None and record.status is Status.FINAL and len(record.members) >= places:
+            return NoPlaceError(run_id=self._config.run_id, places=places, timeout=timeout)
         here = seat.who_is_here()
         if here is None:
             return FilesystemTimeoutError(
                 run_id=self._config.run_id,
                 path=self._folder.path,
-                timeout=self._config.settings.timeout,
+                timeout=timeout,
                 why="no answer to the last question",
             )
         least = self._config.min_nodes
@@ -309,7 +314,7 @@ class FileRendezvousHandler:
             run_id=self._config.run_id,
             missing_count=max(1, least - len(here.present)),
             expected=least,
-            timeout=self._config.settings.timeout,
+            timeout=timeout,
             missing=f"here: {', '.join(here.present) or 'none'}; missing: {missing}",
             fewer=max(1, len(here.present)),
         )

@@ -72,11 +72,38 @@ def config_from_keys(
     )
 
 
-def config_from_url(url: str) -> HandlerConfig:
-    """``fs:///shared/dir/<run id>?min_workers=1&max_workers=3&timeout=600&last_call_timeout=30``.
+def on_this_node(config: HandlerConfig, environ: Mapping[str, str], *, address: str = "") -> HandlerConfig:
+    """With what this host and Slurm's environment say: name, addresses, node order, which start of the job this is.
+
+    Args:
+        config: Of the run.
+        environ: Of the process.
+        address: By which the user says that other nodes reach this one; empty: found out.
+    """
+    import socket  # not at every agent's start
+
+    from hpc_elastic.addresses import LOOPBACK, candidate_addresses
+
+    host = socket.gethostname()
+    task, job = environ.get("SLURM_PROCID", ""), environ.get("SLURM_JOB_ID", "")
+    return replace(
+        config,
+        host=host,
+        addresses=(address,) if address else tuple(candidate_addresses(host)) or (LOOPBACK,),
+        node=int(task) if task.isdecimal() and int(task) < 10_000 else None,
+        job=f"{job}.{environ.get('SLURM_RESTART_COUNT', '0')}.{environ.get('SLURM_STEP_ID', '')}" if job else "",
+    )
+
+
+def config_from_url(url: str, environ: Mapping[str, str] | None = None) -> HandlerConfig:
+    """``fs:///shared/dir/<run id>?min_workers=1&max_workers=3&timeout=600&last_call_timeout=30``, `on_this_node`.
 
     The run id is the last component (a slash in it as ``%2F``); ``max_workers`` defaults to ``min_workers``, which
     defaults to 1.
+
+    Args:
+        url: As above.
+        environ: Of this process, where left out.
 
     Raises:
         UsageError: one line that names the value.
@@ -90,9 +117,10 @@ def config_from_url(url: str) -> HandlerConfig:
     conf = dict(parse_qsl(parts.query, keep_blank_values=True))
     least = _count(conf, "min_workers", "1")
     most = _count(conf, "max_workers", str(least))
-    return config_from_keys(
+    config = config_from_keys(
         unquote(path), unquote(run_id), min_nodes=least, max_nodes=most, conf=conf, source="rendezvous URL"
     )
+    return on_this_node(config, os.environ if environ is None else environ)
 
 
 def _count(conf: dict[str, str], key: str, default: str) -> int:

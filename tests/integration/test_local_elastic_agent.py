@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -116,6 +117,25 @@ def test_a_script_gets_its_arguments_and_returns_nothing(tmp_path: Path) -> None
 )
 def test_a_command_and_a_module(tmp_path: Path, entrypoint: Any) -> None:
     assert an_agent(tmp_path, entrypoint).run().return_values == {}
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "said"),
+    [
+        ("missing/train.py", "entrypoint='missing/train.py' is not there"),
+        (Path("/missing/train.py"), "entrypoint='/missing/train.py' is not there"),
+        ("/missing/command", "entrypoint='/missing/command' is not there"),
+        ("hpc-elastic-no-such-command", "'hpc-elastic-no-such-command': no such command in PATH"),
+        (Entrypoint(kind=EntryKind.SCRIPT, target="missing"), "entrypoint='missing' is not there"),
+        (Entrypoint(kind=EntryKind.COMMAND, target="./train.py"), "entrypoint='./train.py' is not there"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_refused_by_name_before_anybody_is_waited_for(
+    tmp_path: Path, entrypoint: Any, said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        an_agent(tmp_path, entrypoint)
 
 
 def run_two_nodes(tmp_path: Path, work: str) -> list[dict[int, Any]]:

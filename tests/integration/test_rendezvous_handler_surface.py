@@ -291,6 +291,7 @@ def test_every_error_pickles_and_is_one_of_the_three() -> None:
     facts = {
         "message": "m", "run_id": "r", "outcome": "o", "reason": "why", "missing_count": 1, "expected": 2,
         "timeout": 3.0, "missing": "n3", "fewer": 1, "path": "/p", "why": "w", "key": "k", "version": 0, "number": 4,
+        "places": 2,
     }  # fmt: skip
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, RendezvousError)]
     assert len(kinds) >= 6

@@ -91,6 +91,15 @@ def test_a_node_that_waits_is_counted_while_the_round_is_full(rig: HandlerRig) -
         waiting.result(30)
 
 
+def test_a_spare_that_gives_up_is_told_that_there_was_no_place(rig: HandlerRig) -> None:
+    """And not that somebody is missing."""
+    one = rig.make(1, 1)
+    rig.meet(one)
+    with pytest.raises(RendezvousTimeoutError, match=r"all 1 places were taken for 0\.5 s, and this node, a spare"):
+        rig.make(1, 1, timeout=0.5).next_rendezvous()
+    assert not one.round_is_over()
+
+
 def test_closing_ends_joiners_waiters_and_running_rounds(rig: HandlerRig) -> None:
     one, other, late = rig.make(1, 1), rig.make(1, 1), rig.make(1, 1)
     assert not one.is_closed()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rendezvous.handler_config import config_from_keys, config_from_url, participant_settings
+from hpc_elastic.rendezvous.handler_config import (
+    config_from_keys,
+    config_from_url,
+    on_this_node,
+    participant_settings,
+)
 
 
 def test_a_url_says_it_all(tmp_path: Path) -> None:
@@ -23,6 +29,17 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
     assert (config.min_nodes, config.max_nodes) == (1, 1)
     assert (config.settings.timeout, config.settings.last_call_timeout) == (600, 30)
     assert config_from_url(f"fs://{tmp_path}/run?min_workers=4").max_nodes == 4
+
+
+def test_a_url_is_taken_on_this_node(tmp_path: Path) -> None:
+    """Its name in messages, its bell, and under Slurm its place in the order and the start of the job."""
+    slurm = {"SLURM_PROCID": "3", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0"}
+    config = config_from_url(f"fs://{tmp_path}/run", slurm)
+    assert (config.host, config.node, config.job) == (socket.gethostname(), 3, "17.2.0")
+    assert config.addresses
+    elsewhere = config_from_url(f"fs://{tmp_path}/run", {"SLURM_PROCID": "10000"})
+    assert (elsewhere.node, elsewhere.job) == (None, ""), "from 10000 on, numbers are those of second agents"
+    assert on_this_node(config, {}, address="10.0.0.7").addresses == ("10.0.0.7",)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hpc_elastic.agent import addresses
-from hpc_elastic.agent.addresses import candidate_addresses, choose_master_address
+from hpc_elastic import addresses
+from hpc_elastic.addresses import candidate_addresses, choose_master_address
 
 
 class Entry:
