@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
+from hpc_elastic.light_dataclasses import asdict, dataclass, field, field_names
 
 VERSION = 1
 
@@ -58,7 +58,7 @@ def load_attempt(path: Path) -> AttemptInfo:
         raise UnreadableAttemptError(
             path=str(path), why=f"has format version {value.get('version')!r}; this program reads {VERSION}"
         )
-    known = {f.name for f in fields(AttemptInfo)}
+    known = set(field_names(AttemptInfo))
     chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
     try:
         chosen["nodes"] = tuple(chosen["nodes"])

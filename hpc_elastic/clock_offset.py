@@ -9,7 +9,7 @@ but clocks run apart by and by: a bound that is `age` old has grown by `drift_ns
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from hpc_elastic.light_dataclasses import dataclass
 
 DRIFT = 1000
 """One nanosecond in so many is how fast two hosts' clocks may run apart: NTP slews each by up to 500 ppm. (chrony does

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 from binascii import crc32
-from dataclasses import dataclass
+
+from hpc_elastic.light_dataclasses import dataclass
 
 VARIABLE = "HPC_ELASTIC_HEARTBEAT"
 """In a worker's environment: the path of its file, on the node itself."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.light_dataclasses import dataclass
 
 SMALLEST_PIECE = 64 << 10
 DEFAULT_PIECES = 5

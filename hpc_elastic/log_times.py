@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from hpc_elastic.light_dataclasses import dataclass
 
 HEADER = b"log times 1\n"
 LARGEST = 512 << 10

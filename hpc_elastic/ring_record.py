@@ -7,9 +7,10 @@ must not: so both read this module.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import Any
+
+from hpc_elastic.light_dataclasses import asdict, dataclass, field_names
 
 REPORTS = "HPC_ELASTIC_RING_REPORTS"
 """Where the ring writes: the path of the agent's named pipe. Unset: nobody reads."""
@@ -81,7 +82,7 @@ def decode(line: bytes) -> RingLine | None:
     """One line; None where it is none, or of another version."""
     try:
         value: dict[str, Any] = json.loads(line)
-        known = {field.name for field in fields(RingLine)}
+        known = set(field_names(RingLine))
         chosen = {name: item for name, item in value.items() if name in known}
         chosen["word"] = Word(chosen["word"])
         chosen["interruptions"] = tuple((int(rank), str(name)) for rank, name in chosen.get("interruptions", ()))

@@ -28,8 +28,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+
+from hpc_elastic.light_dataclasses import dataclass
 
 _ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
 _ROUND = re.compile(r"round-(\d{3,})\Z")
@@ -37,7 +38,7 @@ _TASK = re.compile(r"task-(\d+)\Z", re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,})\Z")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankPaths:
     """The files of one worker in one round."""
 
@@ -60,7 +61,7 @@ class RankPaths:
         return self.root / "stacks.txt"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AttemptPaths:
     """The files of one execution of the job."""
 
@@ -112,7 +113,7 @@ class AttemptPaths:
         return RankPaths(self.round_dir(round_index) / f"rank-{global_rank:05d}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunPaths:
     """The files of one run. `root` is absolute."""
 

@@ -6,13 +6,13 @@ import os
 import shlex
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
+from hpc_elastic.light_dataclasses import asdict, dataclass, field, field_names
 from hpc_elastic.log_pieces import DEFAULT_PIECES, PieceLimit
 
 VERSION = 1
@@ -157,7 +157,7 @@ def load_run_spec(path: Path) -> RunSpec:
     version = value.get("version")
     if version != VERSION:
         raise UnreadableRunError(path=str(path), why=f"has format version {version!r}; this program reads {VERSION}")
-    known = {f.name for f in fields(RunSpec)}
+    known = set(field_names(RunSpec))
     chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
     try:
         entry = dict(chosen["entrypoint"])

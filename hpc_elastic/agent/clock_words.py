@@ -7,12 +7,12 @@ and only where another line is written too: once of each coordinator, when worke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.clock_offset import Offset
 from hpc_elastic.events import EventLog
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.uid import node_of
 
 MOST_REFERENCES = 4

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 
 from hpc_elastic.agent.crash import CrashGuard
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
@@ -19,6 +18,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FileThread
+from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.std_streams import Std
 from hpc_elastic.rendezvous.coordination import Coordination

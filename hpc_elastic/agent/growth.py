@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.clock import Clock
 from hpc_elastic.heartbeat_record import CHECKPOINT
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, Status

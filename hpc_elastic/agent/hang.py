@@ -7,10 +7,10 @@ workers by one clock; across nodes only steps and *ages* are compared, never tim
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
+from hpc_elastic.light_dataclasses import dataclass, field
 
 HANG_FINGERPRINT = "hang:"
 """What every hang's fingerprint begins with."""

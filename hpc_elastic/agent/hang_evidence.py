@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
@@ -22,6 +21,7 @@ from hpc_elastic.failures.stacks import (
 )
 from hpc_elastic.failures.traceback_text import TEXT_LIMIT, cut_middle
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.log_pieces import EndReader
 from hpc_elastic.run_paths import RankPaths
 

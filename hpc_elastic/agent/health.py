@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.light_dataclasses import dataclass, field
 
 MIB = 1 << 20
 

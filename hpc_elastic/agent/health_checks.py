@@ -15,7 +15,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.agent.health import (
@@ -40,6 +39,7 @@ from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited, WorkerProcess, start_worker

@@ -10,13 +10,13 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic.agent.hang import RankBeat, setup_beat
 from hpc_elastic.atomic_file import check_private_dir
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.heartbeat_record import FILE_BYTES, NoticeRecord, empty_file, pack_notice, read_record
+from hpc_elastic.light_dataclasses import replace
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
@@ -18,6 +17,7 @@ from hpc_elastic.agent.ring import DeadWorker, keep_apart
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, uptime_ns
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.log_pieces import holds_at_end
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes import linux

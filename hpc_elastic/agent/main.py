@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic import __version__
@@ -37,6 +36,7 @@ from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UnreadableFileError, UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FileThread
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.guardian import end_strangers, start_guardian

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.addresses import LOOPBACK, candidate_addresses
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeWord, seconds_to_save
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, Status

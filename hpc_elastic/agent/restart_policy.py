@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpc_elastic.agent.hang import may_be_a_bug
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.settlement import Settlement, failure_order
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 

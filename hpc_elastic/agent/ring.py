@@ -10,13 +10,13 @@ import logging
 import os
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.ring_record import REPLACES, REPORTS, WAIT, RestartWith, RingLine, Word, decode
 
 logger = logging.getLogger(__name__)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.light_dataclasses import dataclass, field
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.worker_spec import RoundStore, WorkerSpec

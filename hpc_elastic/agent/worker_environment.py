@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.slots import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run_spec import RunSpec

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from hpc_elastic.failures.kinds import Category, FailureClass
 from hpc_elastic.failures.known_words import SYMPTOM_TYPES, Words, find_known_words
+from hpc_elastic.light_dataclasses import dataclass
 
 __all__ = [
     "CATEGORY_TABLE",

@@ -16,12 +16,12 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.atomic_file import write_private
 from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, clean_text, cut_end, cut_middle
+from hpc_elastic.light_dataclasses import dataclass, field
 
 OWN_KEY = "hpc_elastic"
 OWN_VERSION = 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from hpc_elastic.failures.traceback_text import (
     find_python_traceback,
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.light_dataclasses import field_names
 from hpc_elastic.log_pieces import EndReader
 
 __all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
@@ -268,7 +268,7 @@ def _build(
 
 
 def _facts(facts: ExitFacts) -> dict[str, Any]:
-    return {item.name: getattr(facts, item.name) for item in fields(ExitFacts)}
+    return {name: getattr(facts, name) for name in field_names(ExitFacts)}
 
 
 def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:

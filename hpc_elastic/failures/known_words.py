@@ -10,9 +10,9 @@ sentence as for a peer that is gone.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from hpc_elastic.failures.kinds import Category, FailureClass
+from hpc_elastic.light_dataclasses import dataclass
 
 _GAP = 200
 """How many characters ``*`` may stand for."""

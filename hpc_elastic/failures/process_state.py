@@ -9,7 +9,8 @@ import _thread
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from hpc_elastic.light_dataclasses import dataclass
 
 _THREADS = 64
 _CHILDREN = 8

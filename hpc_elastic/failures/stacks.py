@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from hpc_elastic.failures.traceback_text import Frame, clean_text
+from hpc_elastic.light_dataclasses import dataclass, replace
 
 DUMP_LIMIT = 512 << 10
 """Bytes at the end of stderr.log in which the dump is looked for: some hundred threads."""

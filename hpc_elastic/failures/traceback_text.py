@@ -8,11 +8,11 @@ has to be injected into the worker for this. Formats seen with CPython 3.10-3.14
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.failures.rich_text import INSIDE, TITLE, plain_tracebacks
 from hpc_elastic.failures.telling import telling_line
+from hpc_elastic.light_dataclasses import dataclass
 
 TEXT_LIMIT = 64 << 10
 """Characters of a traceback that are kept: its first eighth and its end."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
 
 from hpc_elastic.failures.kinds import Category, FailureClass
 from hpc_elastic.failures.telling import telling_line
 from hpc_elastic.failures.traceback_text import clean_text, cut_end
+from hpc_elastic.light_dataclasses import dataclass, field_names
 
 VERSION = 1
 
@@ -98,9 +98,9 @@ class WorkerFailure:
     def to_json(self) -> dict[str, Any]:
         """As JSON values, with ``version``."""
         value: dict[str, Any] = {"version": VERSION}
-        for item in fields(self):
-            content = getattr(self, item.name)
-            value[item.name] = content.value if isinstance(content, Enum) else content
+        for name in field_names(WorkerFailure):
+            content = getattr(self, name)
+            value[name] = content.value if isinstance(content, Enum) else content
         return value
 
     @classmethod
@@ -137,4 +137,4 @@ _ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureC
 _TEXT_LIMIT = 128 << 10
 
 
-_DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(WorkerFailure)}
+_DEFAULTS: dict[str, Any] = {name: getattr(WorkerFailure(), name) for name in field_names(WorkerFailure)}

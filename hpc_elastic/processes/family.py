@@ -8,8 +8,8 @@ that it had become the agent's own child (as that of a subreaper). Both can be r
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.tree import Proc
 

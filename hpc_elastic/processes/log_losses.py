@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.processes.job_log import JobLogSource
 
 QUIET_S = 10.0

@@ -21,11 +21,11 @@ import sys
 import termios
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.log_pieces import PieceLimit
 from hpc_elastic.log_times import STDERR, STDOUT, times_path
 from hpc_elastic.processes.job_log import JobLog, JobLogSource

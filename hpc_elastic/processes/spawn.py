@@ -19,10 +19,10 @@ import sys
 import threading
 import warnings
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn
 
 from hpc_elastic.clock import Clock, uptime_ns
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.processes import linux, tree
 from hpc_elastic.processes.command_path import WorkerStartError, candidates, exec_failure
 from hpc_elastic.processes.spare_fd import SPARE

@@ -14,11 +14,11 @@ both, 1 stdout, the ranks that are not named none. Without any of them, everythi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import IntFlag
 from types import MappingProxyType
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.light_dataclasses import dataclass, field
 
 
 class Std(IntFlag):

@@ -13,11 +13,11 @@ import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
 from enum import Enum
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.hunt import Hunt
 from hpc_elastic.processes.spawn import ExitStatus, WorkerProcess, reap_orphans

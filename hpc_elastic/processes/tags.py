@@ -10,7 +10,7 @@ What counts is the environment that a process was *started* with (``/proc/<pid>/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from hpc_elastic.light_dataclasses import dataclass
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 NODE_TAG_VARIABLE = "HPC_ELASTIC_NODE_TAG"

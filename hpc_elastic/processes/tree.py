@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import Enum
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.environments import read_all
 from hpc_elastic.processes.spare_fd import OUT_OF_DESCRIPTORS, SPARE

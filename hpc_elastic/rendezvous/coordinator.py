@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
+from hpc_elastic.light_dataclasses import dataclass, field, replace
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
 from hpc_elastic.rendezvous.settings import RendezvousSettings

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from hpc_elastic.light_dataclasses import dataclass
 
 SETTLE_SECONDS = 2.5
 """From the word that one node's checkpoint is complete until the others', which still write theirs, must have said so:

@@ -9,8 +9,7 @@ noticed within seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 
 OPERATIONS_PER_PERIOD = 12.5

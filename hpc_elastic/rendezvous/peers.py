@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.rung_about import record_name
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
 from hpc_elastic.rendezvous.uid import host_of, node_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.light_dataclasses import dataclass, field_names, replace
 from hpc_elastic.rendezvous.growth import GrowPolicy
 
 
@@ -63,7 +63,7 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
     """
     allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
     allowed |= {"beat_interval", "beat_silence", "suspect_answer", "operations_per_second", "grow_patience"}
-    known = {f.name for f in fields(RendezvousSettings)} & allowed
+    known = set(field_names(RendezvousSettings)) & allowed
     changes: dict[str, float | bool] = {}
     for key, text in conf.items():
         if key not in known:

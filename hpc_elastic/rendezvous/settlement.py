@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
 

@@ -7,8 +7,8 @@ is in the round's record; every agent reads its own ranks off that with `rank_la
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.state import Member
 
 

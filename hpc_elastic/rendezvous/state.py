@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.notice import Notice, decode_notice, notice_to_json

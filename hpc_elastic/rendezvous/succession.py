@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Collection
-from dataclasses import dataclass
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.pace import LOOK_AT_ONCE, Pace

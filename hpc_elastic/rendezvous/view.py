@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
+from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.rendezvous.notice import NoticeWord
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord
 

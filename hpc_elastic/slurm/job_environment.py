@@ -13,9 +13,9 @@ Checked on the environments of Slurm 20.11, 22.05, 24.11 and 26.05. The traps th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.slurm.hostlist import HostlistError, expand
 from hpc_elastic.slurm.resources import device_count, expand_counts, gpu_count
 

@@ -21,12 +21,12 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_elastic.clock import Clock, SystemClock, uptime_ns
 from hpc_elastic.clock_offset import Offset, PeerClock
 from hpc_elastic.digests import Mac, sha256
+from hpc_elastic.light_dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ clock, it has seen the same value.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.store.base import Store
 
 _FOLDER = "hb"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.store.base import Store
 
 KEPT_RECORDS = 32

@@ -18,6 +18,7 @@ import pytest
 HEAVY = {"torch", "submitit", "numpy", "scipy", "asyncio", "multiprocessing", "http", "logging.config"}
 DEAR_TO_AGENTS = {"hashlib", "_hashlib", "hmac", "secrets", "ssl", "subprocess", "argparse"}
 DEAR_TO_AGENTS |= {"datetime", "tempfile", "shutil", "platform", "base64", "uuid", "concurrent.futures", "decimal"}
+DEAR_TO_AGENTS |= {"dataclasses", "inspect", "ast", "dis"}
 TORCH_FREE = ("cli", "launch", "agent", "rendezvous", "processes", "report", "reading", "store", "slurm", "failures")
 
 
@@ -85,7 +86,7 @@ def test_an_agent_starts_without_what_it_may_never_need() -> None:
 def test_what_an_agent_imports_in_functions_is_loaded_while_its_workers_run() -> None:
     """A mount that hangs must not keep it from saying what failed, nor a newer version lie there by then."""
     loaded = after(f"{AGENT}\nfrom hpc_elastic.agent.later import import_what_failures_need as load\nload()")
-    assert "_hashlib" not in loaded, "megabytes"
+    assert not loaded & {"_hashlib", "inspect"}, "megabytes"
     missing = {}
     for name in sorted(after(AGENT)):
         if not name.startswith("hpc_elastic.") or name.startswith(NOT_AT_WORK):
@@ -103,8 +104,9 @@ DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
 RARELY_NEEDED = {"argparse", "psutil", "base64", "concurrent.futures", "importlib.util", "traceback", "shutil"}
-"""At the start; for thousands of nodes; for another Python than the agent's own; loaded by `logging`; and the
-guardian's, for its very last duty."""
+RARELY_NEEDED |= {"dataclasses", "inspect"}
+"""At the start; for thousands of nodes; for another Python than the agent's own; loaded by `logging`; the guardian's,
+for its very last duty; and for programs that look into our classes."""
 
 
 def imported_in(function: ast.AST) -> Iterator[str]:
