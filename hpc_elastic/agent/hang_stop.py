@@ -14,10 +14,10 @@ import resource
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.failures.process_state import ProcessState, look_at_process
+from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.command_path import find_program
 from hpc_elastic.processes.spawn import WorkerProcess
