@@ -28,7 +28,7 @@ _OPTIONS = (
     "--disable-dev-shm-usage",
     "--hide-scrollbars",
 )
-_START = 30.0
+_START = 90.0
 KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Escape": "\ue00c", "Right": "\ue014"}
 
 

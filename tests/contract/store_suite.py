@@ -25,7 +25,7 @@ from hpc_elastic.store.key_value import KeyValueStore
 from hpc_elastic.store.lease import Heartbeat, Liveness
 from hpc_elastic.store.record_log import RecordLog
 
-SLACK = 3.0
+SLACK = 15.0
 """Seconds that a busy machine may add to a bound that is not 0."""
 
 

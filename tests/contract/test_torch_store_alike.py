@@ -219,7 +219,7 @@ def test_waiting_ends_with_the_time_and_names_the_key(open_store: Callable[[], A
         begun = time.monotonic()
         with pytest.raises(store_error(), match=rf"^wait timeout after {limit}ms, keys: .*/?missing"):
             call()
-        assert limit / 1000 <= time.monotonic() - begun < limit / 1000 + 2
+        assert limit / 1000 <= time.monotonic() - begun < limit / 1000 + 15
     for wrong in (1, "1"):
         with pytest.raises(TypeError):
             store.wait(["there"], wrong)
@@ -414,10 +414,10 @@ def test_a_folder_that_refuses_is_torch_s_error_and_in_time(tmp_path: Path, monk
         begun = time.monotonic()
         with pytest.raises(store_error(), match="refused for a test"):
             call()
-        assert time.monotonic() - begun < 2
+        assert time.monotonic() - begun < 15
     monkeypatch.setattr(key_value, "FAULT_SECONDS", 30.0)
     begun = time.monotonic()
     for call in (lambda: store.get("k"), lambda: store.wait(["k"]), lambda: store.queue_pop("k")):
         with pytest.raises(store_error()):
             call()
-    assert time.monotonic() - begun < 4, "whoever waits for 0.2 s does not wait for a fault of half a minute"
+    assert time.monotonic() - begun < 20, "whoever waits for 0.2 s does not wait for a fault of half a minute"

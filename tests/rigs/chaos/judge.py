@@ -16,7 +16,7 @@ from tests.rigs.chaos.schedule import Kind
 
 DETECTION_SECONDS = 15.0
 """How long after a node was killed, or woke up, the others may still find out that it was away."""
-LATE_STOP_SECONDS = 2.0
+LATE_STOP_SECONDS = 5.0
 """How long after a stopped or cut-off node can act again its workers of an older round may still run."""
 
 GUARDIAN_SECONDS = 1.0
