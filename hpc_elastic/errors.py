@@ -5,6 +5,7 @@ Every error pickles: its arguments are the keyword arguments of ``__init__``, ke
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -65,3 +66,20 @@ class IllegalTransitionError(HpcElasticError):
     """A state machine was given an event that its state does not know: a defect in this package."""
 
     template = "internal error: no transition from state {state} on event {event}"
+
+
+def in_a_word(error: BaseException) -> str:
+    """``ValueError: bad batch``."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def where_raised(error: BaseException) -> str:
+    """The innermost frame: ``node_agent.py:123 in _handle_workers``."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    if frame is None:
+        return ""
+    code = frame.tb_frame.f_code
+    return f"{os.path.basename(code.co_filename)}:{frame.tb_lineno} in {code.co_name}"

@@ -100,6 +100,13 @@ class AttemptPaths:
     def report_html(self) -> Path:
         return self.root / "report.html"
 
+    @property
+    def supervisor_error_file(self) -> Path:
+        return self.root / "supervisor.error.json"
+
+    def agent_error_file(self, node: int) -> Path:
+        return self.root / f"agent-{node:05d}.error.json"
+
     def heartbeats(self, node: int) -> Path:
         return self.root / "heartbeats" / f"node-{node:05d}.json"
 

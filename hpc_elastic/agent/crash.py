@@ -7,18 +7,17 @@ nothing orderly is left to be done: it tells what it can and ends at once, and t
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import HpcElasticError, in_a_word, where_raised
 from hpc_elastic.events import EventLog
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes.hung_exit import leave_hung_threads
 
 _RESERVE_BYTES = 4 << 20
-_LAST_WORDS_SECONDS = 1.0
+LAST_WORDS_SECONDS = 1.0
 _MOST_LINES = 40
 _NEVER_END = frozenset({"coordination", "beats", "files", "log-pump", "log-files", "job-log"})
 """Threads without which an agent is of no use."""
@@ -48,7 +47,7 @@ class CrashGuard:
             self._reserve = None
             if args.exc_type is not SystemExit:
                 name = args.thread.name if args.thread is not None else "?"
-                tell(ThreadFailedError(thread=name, error=_in_a_word(args.exc_value or args.exc_type())))
+                tell(ThreadFailedError(thread=name, error=in_a_word(args.exc_value or args.exc_type())))
 
         threading.excepthook = failed
 
@@ -70,6 +69,7 @@ class CrashGuard:
         events: EventLog,
         say: Callable[[str], object],
         flush: Callable[[], object],
+        keep: Callable[[], object],
         pipes: Sequence[int],
     ) -> NoReturn:
         """The main thread has failed: leave evidence, and end this process at once.
@@ -79,15 +79,17 @@ class CrashGuard:
             events: Gets an ``agent_failed``.
             say: Writes a line to the job log.
             flush: Waits until the job log has it, for a moment.
+            keep: Writes the error file, in bounded time.
             pipes: As `processes.hung_exit.output_pipes` found them.
         """
         self._reserve = None
         steps: list[Callable[[], object]] = [
-            lambda: events.write("agent_failed", error=_in_a_word(error), where=_where(error)),
-            lambda: say(f"error: the agent itself failed: {_in_a_word(error)}; its workers are ended"),
+            lambda: events.write("agent_failed", error=in_a_word(error), where=where_raised(error)),
+            lambda: say(f"error: the agent itself failed: {in_a_word(error)}; its workers are ended"),
             lambda: [say(line) for line in _traceback(error)],
             flush,
-            lambda: events.close(within=_LAST_WORDS_SECONDS),
+            lambda: events.close(within=LAST_WORDS_SECONDS),
+            keep,
         ]
         try:
             for step in steps:
@@ -97,22 +99,6 @@ class CrashGuard:
                     continue  # one that fails for the same reason; the next may be smaller
         finally:
             leave_hung_threads(ExitCode.WORKERS_FAILED, pipes)
-
-
-def _in_a_word(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _where(error: BaseException) -> str:
-    """The innermost frame: ``node_agent.py:123 in _handle_workers``."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return ""
-    code = frame.tb_frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.tb_lineno} in {code.co_name}"
 
 
 def _traceback(error: BaseException) -> list[str]:

@@ -10,6 +10,7 @@ from importlib import import_module
 MODULES = (
     "subprocess",
     "hpc_elastic.failures.evidence",
+    "hpc_elastic.failures.own_failure",
     "hpc_elastic.failures.process_state",
     "hpc_elastic.failures.stacks",
     "hpc_elastic.agent.hang_evidence",

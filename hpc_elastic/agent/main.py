@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.crash import CrashGuard
+from hpc_elastic.agent.crash import LAST_WORDS_SECONDS, CrashGuard
 from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_health_command
@@ -190,12 +190,21 @@ def agent_main(argv: Sequence[str]) -> int:
     crash.watch_threads(meeting.coordination.fail)
     try:
         code = agent.run()
-    except BaseException as error:
+    except BaseException as failed:
+        error = failed  # whose own name is gone once this block is left
+
+        def keep() -> None:
+            from hpc_elastic.failures.own_failure import write_own_failure
+
+            path = attempt_paths.agent_error_file(node)
+            write_own_failure(path, error, role="agent", host=host, now_ns=clock.time_ns())
+
         crash.end(
             error,
             events=events,
             say=lambda line: job_log.say(f"[{host}] {line}"),
             flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
+            keep=lambda: files.do(keep, within=LAST_WORDS_SECONDS),
             pipes=pipes,
         )
     if doorbell is not None:

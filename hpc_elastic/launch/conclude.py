@@ -29,8 +29,8 @@ from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 
 if TYPE_CHECKING:
-    from hpc_elastic.failures.worker_failure import WorkerFailure
     from hpc_elastic.report.history import RunHistory
+    from hpc_elastic.report.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class _End:
         """Write result and report, and say them."""
 
         def report() -> bool:
-            _report(self._attempt, self._paths, self._result, self._decision, history)
+            _report(self._attempt, self._paths, self._result, self._decision, history, now_ns=self._clock.time_ns())
             return True
 
         if not (self._save() and self._disk.do(report, False, answers=True)):
@@ -233,6 +233,8 @@ def _report(
     result: AttemptResult,
     decision: RequeueDecision,
     history: RunHistory | None,
+    *,
+    now_ns: int,
 ) -> None:
     """Write the report. A failure of it never hides the result."""
     try:
@@ -248,19 +250,36 @@ def _report(
         )
         say(report.text)
         if decision.exit_code and os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            _pass_on(report.verdict.failure)
+            _pass_on(report.verdict, result, exit_code=decision.exit_code, now_ns=now_ns)
     except Exception as error:
         logger.exception("the report could not be made: %s", error)
 
 
-def _pass_on(failure: WorkerFailure | None) -> None:
+def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns: int) -> None:
     """Hand the first failure to whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees it too."""
+    from hpc_elastic.failures.error_file import read_error_file
     from hpc_elastic.failures.error_handler import ErrorHandler
+    from hpc_elastic.failures.own_failure import write_summary
 
-    if failure is not None and failure.error_file:
+    failure = verdict.failure
+    if failure is not None and failure.error_file and read_error_file(failure.error_file).found:
         ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
-    else:
-        logger.info("no worker left an error file that could be passed on")
+        return
+    if result.outcome not in (Outcome.FAILED, Outcome.TOO_FEW_NODES):
+        return  # it was told to end, and no worker had failed
+    known = verdict.lost_node is not None or failure is not None
+    own: dict[str, object] = {"verdict": verdict.evidence, "reason": result.reason}
+    if verdict.category is not None:
+        own["category"] = verdict.category.value
+    if verdict.lost_node is not None:
+        own["host"] = verdict.lost_node.host
+    write_summary(
+        os.environ["TORCHELASTIC_ERROR_FILE"],
+        verdict.summary if known else result.reason,
+        now_ns=now_ns,
+        error_code=exit_code,
+        own=own,
+    )
 
 
 def _say_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:

@@ -28,6 +28,7 @@ from hpc_elastic.launch.output import JobOutput, say
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supervisor import Supervisor
+from hpc_elastic.launch.supervisor_failed import end_after
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.uid import new_uid
@@ -96,10 +97,12 @@ def _run_attempt(
     _say_head(paths, spec, attempt, attempt_paths)
     uid = new_uid(99999, f"supervisor-{attempt.batch_host}", clock)
     events = _open_events(attempt, attempt_paths, uid, clock, files)
+    launcher = site.launcher(spec, paths, attempt)
+    coordination = on_disk(lambda: _observe(paths, spec, attempt, attempt_paths, uid, clock))
     supervisor = Supervisor(
         attempt=attempt,
-        launcher=site.launcher(spec, paths, attempt),
-        coordination=on_disk(lambda: _observe(paths, spec, attempt, attempt_paths, uid, clock)),
+        launcher=launcher,
+        coordination=coordination,
         signals=signals,
         events=events,
         clock=clock,
@@ -112,7 +115,24 @@ def _run_attempt(
             clock=clock,
         ),
     )
-    result = supervisor.run()
+    try:
+        result = supervisor.run()
+    except Exception as error:
+        if isinstance(error, HpcElasticError) and not launcher.running():
+            raise  # nothing could be started
+        end_after(
+            error,
+            supervisor,
+            attempt=attempt,
+            paths=attempt_paths,
+            launcher=launcher,
+            coordination=coordination,
+            events=events,
+            files=files,
+            clock=clock,
+            shutdown_timeout=spec.shutdown_timeout,
+        )
+        result = supervisor.result()
     if supervisor.superseded:
         logger.warning("an agent has seen to the end of this attempt, since this host could not be reached")
         return RequeueDecision(action=RequeueAction.END, reason="seen to elsewhere", exit_code=1)

@@ -104,7 +104,7 @@ class Supervisor:
         self._desk = desk
         self._notice: GivenNotice | None = None
         """The one that leaves the least time so far."""
-        self._record: RoundRecord | None = None
+        self.record: RoundRecord | None = None
         self.superseded = False
         """An agent saw to the end while this host could not be reached: the verdict is written, the job dealt with."""
         self._relaunches: dict[int, int] = {}
@@ -130,7 +130,8 @@ class Supervisor:
         self._last_grace = LAST_GRACE
         self._orphaned_since: float | None = None
         self._has_closed_for_orphans = False
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """Why it can't go on: the store can't be read any more, or something was raised."""
         self._started_at = clock.monotonic()
         self._told_waiting = False
         self._asked_to_close_at: float | None = None
@@ -161,7 +162,7 @@ class Supervisor:
         self._launcher.end(within=self._last_grace)
         self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_notices()
-        return self._result()
+        return self.result()
 
     def _wait(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -243,7 +244,7 @@ class Supervisor:
         given = GivenNotice.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
         self._notice, notice = given, given.notice
         in_time = f"notice: {notice.reason}, the job ends in {decision.seconds:.0f} s"
-        if self._record is None:
+        if self.record is None:
             logger.info("%s; no round has begun: ending the attempt", in_time)
             self._close(Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
             return
@@ -271,7 +272,7 @@ class Supervisor:
     def _handle_notices(self) -> None:
         for notice in self._coordination.take():
             if isinstance(notice, RoundRecord):
-                self._record = notice
+                self.record = notice
                 self._see_lost(notice)
                 if notice.status is Status.CLOSED:
                     self._set_end()
@@ -288,7 +289,7 @@ class Supervisor:
                     # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
                     self._end_by = self._clock.monotonic() + DEPARTED_SECONDS
             else:
-                self._failure = notice
+                self.failure = notice
                 logger.error("the store can't be read any more: %s", notice)
                 self._set_end()
                 if isinstance(notice, StoreWipedError):
@@ -388,7 +389,7 @@ class Supervisor:
         if self._told_waiting or self._clock.monotonic() - self._started_at < LAUNCH_NEWS_SECONDS:
             return
         self._told_waiting = True
-        if self._record is None or (self._record.round == 0 and self._record.status is Status.JOINABLE):
+        if self.record is None or (self.record.round == 0 and self.record.status is Status.JOINABLE):
             logger.warning(
                 "%d nodes were launched, and they have not met after %.0f s; see events/ in the attempt's directory",
                 len(self._attempt.nodes),
@@ -400,7 +401,7 @@ class Supervisor:
         unheard_at = self._close_unheard_at
         if unheard_at is None or self._clock.monotonic() < unheard_at:
             return
-        have_met = self._record is not None
+        have_met = self.record is not None
         self._is_store_silent = True
         if have_met:
             logger.error(
@@ -420,10 +421,10 @@ class Supervisor:
     def _close_unheard_at(self) -> float | None:
         """When the store has had enough time to take in that the run is to end; None: it has, or nobody asked."""
         asked_at = self._asked_to_close_at
-        closed = self._record is not None and self._record.status is Status.CLOSED
-        if asked_at is None or closed or self._is_store_silent or self._failure is not None:
+        closed = self.record is not None and self.record.status is Status.CLOSED
+        if asked_at is None or closed or self._is_store_silent or self.failure is not None:
             return None
-        return asked_at + (SILENT_SECONDS if self._record is not None else UNMET_SECONDS)
+        return asked_at + (SILENT_SECONDS if self.record is not None else UNMET_SECONDS)
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -435,9 +436,9 @@ class Supervisor:
         if self._launcher.running() or self._due:
             self._orphaned_since = None
             return self._end_by is not None and now >= self._end_by
-        if self._record is not None and self._record.status is Status.CLOSED:
+        if self.record is not None and self.record.status is Status.CLOSED:
             return True
-        if self._failure is not None or self._is_store_silent:
+        if self.failure is not None or self._is_store_silent:
             return True
         # No agent is left, and nobody has said how it ended: the record may still be on its way.
         if self._orphaned_since is None:
@@ -462,8 +463,9 @@ class Supervisor:
     def _are_all_unfit(self) -> bool:
         return bool(self._unhealthy) and len(self._given_up) == len(self._attempt.nodes)
 
-    def _result(self) -> AttemptResult:
-        record = self._record
+    def result(self) -> AttemptResult:
+        """How the attempt ended, as far as it is known."""
+        record = self.record
         number = int(self._signal) if self._signal is not None else None
         if record is not None and record.status is Status.CLOSED and record.outcome is not None:
             if record.outcome is not Outcome.CANCELLED and record.reason != self._signal_reason:
@@ -475,8 +477,8 @@ class Supervisor:
             outcome, reason = self._asked
         elif self._signal is not None:
             outcome, reason = Outcome.CANCELLED, self._signal.name
-        elif self._failure is not None:
-            outcome, reason = Outcome.FAILED, str(self._failure)
+        elif self.failure is not None:
+            outcome, reason = Outcome.FAILED, str(self.failure)
         elif len(self._given_up) == len(self._attempt.nodes):
             outcome = Outcome.TOO_FEW_NODES
             unfit = f"no node is left: {len(self._unhealthy)} of {len(self._given_up)} failed a health check"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.outcome import UNHEALTHY_CODE
+from hpc_elastic.outcome import UNHEALTHY_CODE, ExitCode
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of
@@ -15,6 +15,8 @@ from hpc_elastic.report.collect_words import WholeWords
 from hpc_elastic.report.history import AgentEnd, AttemptHistory, NodeLoss, RestartDecision, RoundHistory, RoundNode
 from hpc_elastic.report.output_losses import OutputLoss, read_loss
 from hpc_elastic.report.timeline_times import TimesBuilder
+
+_MOST_WORDS = 300
 
 
 @dataclass(slots=True)
@@ -34,6 +36,8 @@ class AttemptBuilder:
     agent_ends: list[AgentEnd] = field(default_factory=list)
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
+    own_words: dict[int, list[str]] = field(default_factory=dict)
+    """By node: what its agents said of their own failures, where they still could."""
     relaunched: list[str] = field(default_factory=list)
     unstarted: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -84,6 +88,7 @@ class AttemptBuilder:
     def build(self) -> AttemptHistory:
         """What is known of the attempt."""
         self._tell_once_who_left()
+        self._tell_why_agents_failed()
         bad_ends: dict[int, list[AgentEnd]] = {}
         for end in self.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
@@ -121,6 +126,14 @@ class AttemptBuilder:
             for node, loss in part.left.items():
                 if node not in told:
                     part.lost[node] = loss
+
+    def _tell_why_agents_failed(self) -> None:
+        """The supervisor saw an exit code; the n-th of those goes with the n-th word of that node's agents."""
+        for node, words in self.own_words.items():
+            mine = [end for end in self.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
+            for end, why in zip(mine, words, strict=False):
+                for ends in (self.agent_ends, self.replaced_ends):
+                    ends[:] = [replace(one, why=why) if one is end else one for one in ends]
 
     def _completed(
         self, part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
@@ -200,6 +213,8 @@ def _end_text(end: AgentEnd) -> str:
         return end.detail or "its agent ended"
     if end.code == UNHEALTHY_CODE:
         return "its agent took it out: a health check failed"
+    if end.why:
+        return f"its agent failed: {end.why}"
     name = signal_name(signal_of(end.code))
     return f"its agent was ended by {name}" if name else f"its agent ended with code {end.code}"
 
@@ -221,6 +236,13 @@ def _agent_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> N
         node = builder.nodes.index(name)
     end = AgentEnd(node=-1 if node is None else node, name=name, code=code, seen_ns=when, detail=detail)
     builder.agent_ends.append(end)
+
+
+def _agent_failed(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    node, where = integer(event.get("node")), text_of(event.get("where"))
+    if node is not None:
+        why = text_of(event.get("error"))[:_MOST_WORDS]
+        builder.own_words.setdefault(node, []).append(f"{why} ({where})" if where else why)
 
 
 def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
@@ -263,5 +285,6 @@ _HANDLERS = {
     ("supervisor", "verdict"): _verdict,
     ("supervisor", "requeue_decision"): _requeue_decision,
     ("supervisor", "attempt_ended"): _attempt_ended,
+    ("agent", "agent_failed"): _agent_failed,
     ("agent", "output_lost"): _output_lost,
 }

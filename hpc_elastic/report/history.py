@@ -167,6 +167,8 @@ class AgentEnd:
     seen_ns: int
     detail: str = ""
     """In words, as ``its step ended, srun: SIGKILL``."""
+    why: str = ""
+    """What it said itself, where it failed and still could: ``MemoryError (node_agent.py:12 in run)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

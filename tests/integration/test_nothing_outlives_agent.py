@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import signal
@@ -71,6 +72,10 @@ def test_agent_without_memory_leaves_evidence_and_no_worker(tmp_path: Path) -> N
         assert event["node"] == 1
         assert "error: the agent itself failed: MemoryError" in run.log()
         assert "in replacement" in run.log(), "the traceback"
+        kept = json.loads(run.attempt().agent_error_file(1).read_text())
+        assert "in replacement" in kept["message"]["extraInfo"]["py_callstack"]
+        assert kept["hpc_elastic"]["category"] == "platform"
+        assert "its agent failed: MemoryError (sitecustomize.py:" in json.dumps(run.report())
 
 
 def test_thread_that_fails_takes_the_agent_along(tmp_path: Path) -> None:

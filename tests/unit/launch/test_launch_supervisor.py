@@ -612,7 +612,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
 
         def take(self) -> list[AgentEnded]:
             self.turn += 1
-            if supervisor._record is None or self.gone:
+            if supervisor.record is None or self.gone:
                 return []
             for node in world.nodes:
                 node.participant.report_done(0)

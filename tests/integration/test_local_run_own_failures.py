@@ -1,0 +1,81 @@
+"""What of this package fails itself, in a real run: told as that, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.outcome import ExitCode
+from tests.rigs.local_run import ROOT, LocalRun
+
+_STAYS = """
+tell("here")
+others_in_round()
+if ATTEMPT == 0:
+    wait_for("never")
+"""
+# Python imports it in every process of the run; it does something in the supervisor alone, which says so itself.
+_SITE = """
+import sys
+if "--cluster" in sys.orig_argv or "hpc_elastic" in sys.orig_argv:
+    import os
+    from hpc_elastic.launch.supervisor import Supervisor as crashing
+    really = crashing._handle_signals
+    def replacement(*args, **kwargs):
+        flag = os.environ["CRASH_FLAG"]
+        if os.path.exists(flag):
+            os.unlink(flag)
+            raise ZeroDivisionError("of the supervisor")
+        return really(*args, **kwargs)
+    crashing._handle_signals = replacement
+"""
+
+
+def _outer(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "outer.json").read_text())
+    return value
+
+
+def test_a_supervisor_that_fails_itself_ends_the_attempt_with_its_report_and_the_run_goes_on(tmp_path: Path) -> None:
+    site, flag = tmp_path / "site", tmp_path / "crash"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(_SITE)
+    environ = {
+        "PYTHONPATH": f"{site}:{ROOT}",
+        "CRASH_FLAG": str(flag),
+        "TORCHELASTIC_ERROR_FILE": str(tmp_path / "outer.json"),
+    }
+    with LocalRun(tmp_path, _STAYS, nodes=2, environ=environ, options=["--max-requeues", "1"]) as run:
+        run.wait_moments("here", count=2, attempt=0)
+        workers = [run.worker(rank, round_index=0) for rank in (0, 1)]
+        flag.touch()
+        os.kill(run.supervisor(), signal.SIGCHLD)
+        assert run.finish() == ExitCode.OK
+        assert run.moments("here", attempt=1), "the next attempt has run"
+        assert not any(map(run.is_alive, workers))
+        report, text = run.report(0), run.attempt(0).report_text.read_text()
+        assert report["outcome"] == "failed"
+        assert report["verdict"]["category"] == "platform"
+        assert "the supervisor itself failed: ZeroDivisionError: of the supervisor (sitecustomize.py:" in text
+        assert "the script did not cause this" in text
+        kept = json.loads(run.attempt(0).supervisor_error_file.read_text())
+        assert kept["message"]["message"] == "ZeroDivisionError: of the supervisor"
+        assert "in replacement" in kept["message"]["extraInfo"]["py_callstack"]
+        assert kept["hpc_elastic"]["category"] == "platform"
+        assert "ZeroDivisionError: of the supervisor" in _outer(tmp_path)["message"]["message"]
+
+
+def test_what_no_worker_left_a_file_of_is_told_to_whoever_started_the_run(tmp_path: Path) -> None:
+    """No node is fit: not one worker has been started."""
+    environ = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "outer.json")}
+    with LocalRun(tmp_path, "", nodes=2, environ=environ, options=["--health-check", "false"]) as run:
+        assert run.finish() == ExitCode.WORKERS_FAILED
+        told = _outer(tmp_path)
+        assert re.match(r"node[01] left: health check failed", told["message"]["message"])
+        assert told["message"]["errorCode"] == 1
+        assert told["hpc_elastic"]["category"] == "infrastructure"
+        assert told["hpc_elastic"]["host"] in ("node0", "node1")
