@@ -11,9 +11,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
 from hpc_elastic.slurm.job_state import JobState
-
-COMMENT_MARK = "hpc-elastic "
-"""Begins the comment of a job that this program submitted; the run directory follows."""
+from hpc_elastic.slurm.sbatch import COMMENT_MARK
 
 
 def run_of_job(job: str, client: SlurmClient) -> Path:

@@ -1,4 +1,4 @@
-"""Options → the text of a batch script. Nothing here reaches a shell unquoted, and nothing is run.
+"""sbatch's options → its arguments and ``#SBATCH`` lines, checked. Pure.
 
 ``#SBATCH`` lines are sbatch's own language: no shell expands them; blanks separate, ``#`` begins a comment, quotes and
 backslashes quote as in C (read in its parser, and tried: tests/integration hands nasty values to the real sbatch). A
@@ -8,24 +8,22 @@ line break can't be written there at all.
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.commands import SHAPE_VARIABLES
 from hpc_elastic.slurm.node_range import parse_nodes
 from hpc_elastic.slurm.time_limit import check_time_option
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+\Z")
-_PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _MAX_VALUE = 4000  # bytes; sbatch copies an argument into a buffer of 8192
 _MIN_GRACE = 1
+COMMENT_MARK = "hpc-elastic "
+"""Begins the comment of a job that this program submitted; the run directory follows."""
 
 # Tasks belong to srun: with them, 20.11 and 22.05 give `-N3-4` 3 nodes with 4 idle, and after a requeue for ever what
 # was left. The others make sbatch do something else than submit this script.
-_REFUSED = {
+IMPOSSIBLE = {
     "--ntasks": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
     "-n": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
     "--ntasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
@@ -92,9 +90,21 @@ class SbatchOptions:
         """The SBATCH_* variables that must not reach sbatch: they would win over our lines."""
         names = ["SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"]
         names += ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_SIGNAL", "SBATCH_WAIT"]
+        names.append("SBATCH_ARRAY_INX")  # an array that the run directory is not made for would have no tasks there
         for name in _given(self):
             names += sbatch_variables(name)
         return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLines:
+    """The user's own shell commands before and after the run."""
+
+    setup: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.setup or self.teardown)
 
 
 _OTHER_VARIABLES = {
@@ -161,8 +171,8 @@ def check_possible(argument: str, *, option: str) -> None:
     name = argument.partition("=")[0].partition(" ")[0]
     if not name.startswith("--"):
         name = name[:2]
-    if name in _REFUSED:
-        raise UsageError(f"{option} {argument}: not possible here: {_REFUSED[name]}")
+    if name in IMPOSSIBLE:
+        raise UsageError(f"{option} {argument}: not possible here: {IMPOSSIBLE[name]}")
 
 
 def notice_grace(options: SbatchOptions) -> int:
@@ -189,61 +199,6 @@ def sbatch_line(argument: str) -> str:
     return f"#SBATCH {_quoted(argument)}"
 
 
-def literal_path(path: str) -> str:
-    """A path for ``--output`` in which Slurm replaces nothing.
-
-    Tried on 22.05: ``%%`` is a percent sign, but where a path has a backslash anywhere, nothing in it is replaced and
-    each backslash quotes the next character. (What ``scontrol show job`` then prints as StdOut is wrong.)
-    """
-    return path.replace("\\", "\\\\") if "\\" in path else path.replace("%", "%%")
-
-
-def render_script(options: SbatchOptions, *, run_dir: str, command: Sequence[str], template: str | None = None) -> str:
-    """The batch script.
-
-    Args:
-        options: For the ``#SBATCH`` lines. Without `output` both streams go to job.log in the run directory (of an
-            array: to the one in each task's).
-        run_dir: Absolute.
-        command: What the script becomes: an absolute interpreter first.
-        template: Instead of the one that is shipped.
-
-    Raises:
-        UsageError: a value that can't be given to sbatch, with its option's name.
-    """
-    arguments = sbatch_arguments(options)
-    if options.output is None:
-        if options.array and "\\" in run_dir:
-            raise UsageError(f"--array: sbatch can't number the logs in {run_dir}, for its backslash; give --output")
-        log = literal_path(run_dir) + ("/task-%a/job.log" if options.array else "/job.log")
-        arguments.append(f"--output={log}")
-    values = {
-        "SBATCH_LINES": "\n#SBATCH hetjob\n".join(
-            "\n".join(map(sbatch_line, component)) for component in (arguments, *options.components)
-        ),
-        "SHAPE_VARIABLES": " \\\n  ".join(textwrap.wrap(" ".join(SHAPE_VARIABLES), 112)),
-        "RUN_DIR": _literal(run_dir),
-        "COMMAND": " ".join(map(_literal, command)),
-    }
-    return _PLACEHOLDER.sub(lambda match: values[match.group(1)], template or load_template())
-
-
-def load_template() -> str:
-    """The text of elastic.sbatch, from the installed package or from beside an editable checkout.
-
-    Raises:
-        FileNotFoundError: a broken installation.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for folder in (package, package.parent):
-        path = folder / "sbatch_templates" / "elastic.sbatch"
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise FileNotFoundError(
-        f"sbatch_templates/elastic.sbatch is neither in {package} nor beside it: reinstall hpc_elastic"
-    )
-
-
 def _given(options: SbatchOptions) -> dict[str, str]:
     found = ((field.name, getattr(options, field.name)) for field in fields(options) if field.name not in _OURS)
     return {name: value for name, value in found if value}
@@ -252,8 +207,3 @@ def _given(options: SbatchOptions) -> dict[str, str]:
 def _quoted(text: str) -> str:
     """As sbatch reads it."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _literal(word: str) -> str:
-    """As bash reads it. Always in quotes: in an array a bare ``a,b`` or ``a=b`` looks like a mistake to shellcheck."""
-    return "'" + word.replace("'", "'\\''") + "'"

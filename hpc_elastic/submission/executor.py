@@ -115,38 +115,39 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         if cluster == "debug":
             return [ElasticDebugJob(self.folder, delayed) for delayed in delayed_submissions]
         calls = [_call(delayed) for delayed in delayed_submissions]
-        requests = [self._request(call, cluster, os.environ, many=len(calls)) for call in calls]
+        many = len(calls)
         if cluster == "local":
-            return [self._job(submit_here(request)) for request in requests]
-        parallelism = self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM)
-        return [self._job(placed) for placed in submit_to_slurm(requests, parallelism=parallelism)]
+            placed = submit_here([self._request((call,), many=many) for call in calls])
+        else:
+            parallelism = self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM)
+            placed = submit_to_slurm(self._request(tuple(calls), many=many), parallelism=parallelism)
+        return [self._job(job_id, run_dir) for job_id, run_dir in placed]
 
-    def _job(self, placed: tuple[str, Path]) -> ElasticJob[Any]:
-        job_id, run_dir = placed
+    def _job(self, job_id: str, run_dir: Path) -> ElasticJob[Any]:
         job: ElasticJob[Any] = ElasticJob(self.folder, job_id, run_dir=run_dir)
         job.paths.remember()
         return job
 
-    def _request(self, call: Call, cluster: str, env: Mapping[str, str], *, many: int) -> Request:
-        name = function_name(call.function)
-        policy = self.parameters.get("restart_on", "all")
+    def _request(self, calls: tuple[Call, ...], *, many: int) -> Request:
+        """`many`: how many calls share what a submission may take."""
+        env = os.environ
+        name = function_name(calls[0].function)
         terms = CallTerms(
             name=name,
             folder=str(self.folder),
             timeouts_left=self.max_num_timeout,
             stderr_to_stdout=bool(self.parameters.get("stderr_to_stdout", False)),
-            exceptions_are_final=policy != "all",
+            exceptions_are_final=self.parameters.get("restart_on", "all") != "all",
             sys_path=own_sys_path(),
         )
         parameters = {"max_num_timeout": self.max_num_timeout, **self.parameters}
         parsed = self._parsed(parameters, name, env)
-        return Request.of(
-            call,
-            terms,
-            parameters=parameters,
+        return Request(
+            calls=calls,
+            terms=terms,
             parsed=parsed,
-            cluster=cluster,
-            runs_dir=Path(JobPaths.get_first_id_independent_folder(self.folder)),
+            lines=names.script_lines(parameters),
+            runs_dir=Path(os.path.abspath(JobPaths.get_first_id_independent_folder(self.folder))),
             python=self.python or parsed.get("python") or sys.executable,
             largest=int(self.max_pickle_size_gb * _GIGABYTE / many),
             env=env,

@@ -18,8 +18,8 @@ from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.processes import tree
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.self_command import module_command
+from hpc_elastic.slurm.sbatch import ScriptLines
 from hpc_elastic.submission import places
-from hpc_elastic.submission.parameters import ScriptLines
 
 _LOOK_SECONDS = 0.2
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -38,7 +38,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
         cwd: Where.
     """
     command = [*module_command("hpc_elastic.submission.local_process", "main"), str(paths.root), f"{limit}", f"{delay}"]
-    if lines.setup or lines.teardown:
+    if lines:
         body = [*lines.setup, '"$@"', "code=$?", *lines.teardown, 'exit "$code"']
         if not lines.teardown:
             body = [*lines.setup, 'exec "$@"']

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
@@ -16,6 +16,7 @@ from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.configuration.resolve import resolve
 from hpc_elastic.configuration.run_request import current_directory
 from hpc_elastic.errors import UsageError
+from hpc_elastic.slurm.sbatch import ScriptLines
 
 GENERIC = (
     "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
@@ -239,13 +240,6 @@ def _memory(value: Any) -> str:
     return f"{int(value)}G" if value == int(value) else f"{int(value * 1024)}M"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptLines:
-    """What goes into the batch script around the run."""
-
-    setup: tuple[str, ...] = ()
-    teardown: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, Any]) -> ScriptLines:
-        return cls(setup=tuple(parameters.get("setup", ())), teardown=tuple(parameters.get("teardown", ())))
+def script_lines(parameters: Mapping[str, Any]) -> ScriptLines:
+    """``setup`` and ``teardown``: what goes into the batch script around the run."""
+    return ScriptLines(setup=tuple(parameters.get("setup", ())), teardown=tuple(parameters.get("teardown", ())))

@@ -229,7 +229,10 @@ def test_no_sbatch(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     (site.bin / "sbatch").unlink()
     code, out, err = submit(capsys, "--cluster=slurm", "train.py")
     assert (code, out) == (2, "")
-    assert err == "hpc-elastic: error: sbatch is not on PATH: no Slurm here; run on this machine with --cluster local\n"
+    assert err == (
+        "hpc-elastic: error: sbatch is not on PATH: no Slurm here, or a container without it; "
+        "run on this machine with --cluster local\n"
+    )
     assert not (site.work / "runs").exists()
 
 

@@ -7,15 +7,8 @@ import dataclasses
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.sbatch import (
-    SbatchOptions,
-    literal_path,
-    load_template,
-    notice_grace,
-    render_script,
-    sbatch_arguments,
-    sbatch_line,
-)
+from hpc_elastic.slurm.batch_script import literal_path, load_template, render_script
+from hpc_elastic.slurm.sbatch import SbatchOptions, notice_grace, sbatch_arguments, sbatch_line
 
 OURS = ["--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR2@120"]
 
@@ -162,3 +155,4 @@ def test_what_was_given_wins_over_sbatchs_variables() -> None:
     assert overruled >= {"SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_CPU", "SBATCH_ARRAY_INX"}
     assert overruled >= {"SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_OUTPUT"}
     assert "SBATCH_ACCOUNT" not in overruled
+    assert "SBATCH_ARRAY_INX" in SbatchOptions().overruled_variables(), "no array was asked for, and none is made"

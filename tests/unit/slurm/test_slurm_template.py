@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.sbatch import SbatchOptions, load_template, render_script
+from hpc_elastic.slurm.batch_script import load_template, render_script
+from hpc_elastic.slurm.sbatch import SbatchOptions
 from hpc_elastic.slurm.template import check_template, sbatch_words
 
 GOOD = """#!/bin/bash -l

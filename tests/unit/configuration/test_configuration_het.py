@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.het import het_components
 from hpc_elastic.configuration import job_options
+from hpc_elastic.configuration.het import het_components
 from hpc_elastic.configuration.option_table import Parsed, parse
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.sbatch import SbatchOptions, render_script
+from hpc_elastic.slurm.batch_script import render_script
+from hpc_elastic.slurm.sbatch import SbatchOptions
 
 
 def read(*argv: str) -> Parsed:

@@ -9,29 +9,28 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.sbatch import SbatchOptions, render_script
-from hpc_elastic.submission.parameters import ScriptLines
-from hpc_elastic.submission.script_lines import with_lines
+from hpc_elastic.slurm.batch_script import render_script
+from hpc_elastic.slurm.sbatch import SbatchOptions, ScriptLines
 
 
-def script(tmp_path: Path, *command: str) -> str:
-    return render_script(SbatchOptions(nodes="1"), run_dir=str(tmp_path), command=command)
+def script(tmp_path: Path, lines: ScriptLines | None, *command: str, template: str | None = None) -> str:
+    options = SbatchOptions(nodes="1")
+    return render_script(options, run_dir=str(tmp_path), command=command, template=template, lines=lines)
 
 
 def test_without_any_the_script_is_as_it_was(tmp_path: Path) -> None:
-    text = script(tmp_path, "/bin/true")
-    assert with_lines(text, ScriptLines()) == text
+    assert script(tmp_path, ScriptLines(), "/bin/true") == script(tmp_path, None, "/bin/true")
 
 
 def test_they_stand_around_the_run_and_its_code_is_the_scripts(tmp_path: Path) -> None:
-    text = script(tmp_path, "/bin/bash", "-c", 'echo "run $WORD"; exit 75')
     lines = ScriptLines(setup=("export WORD=@HERE@", "echo before"), teardown=("echo after",))
-    done = subprocess.run(["bash", "-c", with_lines(text, lines)], capture_output=True, text=True, check=False)
+    text = script(tmp_path, lines, "/bin/bash", "-c", 'echo "run $WORD"; exit 75')
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("before\nrun @HERE@\nafter\n", 75), done.stderr
 
 
 def test_a_set_up_that_fails_is_the_users_matter(tmp_path: Path) -> None:
-    text = with_lines(script(tmp_path, "/bin/true"), ScriptLines(setup=("false || exit 3",)))
+    text = script(tmp_path, ScriptLines(setup=("false || exit 3",)), "/bin/true")
     assert subprocess.run(["bash", "-c", text], check=False).returncode == 3
 
 
@@ -50,11 +49,11 @@ sys.exit(75)
 
 
 def test_slurms_signals_reach_the_run_where_the_shell_stays(tmp_path: Path) -> None:
-    text = with_lines(script(tmp_path, sys.executable, "-c", SUPERVISOR), ScriptLines(teardown=("echo after",)))
+    text = script(tmp_path, ScriptLines(teardown=("echo after",)), sys.executable, "-c", SUPERVISOR)
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout, done.returncode) == ("SIGUSR2 SIGTERM\nafter\n", 75), done.stderr
 
 
-def test_another_template_has_no_place_for_them() -> None:
+def test_another_template_has_no_place_for_them(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no place in this template"):
-        with_lines("#!/bin/bash\necho\n", ScriptLines(setup=("true",)))
+        script(tmp_path, ScriptLines(setup=("true",)), "/bin/true", template="#!/bin/bash\necho @COMMAND@\n")

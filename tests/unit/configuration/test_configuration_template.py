@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.template import asked_by, read_template
 from hpc_elastic.configuration import job_options
 from hpc_elastic.configuration.option_table import Parsed, parse
+from hpc_elastic.configuration.template import asked_by, read_template
 from hpc_elastic.errors import UsageError
 
 TEXT = """#!/bin/bash

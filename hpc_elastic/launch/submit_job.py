@@ -1,0 +1,217 @@
+"""The one way to a Slurm job: its run directory, its script, its nodes, sbatch; and nothing left where that fails."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc_elastic import run_index
+from hpc_elastic.atomic_file import write_private
+from hpc_elastic.clock import Clock
+from hpc_elastic.configuration.slurm_job import SlurmJob
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import NewRun, create_run, create_tasks, why_not_shared
+from hpc_elastic.launch.submit_nodes import (
+    Tell,
+    bad_nodes,
+    check_node_count,
+    eligible_partitions,
+    exclude_argument,
+    users_excluded,
+)
+from hpc_elastic.node_records import NodeRecord, save_record
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.self_command import own_command
+from hpc_elastic.slurm.batch_script import render_script
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.cluster_facts import PartitionNodes
+from hpc_elastic.slurm.commands import JobId, sbatch
+from hpc_elastic.slurm.errors import SlurmMissingError
+from hpc_elastic.slurm.sbatch import COMMENT_MARK, ScriptLines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """How the caller's user writes the ways out that messages name."""
+
+    another_folder: str = "give a shared folder with --runs-dir (or --allow-local-runs-dir where they can)"
+    this_machine: str = "--cluster local"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A run that is to become a job. Nothing of it is made yet."""
+
+    job: SlurmJob
+    runs_dir: Path
+    """Absolute."""
+    lines: ScriptLines = field(default_factory=ScriptLines)
+    words: Words = field(default_factory=Words)
+
+    @property
+    def paths(self) -> RunPaths:
+        """The run's; of an array, the one that holds its tasks'."""
+        return RunPaths(self.runs_dir / self.job.spec.run_id)
+
+    @property
+    def places(self) -> tuple[RunPaths, ...]:
+        """Of each task of an array, or the run's."""
+        return tuple(map(self.paths.task, self.job.tasks)) or (self.paths,)
+
+    @property
+    def script(self) -> str:
+        """The batch script. Raises UsageError: an option that can't be given to sbatch."""
+        options, run_dir = self.job.options, str(self.paths.root)
+        if options.comment is None:  # by which support staff find the run
+            options = replace(options, comment=f"{COMMENT_MARK}{run_dir}")
+        command = own_command("batch", run_dir)
+        return render_script(
+            options, run_dir=run_dir, command=command, template=self.job.template, lines=self.lines or None
+        )
+
+
+def slurm_client(submission: Submission, env: Mapping[str, str], clock: Clock) -> SlurmClient:
+    """Whose sbatch takes from `env` only what the submission does not say itself."""
+    overruled = submission.job.options.overruled_variables()
+    return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock)
+
+
+def dry_run(submission: Submission) -> str:
+    """The script, and the command that would submit it.
+
+    Raises:
+        UsageError: it could not be submitted.
+    """
+    _check_folder(submission)
+    return f"{submission.script}\n# {shlex.join(sbatch(str(submission.paths.script)))}\n"
+
+
+def submit_job(
+    submission: Submission,
+    client: SlurmClient,
+    *,
+    clock: Clock,
+    env: Mapping[str, str],
+    tell: Tell,
+    fill: Callable[[], None] = lambda: None,
+) -> JobId:
+    """Make the run directory, submit its script, and remember the job.
+
+    Args:
+        submission: What is to be submitted.
+        client: From `slurm_client`.
+        clock: For what is written down.
+        env: For sbatch's own variables, and the account's folder.
+        tell: Hears what the user should know besides: which nodes are left out, say.
+        fill: Writes what else belongs into the run's `places`, which are there by then.
+
+    Raises:
+        UsageError: it can't be submitted as asked.
+        SlurmError: Slurm did not take it.
+        Exception: what `fill` raises. Nothing is left in any case.
+    """
+    _check_folder(submission)
+    job, script = submission.job, submission.script
+    partitions = eligible_partitions(client, job.options, env)
+    users = users_excluded(job.options, env)
+    remark = check_node_count(job, partitions, users or ())
+    if remark is not None:
+        tell(remark)
+    run = create_run(job.spec, submission.runs_dir)
+    with _leaving_nothing(run, submission.words):
+        create_tasks(run.paths, job.spec, job.tasks)
+        fill()
+    with _interrupts_deferred():
+        with _leaving_nothing(run, submission.words):
+            write_private(run.paths.script, script)
+            if not job.tasks:
+                write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
+            extra = _left_out(submission, client, partitions, users, env, now_ns=clock.time_ns(), tell=tell)
+            number = client.submit(str(run.paths.script), extra=extra)
+        _remember(number, run.paths, env, now_ns=clock.time_ns(), tell=tell)
+    return number
+
+
+def _check_folder(submission: Submission) -> None:
+    why = None if submission.job.shared else why_not_shared(submission.runs_dir)
+    if why is not None:
+        raise UsageError(f"the nodes can't see {submission.runs_dir}: {why}; {submission.words.another_folder}")
+
+
+@contextmanager
+def _leaving_nothing(run: NewRun, words: Words) -> Iterator[None]:
+    """Where something fails, the run directory goes, and the error is one that a user can act on."""
+    try:
+        yield
+    except SlurmMissingError as error:
+        run.discard()
+        raise UsageError(f"{error.why}; run on this machine with {words.this_machine}") from None
+    except OSError as error:
+        run.discard()
+        raise UsageError(f"can't write {run.paths.root}: {error.strerror}") from None
+    except BaseException:
+        run.discard()
+        raise
+
+
+def _left_out(
+    submission: Submission,
+    client: SlurmClient,
+    partitions: Sequence[PartitionNodes],
+    users: frozenset[str] | None,
+    env: Mapping[str, str],
+    *,
+    now_ns: int,
+    tell: Tell,
+) -> list[str]:
+    """What keeps the job off bad nodes, as sbatch's argument.
+
+    Kept in nodes.json, so that a requeue can let them in again: what is not there counts as the user's own list.
+    """
+    if users is None:
+        return []
+    script = str(submission.paths.script)
+    found = bad_nodes(client, submission.job, partitions, users, env, script=script, now_ns=now_ns, tell=tell)
+    if not found:
+        return []
+    for place in submission.places:
+        save_record(place.nodes_json, NodeRecord(excluded=found, saved_ns=now_ns))
+    return [exclude_argument({*users, *found})]
+
+
+def _remember(job: JobId, paths: RunPaths, env: Mapping[str, str], *, now_ns: int, tell: Tell) -> None:
+    cluster = job.cluster or env.get("SLURM_CLUSTER_NAME", "")
+    problem = run_index.record(cluster=cluster, job_id=job.number, submitted_ns=now_ns, run_dir=paths.root, env=env)
+    if problem is not None:
+        tell(f"the run can't be found by its job id later, only by its directory: {problem}")
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """A Ctrl-C between sbatch and its answer would leave a job that nobody knows of: it takes effect afterwards.
+
+    Blocked, it does not reach sbatch either, which inherits that; held back by a handler, it does not come in through
+    another thread of this process. (In a program's other threads nothing comes in at all.)
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    came: list[int] = []
+    # Handlers that are not Python's could not be put back.
+    ours = [number for number in waiting if signal.getsignal(number) is not None]
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ours}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
