@@ -1,0 +1,133 @@
+"""What the executor's jobs become on a stand-in for Slurm: all that the command line's do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic import run_index
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.submit_job import Submission
+from hpc_elastic.node_records import load_record, remember
+from hpc_elastic.node_score import Evidence, EvidenceKind
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import load_run_spec
+from hpc_elastic.slurm.client import CommandSlurmClient
+from hpc_elastic.slurm.errors import SubmissionRefusedError
+from hpc_elastic.submission import ElasticExecutor, requests
+from hpc_elastic.submission.call import read_terms
+from hpc_elastic.submission.places import call_file
+from tests.rigs.fake_slurm import FakeSlurm
+
+TEMPLATE = "#!/bin/bash\n#SBATCH --qos=mine --time=40\n@SBATCH_LINES@\ntrap '' USR2\nexec @COMMAND@\n"
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
+    """Nodes n1..n4, of which earlier jobs of this account have found n2 bad."""
+    found = FakeSlurm()
+
+    def client(submission: Submission, env: object, clock: SystemClock) -> CommandSlurmClient:
+        return CommandSlurmClient(found, clock)
+
+    monkeypatch.setattr(requests, "slurm_client", client)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("SITE", "USER", "PROJECT"):
+        monkeypatch.setenv(f"HPC_ELASTIC_{name}_CONFIG", "")
+    for name in ("SLURM_CLUSTER_NAME", "SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SBATCH_PARTITION", "SBATCH_EXCLUDE"):
+        monkeypatch.delenv(name, raising=False)
+    now = SystemClock().time_ns()
+    seen = Evidence(node="n2", kind=EvidenceKind.LOST, at_ns=now, why="node n2 was lost")
+    assert remember([seen], cluster="", run_id="r", attempt=0, now_ns=now, env=os.environ) is None
+    return found
+
+
+def executor(folder: Path, **parameters: Any) -> ElasticExecutor:
+    found = ElasticExecutor(folder / "jobs", cluster="slurm")
+    found.update_parameters(allow_local_runs_dir=True, **parameters)
+    return found
+
+
+def sbatch(slurm: FakeSlurm) -> list[str]:
+    (found,) = (call for call in slurm.calls if call[:2] == ["sbatch", "--parsable"])
+    return found[2:-1]
+
+
+def test_a_bad_node_of_other_jobs_is_left_out(
+    slurm: FakeSlurm, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        job = executor(tmp_path, nodes=2, bad_nodes="jobs").submit(operator.add, 1, 2)
+    assert sbatch(slurm) == ["--exclude=n2"]
+    assert "n2 is left out: node n2 was lost" in caplog.messages
+    assert load_record(RunPaths(job.run_dir).nodes_json).excluded == ("n2",)
+    assert run_index.find(job.job_id) == job.run_dir
+
+
+def test_so_it_is_for_each_task_of_an_array(slurm: FakeSlurm, tmp_path: Path) -> None:
+    jobs = executor(tmp_path, bad_nodes="jobs", array_parallelism=2).map_array(operator.neg, [1, 2, 3])
+    assert sbatch(slurm) == ["--exclude=n2"]
+    assert [job.job_id for job in jobs] == [f"1000_{task}" for task in range(3)]
+    script = (jobs[0].run_dir.parent / "job.sbatch").read_text()
+    assert "#SBATCH --array=0-2%2\n" in script
+    for task, job in enumerate(jobs):
+        assert job.run_dir.name == f"task-{task}"
+        assert load_record(RunPaths(job.run_dir).nodes_json).excluded == ("n2",)
+        assert job.submission().args == (task + 1,)
+
+
+def test_more_nodes_than_there_are_is_one_line_and_leaves_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        executor(tmp_path, nodes=5).submit(operator.add, 1, 2)
+    assert str(caught.value) == "nodes = 5: partition main has 4 nodes; the job would wait for ever"
+    with pytest.raises(UsageError, match="nodes = 3: partition main has 4 nodes, 2 of them excluded"):
+        executor(tmp_path, nodes=3, exclude="n[1,3]").submit(operator.add, 1, 2)
+    assert list(tmp_path.glob("jobs/*")) == []
+    assert [call for call in slurm.calls if call[0] == "sbatch"] == []
+
+
+def test_what_slurm_refuses_leaves_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
+    with pytest.raises(SubmissionRefusedError, match="nosuch"):
+        executor(tmp_path, partition="nosuch").submit(operator.add, 1, 2)
+    slurm.missing = {"sbatch"}
+    with pytest.raises(UsageError, match="run on this machine with cluster='local'"):
+        executor(tmp_path).submit(operator.add, 1, 2)
+    assert list(tmp_path.glob("jobs/*")) == []
+
+
+def test_the_way_out_is_named_in_the_executors_words(slurm: FakeSlurm) -> None:
+    found = ElasticExecutor("/dev/shm/hpc-elastic-jobs-of-a-test", cluster="slurm")
+    with pytest.raises(UsageError, match=r"the nodes can't see .*; give the executor a shared one \(or allow_local"):
+        found.submit(operator.add, 1, 2)
+    assert not Path("/dev/shm/hpc-elastic-jobs-of-a-test").exists()
+
+
+def test_options_of_the_command_line_hold_here_too(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """A template and further components were once taken, and had no effect."""
+    (tmp_path / "own.sbatch").write_text(TEMPLATE)
+    found = executor(tmp_path, nodes=1, template=str(tmp_path / "own.sbatch"), het=["-N 2 -p short"])
+    job = found.submit(operator.add, 1, 2)
+    script = (job.run_dir / "job.sbatch").read_text()
+    assert "#SBATCH --qos=mine --time=40" in script
+    assert "#SBATCH hetjob\n#SBATCH --nodes=2\n#SBATCH --partition=short\n" in script
+    spec = load_run_spec(job.run_dir / "run.json")
+    assert (spec.min_nodes, spec.max_nodes) == (3, 3)
+    assert read_terms(call_file(RunPaths(job.run_dir))).timeout_min == 40, "of its own lines"
+
+
+def test_what_a_run_holds(slurm: FakeSlurm, tmp_path: Path) -> None:
+    job = executor(tmp_path, name="mine", timeout_min=60, signal_delay_s=30).submit(operator.add, 1, 2)
+    spec = json.loads((job.run_dir / "run.json").read_text())
+    assert spec["name"] == "mine"
+    assert spec["signal_grace"] == 30
+    assert spec["preemption_signal"] == "SIGUSR2"
+    assert "--signal=B:USR2@30" in spec["sbatch_args"]
+    assert spec["entrypoint"]["target"] == "/bin/sh"
+    assert read_terms(call_file(RunPaths(job.run_dir))).name == "add"
