@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.clock import Clock
@@ -203,22 +203,38 @@ class JobRequeuer:
             raise SlurmError(
                 what="submitting a follow-on job", why="the batch script is not one that hpc-elastic submit made"
             )
-        extra = follow_on_arguments(self._job, plan, array_task=self._array_task)
         found: list[str] = []
+        excluded = plan.excluded or ()
 
         def submit() -> None:
+            nonlocal excluded
             waiting = self._client.dependents(self._job, uid=os.getuid())
             if waiting:
                 logger.info("job %s waits for the end of job %s already", waiting[0], self._job)
-            found.append(waiting[0] if waiting else str(self._client.submit(str(script), extra=extra)))
+                found.append(waiting[0])
+                return
+            if plan.excluded is None:
+                excluded = self._excluded_now()
+            extra = follow_on_arguments(self._job, replace(plan, excluded=excluded), array_task=self._array_task)
+            found.append(str(self._client.submit(str(script), extra=extra)))
 
         self._patiently(submit)
-        without = f", without {compress(plan.excluded)}" if plan.excluded else ""
+        without = f", without {compress(excluded)}" if excluded else ""
         later = f", in {plan.delay:.0f} s" if plan.delay else ""
         if self._array_task is not None and "_" not in found[0]:
             found[0] += f"_{self._array_task}"
         words = f"job {found[0]} goes on when job {self._job} has ended{later}{without}"
         return Requeued(words=words, next_job=found[0])
+
+    def _excluded_now(self) -> tuple[str, ...]:
+        """This job's list, which the follow-on job would not have by itself: it has been given more than its script."""
+        try:
+            state = self._client.job_state(self._job)
+        except SlurmUnavailableError:
+            raise
+        except SlurmError:
+            return ()
+        return () if state is None else state.excluded
 
     def _patiently(self, action: Callable[[], None]) -> None:
         deadline = self._clock.monotonic() + CONTROLLER_PATIENCE

@@ -75,7 +75,7 @@ class World:
         return SimpleNamespace(has_epilog=self.has_epilog)
 
     def _job_state(self, job: JobId) -> Any:
-        return SimpleNamespace(phase=self.phase, restarts=self.restarts)
+        return SimpleNamespace(phase=self.phase, restarts=self.restarts, excluded=self.excluded)
 
     def _requeue(self, job: JobId) -> None:
         if self.phase is JobPhase.PENDING:
@@ -283,7 +283,7 @@ def test_what_is_done_is_said() -> None:
         (NextAttempt(delay=60), "job 7 is requeued and may begin in 60 s"),
         (NextAttempt(excluded=("n2", "n3")), f"job 7 is requeued without n[2-3] {soon}"),
         (NextAttempt(excluded=()), f"job 7 is requeued {soon}"),
-        (NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT), "job 100 goes on when job 7 has ended"),
+        (NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT), "job 100 goes on when job 7 has ended, without n9"),
     ):
         world = World()
         world.excluded = ("n9",)
@@ -300,6 +300,26 @@ def test_a_tasks_follow_on_job_is_named_as_slurms_commands_want_it() -> None:
         task = JobRequeuer(world, FakeClock(), job=JobId("70_1"), restart_count=0, array_task="1")  # type: ignore[arg-type]
         assert task.carry_out(plan).next_job == "100_1"
         assert len(world.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "has", "words"),
+    [
+        (None, ["--exclude=n[2-3]"], ", without n[2-3]"),
+        (("n4",), ["--exclude=n4"], ", without n4"),
+        ((), [], ""),
+    ],
+)
+def test_a_follow_on_job_does_without_whom_its_job_does_without(
+    plan: tuple[str, ...] | None, has: list[str], words: str
+) -> None:
+    """The job's own list came with its submission, and does not stand in the script."""
+    world = World()
+    world.excluded = ("n2", "n3")
+    done = requeuer(world).carry_out(NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT, excluded=plan))
+    (submitted,) = world.submitted
+    assert [word for word in submitted if word.startswith("--exclude")] == has
+    assert done.words == f"job 100 goes on when job 7 has ended{words}"
 
 
 def test_sbatchs_arguments() -> None:

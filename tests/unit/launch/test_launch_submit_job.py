@@ -41,9 +41,7 @@ class Site:
         self.runs = root / "runs"
         self.told: list[str] = []
         seen = Evidence(node="n2", kind=EvidenceKind.LOST, at_ns=self.clock.time_ns(), why="node n2 was lost")
-        assert (
-            remember([seen], cluster="", run_id="r", attempt=0, now_ns=self.clock.time_ns(), env=self.env) is None
-        )
+        assert remember([seen], cluster="", run_id="r", attempt=0, now_ns=self.clock.time_ns(), env=self.env) is None
 
     def submission(self, *argv: str, shared: bool = True, array: str | None = None) -> Submission:
         given = [*argv, *(["--allow-local-runs-dir"] if shared else []), "/bin/true"]
@@ -57,9 +55,7 @@ class Site:
 
     def submit(self, submission: Submission, **more: Any) -> str:
         client = CommandSlurmClient(self.slurm, self.clock)
-        return submit_job(
-            submission, client, clock=self.clock, env=self.env, tell=self.told.append, **more
-        ).number
+        return submit_job(submission, client, clock=self.clock, env=self.env, tell=self.told.append, **more).number
 
     @property
     def sbatch(self) -> list[str]:
@@ -84,7 +80,7 @@ def test_a_job(site: Site) -> None:
     assert site.sbatch == [str(paths.script)]
     assert paths.script.read_text() == submission.script
     assert "module load x" in submission.script
-    assert f"--comment=\"hpc-elastic {paths.root}\"" in submission.script
+    assert f'--comment="hpc-elastic {paths.root}"' in submission.script
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in paths.root.iterdir()} == {0o600}
     assert {path.name for path in paths.root.iterdir()} == {"run.json", "secret", "job.sbatch", "job.log"}
     assert run_index.find(job, env=site.env) == paths.root
@@ -136,7 +132,7 @@ def test_what_slurm_refuses_leaves_nothing(site: Site) -> None:
         site.submit(site.submission("--partition=nosuch"))
     assert not site.runs.exists()
     site.slurm.missing = {"sbatch"}
-    with pytest.raises(UsageError, match="sbatch is not on PATH: .*; run on this machine with cluster='local'"):
+    with pytest.raises(UsageError, match=r"sbatch is not on PATH: .*; run on this machine with cluster='local'"):
         site.submit(site.submission())
     assert not site.runs.exists()
 
@@ -145,7 +141,7 @@ def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:
     def full() -> None:
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(UsageError, match="can't write .*: No space left on device"):
+    with pytest.raises(UsageError, match=r"can't write .*: No space left on device"):
         site.submit(site.submission(), fill=full)
     with pytest.raises(ZeroDivisionError):
         site.submit(site.submission(), fill=lambda: print(1 // 0))
@@ -156,7 +152,7 @@ def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:
 def test_a_folder_that_no_other_node_sees(site: Site) -> None:
     submission = Submission(job=site.submission(shared=False).job, runs_dir=Path("/dev/shm/r"), words=WORDS)
     for attempt in (dry_run, site.submit):
-        with pytest.raises(UsageError, match="the nodes can't see /dev/shm/r: /dev/shm .*; give another"):
+        with pytest.raises(UsageError, match=r"the nodes can't see /dev/shm/r: /dev/shm .*; give another"):
             attempt(submission)
     assert site.slurm.calls == []
 
