@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.configuration import job_options, worker_options
-from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
+from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
 from hpc_elastic.configuration.option_table import Parsed, parse, render_help
 from hpc_elastic.configuration.resolve import resolve
 from hpc_elastic.configuration.run_request import current_directory
@@ -29,7 +29,7 @@ def read_command_line(
     """
     left_out = job_options.SUBMIT_ONLY if subcommand != "submit" else ()
     options = tuple(option for option in ALL_OPTIONS if option.dest not in left_out)
-    given = parse(argv, options, refused=worker_options.REFUSED, env={})
+    given = parse(argv, options, refused=REFUSED, env={})
     if not given.help:
         here = current_directory(env)
         return resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_elastic.cli.command_line import GROUPS
-from hpc_elastic.configuration import worker_options
-from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
+from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
 from hpc_elastic.configuration.defaults import default_of
 from hpc_elastic.configuration.keys import Keys, key_of
 from hpc_elastic.configuration.layers import Layer
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: something that submit would refuse, but for the script.
     """
-    given = parse(argv, OPTIONS, refused=worker_options.REFUSED, env={})
+    given = parse(argv, OPTIONS, refused=REFUSED, env={})
     if given.help:
         groups = {_GROUP: "what is shown", **GROUPS}
         sys.stdout.write(render_help("hpc-elastic config [options] [KEY...]", DESCRIPTION, OPTIONS, groups))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from datetime import date, datetime, time
 
 from hpc_elastic.configuration.option_table import Option
+from hpc_elastic.configuration.spellings import nearest
 from hpc_elastic.errors import UsageError
 
 VARIABLE_PREFIX = "HPC_ELASTIC_"
@@ -36,10 +37,7 @@ class Keys:
 
     def nearest(self, name: str, others: Sequence[str] = ()) -> str | None:
         """The key that was probably meant."""
-        from difflib import get_close_matches
-
-        matches = get_close_matches(name.replace("_", "-").lower(), [*self.by_name, *others], n=1)
-        return matches[0] if matches else None
+        return nearest(name, [*self.by_name, *others])
 
 
 def key_of(option: Option) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hpc_elastic.configuration.spellings import SBATCHS_OWN, nearest, remark_on
 from hpc_elastic.errors import UsageError
 
 
@@ -200,15 +201,16 @@ def _split(word: str, by_name: Mapping[str, Option]) -> tuple[str, str | None]:
 def _unknown(name: str, by_name: Mapping[str, Option], refused: Mapping[str, str]) -> UsageError:
     if name in refused:
         return UsageError(f"{name}: {refused[name]}")
-    from difflib import get_close_matches
-
-    matches = get_close_matches(name, by_name, n=1) if len(name) > 2 else []
-    hint = (
-        f"; did you mean {matches[0]}?"
-        if matches
-        else "; another option of sbatch's is given by --sbatch-arg=--name=value"
-    )
-    return UsageError(f"unknown option {name}{hint}")
+    long = name.startswith("--")
+    match = nearest(name[2:], [known[2:] for known in by_name if known.startswith("--")]) if long else None
+    if match is None:
+        if name[2:] in SBATCHS_OWN:
+            return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
+        return UsageError(
+            f"unknown option {name}; the script's own stand behind its name, others of sbatch's in --sbatch-arg=--name=…"
+        )
+    remark = remark_on(name[2:])
+    return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")
 
 
 def _from_environment(options: Sequence[Option], env: Mapping[str, str], reading: _Reading) -> None:

@@ -5,7 +5,6 @@ They become the same options that the command line has, and so have the same mea
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +14,7 @@ from hpc_elastic.configuration.keys import texts_of
 from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.configuration.resolve import resolve
 from hpc_elastic.configuration.run_request import current_directory
+from hpc_elastic.configuration.spellings import nearest
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.sbatch import ScriptLines
 
@@ -69,8 +69,10 @@ class UnknownParameterError(UsageError, ValueError, NameError):
 
 def unknown(name: str) -> UnknownParameterError:
     """The error for a name, with the nearest one that there is."""
-    nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]}?" if nearest else "; what sbatch has besides goes into additional_parameters"
+    found = nearest(name, {known.replace("_", "-") for known in NAMES})
+    hint = "; what sbatch has besides goes into additional_parameters"
+    if found is not None:
+        hint = f"; did you mean {found.replace('-', '_')}?"
     return UnknownParameterError(f"the executor has no parameter {name}{hint}")
 
 

@@ -45,14 +45,27 @@ def test_submitits_examples_come_out_the_same_with_either_executor(cluster: Slur
 
 
 ONLY_HERE = """
-import json, os, sys, time, submitit
-from hpc_elastic.submission import ElasticExecutor
+import json, os, signal, sys, time, submitit
+from hpc_elastic.node_records import remember
+from hpc_elastic.node_score import Evidence, EvidenceKind
 
 def where():
     env = submitit.JobEnvironment()
     if os.environ.get("FAIL") == str(env.global_rank):
         raise LookupError("of rank 1")
     return [env.global_rank, env.node, env.hostnames, os.environ["FROM_SETUP"]]
+
+def killed_once():
+    attempt = int(os.environ["HPC_ELASTIC_ATTEMPT"])
+    if attempt == 0 and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [attempt, submitit.JobEnvironment().hostnames]
+
+# An account that has seen n2 fail, in an earlier run.
+os.environ["XDG_STATE_HOME"] = sys.argv[1] + "-state"
+now = time.time_ns()
+lost = Evidence(node="n2", kind=EvidenceKind.LOST, at_ns=now, why="node n2 was lost")
+remember([lost], cluster="", run_id="earlier", attempt=0, now_ns=now, env=os.environ)
 
 executor = submitit.AutoExecutor(sys.argv[1], cluster="elastic")
 executor.update_parameters(nodes=2, timeout_min=10, slurm_setup=["export FROM_SETUP=yes"], elastic_max_restarts=0)
@@ -66,11 +79,16 @@ began = time.monotonic()
 waiting.cancel()
 cancelled = waiting.exception()
 took = time.monotonic() - began
-executor.update_parameters(slurm_partition="moon")
-try:
-    executor.submit(where)
-except Exception as error:
-    refused = str(error)
+parameters = {"elastic_begin": "now", "slurm_teardown": [], "nodes": 3, "elastic_bad_nodes": "jobs"}
+executor.update_parameters(**parameters, slurm_additional_parameters={"no-requeue": True})
+careful = executor.submit(killed_once)
+refused = []
+for parameters in ({"nodes": 5}, {"slurm_exclude": "n[1,3]", "nodes": 3}, {"slurm_partition": "moon", "nodes": 1}):
+    executor.update_parameters(**parameters)
+    try:
+        executor.submit(where)
+    except Exception as error:
+        refused.append(str(error))
 error = failing.exception()
 print(json.dumps({
     "wide": wide.results(), "state": wide.state, "nodes": wide.get_info()["NodeList"],
@@ -78,7 +96,8 @@ print(json.dumps({
     "state of failed": failing.state, "log": failing.log(), "exit": failing.report().splitlines()[1],
     "pending": pending, "cancelled": [type(cancelled).__name__, waiting.state, took],
     "refused": refused, "left": sorted(os.listdir(sys.argv[1])),
-    "runs": [job.run_dir.name for job in (wide, failing, waiting)],
+    "runs": [job.run_dir.name for job in (wide, failing, waiting, careful)],
+    "careful": careful.results(), "state of careful": careful.state,
 }))
 """
 
@@ -98,7 +117,23 @@ def test_nodes_failures_and_what_slurm_refuses(cluster: SlurmCluster, runs: Slur
     assert "torn down" in said["log"]
     assert said["pending"] == "PENDING"
     assert said["cancelled"][:2] == ["ElasticJobUncompletedError", "CANCELLED"]
-    assert "artition" in said["refused"]
+    too_many, too_few_left, no_partition = said["refused"]
+    assert too_many == "nodes = 5: partition main has 4 nodes; the job would wait for ever"
+    assert too_few_left == "nodes = 3: partition main has 4 nodes, 2 of them excluded; the job would wait for ever"
+    assert "artition" in no_partition
     assert [entry for entry in said["left"] if not entry.endswith("_run")] == sorted(said["runs"]), (
         "nothing of it is left"
     )
+    check_careful(cluster, runs.folder / "jobs" / said["runs"][-1], said)
+
+
+def check_careful(cluster: SlurmCluster, run: Path, said: dict[str, Any]) -> None:
+    """A job that may not be requeued, and does without a node that an earlier run of the account's lost."""
+    assert said["state of careful"] == "COMPLETED"
+    assert [attempt for attempt, _ in said["careful"]] == [1, 1, 1], "it was killed in its first attempt, and went on"
+    attempts = [json.loads((run / f"attempt-00{number}" / "attempt.json").read_text()) for number in (0, 1)]
+    assert [sorted(attempt["nodes"]) for attempt in attempts] == [["n1", "n3", "n4"]] * 2
+    first, following = (attempt["job_id"] for attempt in attempts)
+    assert first != following
+    assert [cluster.job_info(job)["ExcNodeList"] for job in (first, following)] == ["n2", "n2"]
+    assert f"job {following} goes on when job {first} has ended, without n2" in (run / "job.log").read_text()

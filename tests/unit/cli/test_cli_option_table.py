@@ -95,7 +95,8 @@ def test_variables_give_defaults_and_are_named() -> None:
     [
         (["--nodez", "4"], "unknown option --nodez; did you mean --nodes?"),
         (["--nproc_per_nod=4"], "did you mean --nproc-per-node?"),
-        (["--licenses=m"], "unknown option --licenses; another option of sbatch's is given by --sbatch-arg"),
+        (["--licenses=m"], "unknown option --licenses; it is sbatch's: give --sbatch-arg=--licenses=value"),
+        (["--epochs=3"], "unknown option --epochs; the script's own stand behind its name, others of sbatch's in"),
         (["-z"], "unknown option -z"),
         (["--nodes"], "--nodes needs a value (N)"),
         (["--nodes="], "--nodes needs a value (N)"),
