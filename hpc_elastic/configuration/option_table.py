@@ -207,7 +207,7 @@ def _unknown(name: str, by_name: Mapping[str, Option], refused: Mapping[str, str
         if name[2:] in SBATCHS_OWN:
             return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
         return UsageError(
-            f"unknown option {name}; the script's own stand behind its name, others of sbatch's in --sbatch-arg=--name=…"
+            f"unknown option {name}; the script's own stand behind its name, others of sbatch's in --sbatch-arg=--x=y"
         )
     remark = remark_on(name[2:])
     return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")

@@ -72,13 +72,13 @@ def answer(*argv: str) -> str:
         ("--cpus", "did you mean --cpus-per-task (on each node)?"),
         ("--memory", "did you mean --mem (on each node)?"),
         ("--workdir", "did you mean --chdir?"),
-        ("--mem-per-cpu", "another option of sbatch's is given by --sbatch-arg=--mem-per-cpu=value"),
-        ("--nice", "another option of sbatch's is given by --sbatch-arg=--nice=value"),
+        ("--mem-per-cpu", "it is sbatch's: give --sbatch-arg=--mem-per-cpu=value"),
+        ("--nice", "it is sbatch's: give --sbatch-arg=--nice=value"),
         ("--nodez", "did you mean --nodes?"),
         ("--quos", "did you mean --qos?"),
         (
             "--frobnicate",
-            "unknown option --frobnicate; another option of sbatch's is given by --sbatch-arg=--name=value",
+            "unknown option --frobnicate; the script's own stand behind its name, others of sbatch's",
         ),
     ],
 )
