@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.cli.command_line import read_command_line, say
 from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.run_request import asked_cluster, runs_directory, working_directory
+from hpc_elastic.configuration.run_request import asked_cluster, cluster_here, runs_directory, working_directory
 from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.launch.submit_job import Submission, dry_run, slurm_client, submit_job
 from hpc_elastic.run_paths import RunPaths
@@ -29,12 +28,10 @@ def main(argv: Sequence[str]) -> int:
     if parsed is None:
         return 0
     with explaining(parsed):
-        cluster = asked_cluster(parsed)
-        if cluster == "auto":
-            cluster = "slurm" if shutil.which("sbatch", path=env.get("PATH")) else "local"
-            if cluster == "local":
+        asked = asked_cluster(parsed)
+        if cluster_here(asked, env) == "local":
+            if asked == "auto":
                 say("no sbatch here, so the run is done on this machine (--cluster local)")
-        if cluster == "local":
             from hpc_elastic.cli.run import run_here
 
             return run_here(parsed, env, dry_run=parsed.flag("dry_run"))

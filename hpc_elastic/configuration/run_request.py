@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -31,6 +32,13 @@ def asked_cluster(parsed: Parsed) -> str:
     if cluster not in _CLUSTERS:
         raise UsageError(f"--cluster {cluster}: give one of {', '.join(_CLUSTERS)}")
     return cluster
+
+
+def cluster_here(asked: str, env: Mapping[str, str]) -> str:
+    """``slurm`` or ``local`` for ``auto``, by whether there is an sbatch; anything else is what was asked for."""
+    if asked != "auto":
+        return asked
+    return "slurm" if shutil.which("sbatch", path=env.get("PATH")) else "local"
 
 
 def current_directory(env: Mapping[str, str]) -> Path:

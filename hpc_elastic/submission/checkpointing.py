@@ -142,9 +142,8 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     for attempt in reversed(begun_attempts(paths)):
         if attempt.number >= before:
             continue
-        written = places.ranks(
-            places.checkpoint_dir(attempt)
-        )  # by name: a thousand ranks must not each open a thousand
+        # By name: a thousand ranks must not each open a thousand.
+        written = places.ranks(places.checkpoint_dir(attempt))
         try:
             head = read_head(places.checkpoint_file(attempt, 0))
             world_size, left = int(head["world_size"]), int(head["timeouts_left"])

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from submitit.core.core import Executor, Job
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.run_request import check_values
+from hpc_elastic.configuration.run_request import check_values, cluster_here
 from hpc_elastic.errors import UsageError
 from hpc_elastic.submission import parameters as names
 from hpc_elastic.submission.auto_executor import ParameterNames, slurm_arguments
@@ -99,9 +98,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         asked: str = self.parameters.get("cluster", "auto")
         if asked == "auto":
             asked = self._parsed(self.parameters, "any", os.environ).get("cluster") or "auto"
-        if asked != "auto":
-            return asked
-        return "slurm" if shutil.which("sbatch") else "local"
+        return cluster_here(asked, os.environ)
 
     def _parsed(self, parameters: Mapping[str, Any], name: str, env: Mapping[str, str]) -> Parsed:
         slurm = parameters.get("cluster", "auto") in ("auto", "slurm")

@@ -5,10 +5,12 @@ The vocabulary is that of torch's ``LaunchConfig`` and ``elastic_launch``; what 
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -80,36 +82,41 @@ def launch(
 
     parameters = _parameters(config, options)
     log_dir = parameters.pop("log_dir", None)
-    temporary = (
-        tempfile.TemporaryDirectory(prefix="hpc-elastic-", ignore_cleanup_errors=True)
-        if log_dir is None and cluster != "slurm"
-        else None
-    )
-    folder = Path(temporary.name) if temporary is not None else Path(log_dir or "runs")
-    executor = ElasticExecutor(folder, cluster=cluster)
-    executor.update_parameters(**parameters)
-    job = executor.submit(fn, *args)
-    if cluster == "debug":
-        try:
+    with _folder(log_dir, cluster) as folder:
+        executor = ElasticExecutor(folder, cluster=cluster)
+        executor.update_parameters(**parameters)
+        job = executor.submit(fn, *args)
+        if cluster == "debug":
             return {0: job.result()}
-        finally:
-            if temporary is not None:
-                temporary.cleanup()
+        try:
+            _watch(job, show=show_output)
+            results = job.results()
+        except KeyboardInterrupt:
+            job.cancel(check=False)
+            job.wait()
+            raise
+        if log_dir is None:
+            _wait_for_launcher(job)
+        return dict(enumerate(results))
+
+
+@contextmanager
+def _folder(log_dir: str | None, cluster: str) -> Iterator[Path]:
+    """For the run directory. Where none was given it is a temporary one, which stays where a run has failed in it: the
+    error names it."""
+    if log_dir is not None or cluster == "slurm":
+        yield Path(log_dir or "runs")
+        return
+    temporary = tempfile.TemporaryDirectory(prefix="hpc-elastic-", ignore_cleanup_errors=True)
     try:
-        _watch(job, show=show_output)
-        results = job.results()
-    except KeyboardInterrupt:
-        job.cancel(check=False)
-        job.wait()
+        yield Path(temporary.name)
+    except Exception:
+        if cluster == "debug" or not os.listdir(temporary.name):
+            temporary.cleanup()
+        else:
+            temporary._finalizer.detach()  # type: ignore[attr-defined]
         raise
-    except BaseException:
-        if temporary is not None:
-            _keep(temporary)
-        raise
-    if temporary is not None:
-        _wait_for_launcher(job)
-        temporary.cleanup()
-    return dict(enumerate(results))
+    temporary.cleanup()
 
 
 def _parameters(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,8 +179,3 @@ def _wait_for_launcher(job: Any) -> None:
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     while local_process.lives(job.paths.run) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
-
-
-def _keep(temporary: tempfile.TemporaryDirectory[str]) -> None:
-    """Leave the folder there: the error names it."""
-    temporary._finalizer.detach()  # type: ignore[attr-defined]

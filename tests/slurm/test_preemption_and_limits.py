@@ -6,8 +6,11 @@ nodes of its own.
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +50,33 @@ for step in range(100000):
         print("trains")
     hpc_elastic.should_checkpoint(step)
 """
+COUNTS = """
+import json, os, sys, time
+import submitit
+from hpc_elastic.submission import ElasticExecutor
+
+class Count(submitit.helpers.Checkpointable):
+    def __init__(self):
+        self.lives, self.step, self.rank = 0, 0, None
+
+    def __call__(self):
+        self.lives += 1
+        print("trains" if self.lives == 1 else "goes on", flush=True)
+        self.rank = self.rank or os.environ["RANK"]
+        deadline = time.monotonic() + 300
+        while self.lives == 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self.step += 1
+        return [self.lives, self.step, self.rank]
+
+folder, partition, node = sys.argv[1:]
+executor = ElasticExecutor(folder, cluster="slurm")
+executor.update_parameters(partition=partition, nodelist=node, exclusive=True, tasks_per_node=2, timeout_min=60)
+job = executor.submit(Count())
+print(job.job_id, job.run_dir, flush=True)
+print(json.dumps([job.results(), job.state]))
+"""
+"""A function by submitit's protocol: it counts in its first life, until it is told to make room."""
 LONG = 90.0
 """Seconds for what ends by Slurm's looks, on a slow machine."""
 
@@ -87,6 +117,17 @@ class Cases:
         where = ("--nodes", str(nodes), "-p", partition, "-w", ",".join(mine), "--exclusive")
         usual = ("-t", "10", "--nproc-per-node", "1", "--job-name", name)
         return self.runs.submit(*where, *usual, *options, self.runs.script(script, name=f"{name}.py"))
+
+    def submit_function(self, partition: str) -> tuple[Run, subprocess.Popen[str]]:
+        """Two ranks of a function, by the executor, and the program that waits for them."""
+        (node,), self._free = self._free[:1], self._free[1:]
+        name = self.runs.script(COUNTS, name="counts.py")
+        argv = ["python", name, str(self.runs.folder / "jobs"), partition, node]
+        process = self.cluster.popen(argv, cwd=self.runs.folder)
+        assert process.stdout is not None
+        told = process.stdout.readline().split()
+        assert len(told) == 2, process.communicate()
+        return Run(self.runs, job=told[0], root=Path(told[1]), done=None), process
 
     def take_nodes(self, nodes: int) -> None:
         """A job of the higher partition wants the first `nodes` nodes, for a moment."""
@@ -139,9 +180,10 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
     stubborn = cases.submit("stubborn", NEVER_REACTS, partition="cancelled")
     requeued_at_once = cases.submit("requeuednow", SAVES_WHEN_TOLD, partition="requeued-at-once")
     cancelled_at_once = cases.submit("cancellednow", SAVES_WHEN_TOLD, partition="cancelled-at-once")
-    for run in (requeued, cancelled, stubborn, requeued_at_once, cancelled_at_once):
-        wait_training(run, nodes=2 if run is requeued else 1)
-    cases.take_nodes(6)
+    function, program = cases.submit_function("cancelled")
+    for run in (requeued, cancelled, stubborn, requeued_at_once, cancelled_at_once, function):
+        wait_training(run, nodes=2 if run in (requeued, function) else 1)
+    cases.take_nodes(7)
 
     # Without a grace time all hear of it, and everything ends.
     for run, word, meaning in (
@@ -169,6 +211,20 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
     wait_resumed(stubborn)
     wait_resumed(requeued_at_once)
     wait_resumed(cancelled_at_once)
+    check_function(function, program)
+
+
+def check_function(run: Run, program: subprocess.Popen[str]) -> None:
+    """Each rank's callable was saved, and went on from its own state when the job had nodes again."""
+    out, err = program.communicate(timeout=2 * LONG)
+    assert program.returncode == 0, out + err + run.log
+    results, state = json.loads(out)
+    assert state == "COMPLETED"
+    assert [(lives, rank) for lives, _, rank in results] == [(2, "0"), (2, "1")]
+    assert all(step > 0 for _, step, _ in results)
+    assert run.result()["outcome"] == "preempted"
+    assert decided(run)[0] == ("agents alone", "is preempted, its grace time runs", "preemption", True)
+    assert run.runs.cluster.job_info(run.job)["Restarts"] == "1"
 
 
 def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: SlurmRuns) -> None:
