@@ -5,6 +5,9 @@
 #   PYTHON                the interpreter to build the environment from (default: python3, or the newest other one that is 3.10 or later)
 #   HPC_ELASTIC_TORCH     what to install as torch (default: torch==2.13.0), unless .venv has one that imports
 
+# shellcheck source=docs/examples/debian-python.sh
+. docs/examples/debian-python.sh
+
 say() { printf 'setup: %s\n' "$*"; }
 die() {
     printf 'setup: %s\n' "$*" >&2
@@ -30,7 +33,7 @@ apt_install() {
 # Prints the first interpreter that is new enough.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 "$PWD/.python/usr/bin/python3"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
             command -v "$candidate"
             return 0
@@ -50,6 +53,8 @@ make_venv() {
     elif "$python" -c 'import pip, venv' >/dev/null 2>&1; then
         "$python" -m venv --clear --without-pip .venv &&
             "$python" -m pip -q --python .venv/bin/python install pip
+    elif "$python" -c 'import venv' >/dev/null 2>&1 && debian_pip "$python"; then
+        :
     else
         die "$python cannot make virtual environments; install python3-venv (Debian: apt-get install python3-venv)" \
             "or set PYTHON to an interpreter that can"
@@ -65,7 +70,11 @@ setup_venv() {
         return 0
     fi
     if ! .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
-        if ! python=$(find_python) && ! { apt_install python3 python3-venv && python=$(find_python); }; then
+        if [ -n "${PYTHON:-}" ] && [ "$(find_python)" != "$(command -v "$PYTHON")" ]; then
+            die "PYTHON=$PYTHON is no Python 3.10 or later that can be run"
+        fi
+        if ! python=$(find_python) && ! { { apt_install python3 python3-venv ca-certificates || debian_python; } &&
+            python=$(find_python); }; then
             die "no Python 3.10 or later found; install one, or set PYTHON to it"
         fi
         say "making .venv with $("$python" --version 2>&1)"
