@@ -23,6 +23,7 @@ from hpc_elastic.slurm.sbatch import sbatch_arguments, sbatch_line
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _CLUSTERS = ("auto", "slurm", "local")
+_MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
 _MAX_GRACE = 65535  # sbatch's own limit for --signal
 
 
@@ -87,6 +88,9 @@ def build_spec(
     """
     entry = worker_options.entrypoint(parsed, cwd=cwd, interpreter=sys.executable)
     name = job_name(parsed, entry, env)
+    spares, workers = job_options.spare_nodes(parsed), worker_options.worker_fields(parsed)
+    if cluster == "local":
+        _check_fits_here(parsed, nodes[1] + spares, workers.get("nproc_per_node", ""))
     return RunSpec(
         run_id=_run_id(parsed) or new_run_id(name),
         uid=secrets.token_hex(16),
@@ -97,7 +101,7 @@ def build_spec(
         cluster=cluster,
         min_nodes=nodes[0],
         max_nodes=nodes[1],
-        spares=job_options.spare_nodes(parsed),
+        spares=spares,
         segment=job_options.segment_nodes(parsed, nodes),
         requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_says_no_requeue(parsed, env)),
         requeue_with=job_options.requeue_choice(parsed).value,
@@ -105,8 +109,23 @@ def build_spec(
         signal_grace=grace,
         sbatch_args=parsed.all("sbatch_args"),
         srun_args=parsed.all("srun_args"),
-        **worker_options.worker_fields(parsed),
+        **workers,
     )
+
+
+def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
+    """A figure with a digit too many would fork until the machine stands still, and whoever else works on it."""
+    if nodes > _MOST_LOCAL_NODES:
+        option = "spares" if nodes - job_options.spare_nodes(parsed) <= _MOST_LOCAL_NODES else "nodes"
+        raise UsageError(
+            f"{parsed.source(option, '')} {parsed.get(option)}: {nodes} nodes on this one machine; "
+            f"it takes at most {_MOST_LOCAL_NODES} (for more: Slurm, with hpc-elastic submit)"
+        )
+    if nproc.isdigit() and nodes * int(nproc) > _MOST_LOCAL_WORKERS:
+        raise UsageError(
+            f"{parsed.source('nproc_per_node', '')} {nproc}: {nodes * int(nproc)} workers on this one machine; "
+            f"it takes at most {_MOST_LOCAL_WORKERS} (for more: Slurm, with hpc-elastic submit)"
+        )
 
 
 def check_values(parsed: Parsed) -> None:

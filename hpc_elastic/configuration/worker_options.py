@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from hpc_elastic.ring_record import RestartWith
 from hpc_elastic.run_spec import EntryKind, Entrypoint
 
 GROUP = "workers"
+_MOST_WORKERS = 4096
+"""On one node. Beyond it, somebody's figure has a digit too many, and the node would fork until it stands still."""
+_SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|c|tc)?sh(?:\s|$)")
 
 OPTIONS = (
     Option(
@@ -273,9 +277,9 @@ def _put(fields: dict[str, Any], dest: str, value: object) -> None:
 
 
 def _nproc(text: str, option: str) -> str:
-    if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 65536):
+    if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MOST_WORKERS):
         return text
-    raise UsageError(f"{option} {text}: give a number of workers from 1, or auto, gpu or cpu")
+    raise UsageError(f"{option} {text}: give a number of workers from 1 to {_MOST_WORKERS}, or auto, gpu or cpu")
 
 
 def _signal(parsed: Parsed) -> str | None:
@@ -333,13 +337,19 @@ def _check_script(target: str, cwd: Path) -> None:
     if path.is_dir():
         raise UsageError(f"{target} is a folder, not a script; for a module use --module")
     try:
-        with open(path, "rb"):
-            return
+        with open(path, "rb") as file:
+            start = file.read(80)
     except FileNotFoundError:
         hint = "; a module is run with --module, a command with --no-python" if "/" not in target else ""
         raise UsageError(f"the script {target} does not exist in {cwd}{hint}") from None
     except OSError as error:
         raise UsageError(f"the script {target} can't be read: {error.strerror}") from None
+    # A .py may begin with the shell's lines that look for a Python, and be Python all the same.
+    if path.suffix != ".py" and _SHELL.match(start):
+        raise UsageError(
+            f"{target} is a shell script, and a script is run by Python; give the Python script that it starts, "
+            "or have it run as it is with --no-python"
+        )
 
 
 def _check_command(target: str, cwd: Path) -> None:

@@ -107,6 +107,7 @@ def test_requeue(here: Path) -> None:
         (["--no-python", "./train.py"], "the command ./train.py is not executable; run: chmod +x ./train.py"),
         (["-m", "--no-python", "x"], "--module and --no-python can't both be"),
         (["--nproc-per-node=0", "train.py"], "--nproc-per-node 0: give a number of workers from 1"),
+        (["--nproc-per-node=4097", "train.py"], "--nproc-per-node 4097: give a number of workers from 1 to 4096"),
         (["--nproc-per-node=many", "train.py"], "--nproc-per-node many:"),
         (["--max-restarts=-1", "train.py"], "--max-restarts -1: give a whole number from 0"),
         (["--max-restarts=x", "train.py"], "--max-restarts x:"),
@@ -220,3 +221,40 @@ def test_folders(here: Path) -> None:
     assert runs_directory(read("--runs-dir", "../r", "s"), here) == here.parent / "r"
     assert runs_directory(read("--log_dir=/r", "s"), here) == Path("/r")
     assert runs_directory(read("s", PET_LOG_DIR="/logs"), here) == Path("/logs")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "argv", "says"),
+    [
+        (100_000, ["--nodes=100000"], "--nodes 100000: 100000 nodes on this one machine; it takes at most 256"),
+        (257, ["--nodes=2-257"], "--nodes 2-257: 257 nodes on this one machine"),
+        (1, ["--spares=256"], "--spares 256: 257 nodes on this one machine"),
+        (4, ["--nodes=4", "--nproc-per-node=300"], "--nproc-per-node 300: 1200 workers on this one machine"),
+    ],
+)
+def test_one_machine_is_not_flooded(here: Path, nodes: int, argv: list[str], says: str) -> None:
+    parsed = read(*argv, "train.py")
+
+    def made(cluster: str) -> RunSpec:
+        return build_spec(parsed, cluster=cluster, nodes=(1, nodes), cwd=here, env={}, grace=notice_seconds(parsed))
+
+    assert made("slurm").max_nodes == nodes
+    with pytest.raises(UsageError) as caught:
+        made("local")
+    assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize("first", ["#!/bin/sh", "#! /bin/bash -l", "#!/usr/bin/env bash", "#!/bin/sh\r"])
+def test_a_shell_script_is_not_given_to_python(here: Path, first: str) -> None:
+    (here / "job.sbatch").write_text(f"{first}\n#SBATCH --nodes=4\n")
+    with pytest.raises(UsageError, match=r"job.sbatch is a shell script.*--no-python"):
+        spec(here, "job.sbatch")
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("train.py", "#!/bin/sh"), ("train", "#!/usr/bin/env python3"), ("train", "#!/opt/sh/bin/python"), ("t", "")],
+)
+def test_what_may_be_python_is_given_to_it(here: Path, name: str, first: str) -> None:
+    (here / name).write_text(f"{first}\n")
+    assert spec(here, name).entrypoint.kind is EntryKind.SCRIPT
