@@ -41,6 +41,7 @@ def console_main() -> NoReturn:
 
 def main(argv: Sequence[str]) -> int:
     """Run a subcommand. Returns the exit code; prints every error as one line on stderr."""
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a path that is no UTF-8 must not end in a traceback
@@ -55,13 +56,19 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Python would complain once more at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from hpc_elastic.cli.standard_output import leave_output
+
+        leave_output()  # whoever read it has gone (`| head`)
         return _BROKEN_PIPE
     except OSError as error:
         # A file or folder of the user's that can't be reached is no defect of ours; anything else shows its traceback.
         if error.filename is None:
-            raise
+            from hpc_elastic.cli.standard_output import leave_output, output_failed
+
+            if not output_failed(error):
+                raise
+            leave_output()
+            return _say(HpcElasticError(message=f"standard output can't be written: {error.strerror}"), 1)
         return _say(UsageError(f"{error.filename}: {error.strerror}"), _USAGE)
 
 
@@ -97,6 +104,19 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
         return int(module.run(parser.parse_args(with_dashes(argv))))
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
+
+
+def _open_missing_streams() -> None:
+    """Make up for standard streams that were closed (``>&-``): the next file to be opened would be taken for them."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _say(error: HpcElasticError, code: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.screen import is_terminal, tell
+from hpc_elastic.cli.standard_output import output_failed
 from hpc_elastic.cli.status_text import status_json, status_lines
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
                 _print(status, job, clock, as_json=args.json, clears=clears)
                 has_ended = status.state is RunState.ENDED
         except OSError as error:
+            if output_failed(error):
+                raise
             raise UsageError(f"{error.filename or paths.root} can't be read: {error.strerror}") from None
         if not args.watch or has_ended:
             return 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -105,3 +107,61 @@ def test_batch_is_not_for_people(capsys: pytest.CaptureFixture[str], argv: list[
     code, _, err = run(capsys, *argv)
     assert code == 2
     assert "it is called by the script that submit makes" in err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["config"]])
+def test_a_full_disk_under_the_output_is_said_on_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, argv: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code = cli.main(argv)
+    assert code == 1
+    assert capsys.readouterr().err == "hpc-elastic: error: standard output can't be written: No space left on device\n"
+
+
+def test_status_knows_its_output_from_the_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "attempt-000").mkdir()
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        code = cli.main(["status", "--no-slurm", str(tmp_path)])
+    assert code == 1
+    assert capsys.readouterr().err == "hpc-elastic: error: standard output can't be written: No space left on device\n"
+
+
+def test_an_error_of_no_file_is_a_defect_and_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hpc_elastic.cli.submit", failing(OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output"):
+        cli.main(["submit"])
+
+
+def test_closed_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+
+    def fstat(number: int) -> None:
+        if number < 3:
+            raise OSError(9, "Bad file descriptor")
+
+    def opens(path: str, flags: int) -> int:
+        opened.append(len(opened))
+        return opened[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            cli,
+            "os",
+            SimpleNamespace(
+                fstat=fstat,
+                open=opens,
+                devnull=os.devnull,
+                O_RDWR=os.O_RDWR,
+                set_inheritable=lambda number, inheritable: None,
+            ),
+        )
+        patched.setattr(sys, "stdout", None)
+        assert cli.main(["--version"]) == 0
+        sys.stdout.close()
+    assert opened == [0, 1, 2]
