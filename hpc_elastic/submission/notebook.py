@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.submission.torch_config import words_of
 
 _LOOK_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 60.0
 _NO_PLACE = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
-_REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": "a node's address is found by itself"}
+_REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": "a node's address is found by itself; leave it out"}
 _HARMLESS = {"rdzv_backend": ("", "etcd", "static", "c10d"), "rdzv_endpoint": ("",), "local_addr": (None,)}
 """torch's own defaults, which say nothing."""
 
@@ -123,9 +124,7 @@ def _parameters(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """The executor's, from torch's words and its own."""
     given: dict[str, Any] = {}
     if config is not None:
-        given = {name: getattr(config, name) for name in _TAKEN if hasattr(config, name)}
-        if given.get("role") == "default_role":
-            del given["role"]  # torch's word for none
+        given = words_of(config, _TAKEN)
     given.update(options)
     for name, why in _REFUSED.items():
         value = given.pop(name, None)

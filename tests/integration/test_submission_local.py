@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -221,3 +223,21 @@ def test_launch_in_this_process() -> None:
     assert hpc_elastic.launch(os.getpid, cluster="debug") == {0: os.getpid()}
     with pytest.raises(hpc_elastic.errors.UsageError, match="nothing to point at"):
         hpc_elastic.launch(os.getpid, rdzv_backend="etcd-v2", rdzv_endpoint="here:29400")
+
+
+@pytest.mark.torch
+def test_torchs_own_configuration_is_understood(tmp_path: Path) -> None:
+    """In a process of its own: torch's threads would be pytest's."""
+    code = (
+        "import sys\n"
+        "from torch.distributed.launcher.api import LaunchConfig\n"
+        "from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std\n"
+        "from hpc_elastic.submission.notebook import _parameters\n"
+        "plain = _parameters(LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=2), {})\n"
+        "assert 'log_dir' not in plain and plain['nodes'] == (1, 2), plain\n"
+        "logs = DefaultLogsSpecs(log_dir=sys.argv[1], tee={1: Std.ALL}, local_ranks_filter={1})\n"
+        "told = _parameters(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, logs_specs=logs), {})\n"
+        "assert (told['log_dir'], told['tee'], told['local_ranks_filter']) == (sys.argv[1], '1:3', [1]), told\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
