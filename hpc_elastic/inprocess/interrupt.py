@@ -4,7 +4,8 @@ A handler runs in the main thread, between two bytecodes, and a signal ends a sy
 raises only where the main thread is inside the frame of `Interruptible.run`: it can't come too late, whatever that
 thread did between the signal and the handler. Where the exception was swallowed (``except BaseException``, a
 destructor, a callback from C) it is raised again. While it is on its way out (``finally``, ``__exit__``, an ``except``
-that handles it), that is left alone for `GRACE` seconds.
+that handles it), that is left alone for `GRACE` seconds; the program's own handler of SIGTERM, to which the monitor
+process gives a grace, is left alone for as long as it runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -105,8 +106,10 @@ class Interruptible:
         target = self._frame
         if self._wanted is None or target is None:
             return
-        place = frame
+        place, at_the_end = frame, _code_of(signal.getsignal(signal.SIGTERM))
         while frame is not None and frame is not target:
+            if frame.f_code is at_the_end:
+                return
             frame = frame.f_back
         if frame is None:
             return
@@ -127,6 +130,12 @@ class Interruptible:
             seen.add(id(handled))
             handled = handled.__context__
         return False
+
+
+def _code_of(handler: object) -> CodeType | None:
+    """Of a function or a method."""
+    code = getattr(handler, "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 SIGNAL = signal.SIGRTMIN + 9

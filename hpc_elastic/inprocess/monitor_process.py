@@ -14,8 +14,9 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from hpc_elastic.inprocess.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
 from hpc_elastic.inprocess.sockets import notice_silence
-from hpc_elastic.inprocess.standby import Standby, listen
+from hpc_elastic.inprocess.standby import Standby, is_plain, listen
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
 from hpc_elastic.readable import wait_readable
 
@@ -54,10 +55,18 @@ class StoreSource:
         """
         return self.factory.serve_apart(ELSEWHERE, **self.kwargs)
 
-    def open(self) -> Any:
-        """A connection of the monitor's own: never the server."""
+    def open(self, *, within: float | None = None) -> Any:
+        """A connection of the monitor's own: never the server.
+
+        Args:
+            within: Seconds for the server to answer, where the store's own timeout is longer.
+        """
         TCPStore.is_client_only = True  # in this process alone
-        return self.factory(**self.kwargs)
+        kwargs = dict(self.kwargs)
+        if within is not None and is_plain(self.factory):
+            own = kwargs.get("timeout", timedelta(seconds=300))
+            kwargs["timeout"] = min(own, timedelta(seconds=within))
+        return self.factory(**kwargs)
 
     def at(self, standby: Standby) -> StoreSource:
         """The same, after the move to `standby`."""
@@ -111,15 +120,16 @@ class Unplaced:
     newcomer: Newcomer | None = None
     """It comes in a dead process' place; else it waits for the first iteration."""
 
-    def mourn(self, raw: Any, *, patience: float) -> None:
+    def mourn(self, open_store: Callable[[], Any], *, patience: float) -> None:
         """Let nobody wait for it.
 
         Args:
-            raw: The ring's store.
-            patience: Seconds for the others to come to the first barrier, or to give the newcomer a place.
+            open_store: Opens the ring's, or raises.
+            patience: Seconds for the store to answer, and for the others to come to the first barrier or to give the
+                newcomer a place.
         """
-        base = PrefixStore(self.call, raw)
         deadline = time.monotonic() + patience
+        base = PrefixStore(self.call, open_store())
         if self.newcomer is None:
             while not base.is_released(base.INITIAL_BARRIER):
                 if time.monotonic() >= deadline or base.fate(self.initial_rank):
@@ -319,7 +329,7 @@ class _Monitor:
                 self._serve_the_others(self._open_base())
         except dist.DistNetworkError:
             logger.warning("the ring's store is lost")
-            if self._standby is not None:
+            if self._standby is not None and self._place is not None:
                 self._serve_the_others(PrefixStore(self._unplaced.call, self._standby))
 
     def _watch(self) -> Interruption | None:
@@ -330,10 +340,10 @@ class _Monitor:
         next_look = time.monotonic()
         while True:
             ready = {fd for fd, _ in poller.poll(max(0.0, next_look - time.monotonic()) * 1000)}
-            if self._reader in ready:
-                self._take_news()
+            if self._reader in ready and not self._take_news():
                 if self._has_goodbye:
                     return None
+                poller.unregister(self._reader)  # closed: it is dead, or another program now
             if self._pidfd in ready:
                 return Interruption.TERMINATED
             if time.monotonic() < next_look:
@@ -367,9 +377,9 @@ class _Monitor:
         self._store = None
         self._watch_others()
 
-    def _open_raw(self) -> Any:
+    def _open_raw(self, *, within: float | None = None) -> Any:
         if self._raw is None:
-            self._raw = self._source.open()
+            self._raw = self._source.open(within=within)
             if isinstance(self._raw, dist.TCPStore):
                 notice_silence(self._raw.port, self._settings.heartbeat_timeout)
         return self._raw
@@ -443,7 +453,8 @@ class _Monitor:
         if self._has_lost_store:
             return  # those who meet elsewhere do without it
         if place is None:
-            self._unplaced.mourn(self._open_raw(), patience=self._settings.barrier_timeout)
+            patience = self._settings.barrier_timeout  # as long as any rank waits for another one
+            self._unplaced.mourn(lambda: self._open_raw(within=patience), patience=patience)
             return
         if store.outcome() != COMPLETED:
             store.stand_in_for(place.rank, place.count, cause)

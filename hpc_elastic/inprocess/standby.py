@@ -82,7 +82,7 @@ def listen(factory: type, kwargs: Mapping[str, Any], environ: Mapping[str, str])
     Returns:
         What keeps the server, and where it is.
     """
-    if not _is_plain(factory) or not is_candidate(environ):
+    if not is_plain(factory) or not is_candidate(environ):
         return None
     try:
         host = _own_address(*_address(kwargs, environ))
@@ -93,7 +93,8 @@ def listen(factory: type, kwargs: Mapping[str, Any], environ: Mapping[str, str])
     return server, Standby(initial_rank=int(environ["RANK"]), host=host, port=server.port)
 
 
-def _is_plain(factory: type) -> bool:
+def is_plain(factory: type) -> bool:
+    """Whether this is `TCPStore`, with its arguments."""
     return issubclass(factory, TCPStore) and factory.__init__ is TCPStore.__init__
 
 
@@ -269,7 +270,7 @@ def find_refuge(
         name, initial_rank, silence, patience: As `Refuge`.
         factory, kwargs, environ: Of that store.
     """
-    if not _is_plain(factory) or not raw.critical_ranks:
+    if not is_plain(factory) or not raw.critical_ranks:
         return None
     standbys = [Standby.decode(item) for item in StoreMixin.items(PrefixStore(name, raw), STANDBYS)]
     primary = _address(kwargs, environ)

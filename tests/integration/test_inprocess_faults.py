@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from tests.rigs.inprocess_endings import SAVED
 from tests.rigs.inprocess_ranks import Job, run_jobs
 
 pytestmark = pytest.mark.torch
@@ -37,6 +38,12 @@ JOBS = {
     "pings": "pings:2",
     "nested": "nested:2",
     "held": "held_tensors:2:store=file",
+    "stubborn": "stubborn:3",
+    "host-leaves": "host_leaves:3",
+    "completion-late": "completion_is_late:2",
+    "alone": "nobody_else_comes:2:store=shared",
+    "death-at-first-barrier": "dies_at_the_first_barrier:3",
+    "monitor-fails": "monitor_fails:2",
 }
 
 
@@ -213,3 +220,41 @@ def test_nested_calls_restart_each_their_own(jobs: dict[str, Job]) -> None:
 def test_what_the_function_held_is_gone_when_it_starts_again(jobs: dict[str, Job]) -> None:
     job = jobs["held"]
     assert job.results == [[3, [0, 0, 0, 0], 0], [3, [0, 0, 0, 0], 0]], job.output
+
+
+def test_what_is_killed_for_want_of_progress_has_its_handler_of_sigterm_and_its_grace(jobs: dict[str, Job]) -> None:
+    """One that swallows every interruption for good, and one that is stopped: SIGCONT, SIGTERM, and no SIGKILL yet."""
+    job = jobs["stubborn"]
+    assert [rank.exit_code for rank in job.ranks] == [0, SAVED, SAVED], job.output
+    assert job.results[0] == [0, 1]
+
+
+def test_the_monitor_process_writes_into_the_log_of_its_rank(jobs: dict[str, Job]) -> None:
+    logs = {path.name: path.read_text() for path in jobs["stubborn"].folder.glob("monitor-*.log")}
+    assert sorted(logs) == ["monitor-0.log", "monitor-1.log", "monitor-2.log"]
+    assert ["shows no progress for 6 s: it is killed" in logs[name] for name in sorted(logs)] == [False, True, True]
+
+
+def test_the_rank_beside_which_the_store_is_leaves_last(jobs: dict[str, Job]) -> None:
+    job = jobs["host-leaves"]
+    assert job.results == [["left after all others", True], [1, 2], [1, 2]], job.output
+    assert "goes to the standby" not in job.output
+
+
+def test_each_timeout_is_that_of_its_barrier_and_ends_the_rank(jobs: dict[str, Job]) -> None:
+    late, alone = jobs["completion-late"], jobs["alone"]
+    assert late.ranks[0].error.startswith("BarrierTimeout: completion_barrier: 1 of 2 ranks"), late.output
+    assert late.results[1] == [1, 1], "the other one goes on without it"
+    assert alone.ranks[0].error.startswith("BarrierTimeout: initial_barrier: 1 of 2 ranks"), alone.output
+
+
+def test_nobody_waits_for_a_rank_that_died_at_the_first_barrier(jobs: dict[str, Job]) -> None:
+    job = jobs["death-at-first-barrier"]
+    assert job.ranks[2].exit_code == -signal.SIGKILL
+    assert job.results[:2] == [[0, 2], [1, 2]], job.output
+
+
+def test_a_monitor_process_that_fails_says_so(jobs: dict[str, Job]) -> None:
+    job = jobs["monitor-fails"]
+    assert job.results == [[1, 2], [1, 2]], job.output
+    assert "MONITOR_PROCESS_EXCEPTION on rank 1" in job.output

@@ -45,6 +45,7 @@ class Job:
 
     ranks: list[Ending]
     output: str
+    folder: Path
 
     @property
     def results(self) -> list[Any]:
@@ -80,7 +81,11 @@ def run_jobs(folder: Path, *jobs: str, search: str = "") -> list[Job]:
         codes = json.loads((place / "codes.json").read_text())
         output = (place / "output.txt").read_text(errors="replace")
         found.append(
-            Job(ranks=[_ending(place / f"{rank}.json", code) for rank, code in enumerate(codes)], output=output)
+            Job(
+                ranks=[_ending(place / f"{rank}.json", code) for rank, code in enumerate(codes)],
+                output=output,
+                folder=place,
+            )
         )
     return found
 
@@ -113,7 +118,7 @@ def free_ports(count: int = 10) -> int:
 def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, options: dict[str, str]) -> int:
     import logging
 
-    from tests.rigs import inprocess_gpu, inprocess_phases, inprocess_scenarios, inprocess_timing
+    from tests.rigs import inprocess_endings, inprocess_gpu, inprocess_phases, inprocess_scenarios, inprocess_timing
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -123,7 +128,7 @@ def _rank_main(scenario: str, rank: int, count: int, folder: Path, port: int, op
     found: dict[str, Any] = {}
     code = 0
     try:
-        places = (inprocess_scenarios, inprocess_phases, inprocess_timing, inprocess_gpu)
+        places = (inprocess_scenarios, inprocess_phases, inprocess_endings, inprocess_timing, inprocess_gpu)
         place = next(place for place in places if hasattr(place, scenario))
         found["result"] = getattr(place, scenario)(rank, folder, options)
     except BaseException as error:

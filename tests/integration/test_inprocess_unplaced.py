@@ -1,0 +1,89 @@
+"""A rank that is killed before its first barrier, while nothing of the ring's store answers: its monitor ends soon."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.rigs.inprocess_ranks import ROOT
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+]
+
+_RANK = """
+from datetime import timedelta
+import hpc_elastic.inprocess as inprocess
+
+seconds = {"soft": 0.5, "hard": 1, "heartbeat": 1.5, "barrier": 2}
+timeouts = {f"{name}_timeout": timedelta(seconds=value) for name, value in seconds.items()}
+names = ("monitor_thread", "monitor_process", "progress_watchdog")
+inprocess.Wrapper(**timeouts, **{f"{name}_interval": timedelta(seconds=0.1) for name in names})(print)()
+"""
+
+
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """Where no connection comes about and none is refused, as behind a cut network: the queue of those to accept is
+    full."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        waiting = [socket.socket() for _ in range(4)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(listening.getsockname())
+        yield listening.getsockname()[1]
+        for each in waiting:
+            each.close()
+
+
+def test_its_monitor_waits_no_longer_than_the_others_would_for_it(tmp_path: Path) -> None:
+    """And not for the timeout of the store, which is 300 s."""
+    with silent_port() as port:
+        env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with open(tmp_path / "log", "wb") as log:
+            rank = subprocess.Popen(
+                [sys.executable, "-c", _RANK],
+                env={**env, "PYTHONPATH": str(ROOT)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children")
+        try:
+            deadline = time.monotonic() + 120
+            while not (found := [int(pid) for pid in children.read_text().split()]):
+                assert rank.poll() is None, (tmp_path / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            rank.kill()
+            rank.wait()
+        (monitor,) = found
+        try:
+            deadline = time.monotonic() + 100
+            while is_running(monitor):
+                assert time.monotonic() < deadline, "the monitor process stays"
+                time.sleep(0.05)
+        finally:
+            if is_running(monitor):
+                os.kill(monitor, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
