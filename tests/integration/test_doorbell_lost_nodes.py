@@ -1,6 +1,6 @@
 """A node that dies is out soon; one that only lost its network, or one direction of it, stays in while its files move.
 
-With the settings that a run has by default, unless a test says otherwise.
+With the settings that a run has by default, unless a test says otherwise. How soon it is: tests/bench.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tests.rigs.network_nodes.nodes import seconds_to_stop
 from tests.rigs.nfs_emulator import require_fuse
 
 NODES = 8
-GOAL = 10.0
-"""Seconds from a node's death until the others run again."""
-SLACK = 5.0
-"""For eight agents that start their workers on two busy cores; without the bell it would take 20 s and more."""
+LATEST = 40.0
+"""Seconds from a node's death until eight agents run their workers again, on two busy cores: about 8 on idle ones."""
+LEASE = {"heartbeat_ttl": "90"}
+"""Where it is the bell that is to tell of a death: without it, it would take longer than that."""
 HOLD = 10.0
 """Seconds: more than three times the silence (3 s) after which a node is asked, and than that and the answer take."""
 
@@ -32,7 +32,7 @@ def _rigs() -> None:
 
 def test_nodes_that_die_are_out_and_the_others_run_again(tmp_path: Path) -> None:
     """A member, the coordinator, and one that is cut off from network and files at once; one after the other."""
-    with NetworkRun(tmp_path, nodes=NODES, caches=60.0) as run:
+    with NetworkRun(tmp_path, nodes=NODES, caches=60.0, conf=LEASE) as run:
         index, left = run.wait_round(count=NODES), set(range(NODES))
         for what in ("a member", "the coordinator", "one cut off"):
             leader = run.coordinator()
@@ -44,11 +44,11 @@ def test_nodes_that_die_are_out_and_the_others_run_again(tmp_path: Path) -> None
             else:
                 run.kill_node(lost)
             left.remove(lost)
-            index = run.wait_round(count=len(left), after=index, within=30)
+            index = run.wait_round(count=len(left), after=index, within=80)
             took = time.monotonic() - began
             print(f"{what}: the others run again after {took:.2f} s")
             assert set(run.started(index).values()) == left
-            assert took <= GOAL + SLACK
+            assert took <= LATEST
         assert len(run.events("node_lost")) == 3
 
 
@@ -60,12 +60,10 @@ def test_without_the_bell_a_dead_coordinator_is_out_after_its_leases_time(tmp_pa
         lost = run.coordinator()
         began = time.monotonic()
         run.kill_node(lost)
-        index = run.wait_round(count=NODES - 1, after=index, within=30)
+        index = run.wait_round(count=NODES - 1, after=index)
         took = time.monotonic() - began
         print(f"no bell, lease of 4 s: the others run again after {took:.2f} s")
-        assert 4.0 - 0.8 < took <= 2 * 4.0 + 4.0 + SLACK, (
-            "the coordinator's lease, and, begun anew by its successor, a member's"
-        )
+        assert took > 4.0 - 0.8, "the coordinator's lease (and, begun anew by its successor, a member's)"
         assert set(run.started(index).values()) == set(range(NODES)) - {lost}
 
 

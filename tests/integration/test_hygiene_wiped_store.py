@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
-NOTICED = 25.0
+NOTICED = 60.0
 """Seconds in which all is over. An agent looks at the epoch whenever it renews its heartbeat, or the log goes back."""
 
 _TRAINS = """

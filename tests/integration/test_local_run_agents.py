@@ -40,7 +40,7 @@ def test_killed_agent_takes_its_family_along_and_is_started_again(tmp_path: Path
         run.until(lambda: len(members()) == 3, "worker with two children, each of which is a program by now")
         family = members()
         os.kill(agent.pid, signal.SIGKILL)
-        run.until(lambda: not any(process.lives() for process in family), "end of its family", within=10.0)
+        run.until(lambda: not any(process.lives() for process in family), "end of its family", within=60.0)
         run.wait_moments("here", count=2, round_index=1)
         assert run.agent(node).pid != agent.pid
         run.say("end")

@@ -18,7 +18,7 @@ from hpc_elastic.processes import tree
 from hpc_elastic.processes.spawn import Inherited
 from tests.rigs.agent_stand_in import run_stand_in
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def clients(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         yield emulator.paths[0], emulator.paths[1]
 
 
-def eventually(condition: Callable[[], object], *, seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], object], *, seconds: float = 40.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

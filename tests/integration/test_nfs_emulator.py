@@ -27,7 +27,7 @@ SOON = 0.4
 NUMBERS = itertools.count()
 
 
-def eventually(condition: Callable[[], object], *, seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], object], *, seconds: float = 40.0) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

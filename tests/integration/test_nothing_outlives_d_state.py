@@ -58,10 +58,10 @@ def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: 
             assert 5.0 <= event["seconds"] < 15.0, "half a second of grace, and the bound"
             assert _WORDS in run.log()
         run.say("end")
-        assert run.finish(within=20) == ExitCode.OK
+        assert run.finish() == ExitCode.OK
         mount.release()
         until(lambda: not is_alive(stuck), what="its end, once the mount has gone")
-        run.check_nothing_left(within=15)
+        run.check_nothing_left(within=60)
 
 
 def _state(pid: int) -> str:

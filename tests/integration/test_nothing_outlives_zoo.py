@@ -146,20 +146,20 @@ def test_two_hundred_workers_on_one_node(tmp_path: Path, ending: str) -> None:
         def started(round_index: int) -> list[str]:
             return [path.name for path in stage.glob(f"*.{round_index}.*")]
 
-        run.until(lambda: len(started(0)) == 200, "200 workers", within=60)
+        run.until(lambda: len(started(0)) == 200, "200 workers", within=120)
         first = [int(name.rpartition(".")[2]) for name in started(0)]
         began = time.monotonic()
         if ending == "stopped":
             os.kill(first[0], signal.SIGKILL)
             (stopped,) = run.until(lambda: run.events("workers_stopped"), "stop")
-            assert stopped["seconds"] < 12
+            assert stopped["seconds"] < 25
         else:
             os.kill(run.agent(0).pid, signal.SIGKILL)
             until(lambda: not any(map(is_alive, first)), seconds=GONE_WITHIN, what="the end of all")
-        run.until(lambda: len(started(1)) == 200, "200 workers again", within=60)
+        run.until(lambda: len(started(1)) == 200, "200 workers again", within=120)
         assert not any(map(is_alive, first))
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 120
         assert len(os.listdir(f"/proc/{run.agent(0).pid}/fd")) < 5 * 200 + 60
         run.signal(signal.SIGTERM)
-        assert run.finish(within=60) == 128 + signal.SIGTERM
+        assert run.finish(within=120) == 128 + signal.SIGTERM
         run.check_nothing_left(within=10)

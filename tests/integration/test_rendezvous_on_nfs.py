@@ -159,10 +159,10 @@ CACHES = {
 def test_nodes_meet_and_go_on_without_one_that_stopped(tmp_path: Path, caches: str, lost: int) -> None:
     require_fuse()
     with NfsEmulator(tmp_path, mounts=NODES, settings=CACHES[caches]) as emulator, nodes_on(emulator) as nodes:
-        met = wait_for(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=30)
+        met = wait_for(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=90)
         nodes[lost].stop()
         left = [node for node in nodes if node.index != lost]
-        shrunk = wait_for(left, lambda: settled(left, {0, 1, 2, 3} - {lost}), seconds=30)
+        shrunk = wait_for(left, lambda: settled(left, {0, 1, 2, 3} - {lost}), seconds=90)
         record = left[0].newest
         assert record is not None
         assert record.round == 1, "nobody else was taken for lost"
@@ -173,13 +173,13 @@ def test_a_frozen_server_costs_nobody_a_place(tmp_path: Path) -> None:
     """All have seen nothing for twice the lease's time: nobody is taken for lost, and the coordinator stays."""
     require_fuse()
     with NfsEmulator(tmp_path, mounts=NODES) as emulator, nodes_on(emulator) as nodes:
-        wait_for(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=30)
+        wait_for(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=90)
         before = nodes[0].newest
         emulator.freeze()
         time.sleep(2 * SETTINGS.heartbeat_ttl)  # the freeze's length is what this is about
         assert all(node.slowest_step < SETTINGS.heartbeat_ttl for node in nodes), "nobody has got through"
         emulator.thaw()
-        wait_for(nodes, lambda: all(n.slowest_step > SETTINGS.heartbeat_ttl for n in nodes), seconds=30)
+        wait_for(nodes, lambda: all(n.slowest_step > SETTINGS.heartbeat_ttl for n in nodes), seconds=90)
         time.sleep(1.5 * SETTINGS.heartbeat_ttl)  # long enough to take somebody for lost
         assert [node.newest for node in nodes] == [before] * NODES
         assert not any(node.error for node in nodes)
@@ -193,4 +193,4 @@ def test_nodes_meet_though_replies_are_lost(tmp_path: Path, operation: str) -> N
         emulator.fail("EIO", operation, done=True, times=3)
         (tmp_path / "store").mkdir(mode=0o700)  # by the launcher, before any agent starts
         with nodes_on(emulator) as nodes:
-            wait_for(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=30)
+            wait_for(nodes, lambda: settled(nodes, {0, 1, 2, 3}), seconds=90)

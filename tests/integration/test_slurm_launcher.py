@@ -70,7 +70,7 @@ class Srun:
         return len(list(self.folder.glob("call.*")))
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
@@ -123,7 +123,7 @@ def test_an_srun_that_closes_its_stderr_and_stays_keeps_nobody_busy(
 def ended(launcher: SlurmLauncher, count: int) -> list[AgentEnded]:
     """The next `count` agents that end, by node; waits for them."""
     found: list[AgentEnded] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < deadline, f"only {found}"
         select.select(launcher.filenos(), [], [], 0.05)

@@ -20,7 +20,7 @@ from hpc_elastic.agent.store_server import StoreServer, StoreState, torch_availa
 from tests.rigs.inprocess_ranks import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE = 30.0
+DEADLINE = 120.0
 needs_torch = pytest.mark.skipif(not torch_available(sys.executable), reason="torch is not installed")
 
 WORKER = """

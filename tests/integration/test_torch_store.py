@@ -94,7 +94,7 @@ print("held")
 
 def test_every_method_alone_and_behind_a_prefix(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SEMANTICS, str(tmp_path / "store")], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", _SEMANTICS, str(tmp_path / "store")], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["held"]
@@ -127,7 +127,7 @@ def test_many_processes_lose_no_increment_and_form_a_process_group(roots: list[P
         values = KeyValueStore(FileStore(roots[0], clock=SystemClock()), "kv", clock=SystemClock())
         values.set("go", b"")
         for rank in ranks:
-            output, _ = rank.communicate(timeout=100)
+            output, _ = rank.communicate(timeout=300)
             assert rank.returncode == 0, output
             assert "held" in output
         assert values.get_waiting("count", 20) == b"%d" % (20 * size)

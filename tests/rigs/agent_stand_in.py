@@ -23,7 +23,7 @@ from hpc_elastic.processes import guardian, linux, spawn, stop, tags, tree
 def report(**facts):
     print(json.dumps(facts), flush=True)
 
-def until(condition, seconds=20.0):
+def until(condition, seconds=60.0):
     """Wait for a condition with a deadline."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -41,7 +41,7 @@ def start(code, *args, cwd="/", **env):
         env={**os.environ, **env}, cwd=cwd, inherited=inherited, clock=clock,
     )
 
-def read_line(fd, seconds=20.0):
+def read_line(fd, seconds=60.0):
     """A line of a worker's output."""
     poll, text, deadline = select.poll(), b"", time.monotonic() + seconds
     poll.register(fd, select.POLLIN)
@@ -139,7 +139,7 @@ def run_stand_in(code: str, *, env: Mapping[str, str] | None = None, prefix: lis
         return stand_in.report()
 
 
-def until(condition: Callable[[], object], *, seconds: float = 20.0, what: str = "the condition") -> None:
+def until(condition: Callable[[], object], *, seconds: float = 60.0, what: str = "the condition") -> None:
     """Wait for a condition with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
