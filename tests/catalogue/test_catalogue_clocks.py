@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.rigs.failure_catalogue import MEET, Catalogue, Told
-from tests.rigs.wrong_clocks import fail_one_after_the_other, node_clocks
+from tests.rigs.wrong_clocks import fail_one_after_the_other, node_0_coordinates, node_clocks
 
 
 def test_the_later_failure_has_the_earlier_stamp(catalogue: Catalogue) -> None:
@@ -16,9 +16,8 @@ raise [RuntimeError("zero"), KeyError("one"), ValueError("two")][RANK]
 """
     )
     clocks = node_clocks({1: (3600.0, 5000.0), 2: (-3600.0, -10.0)})
-    with catalogue.run(
-        script, options=["--rdzv-conf", "beat_silence=20"], nodes=3, environ=clocks, heartbeat_ttl=8.0
-    ) as run:
+    options = ["--rdzv-conf", "beat_silence=20", *node_0_coordinates(catalogue.folder)]
+    with catalogue.run(script, options=options, nodes=3, environ=clocks, heartbeat_ttl=8.0) as run:
         run.wait_moments("here", count=3)
         fail_one_after_the_other(run, 0, [1, 2])
         run.finish()

@@ -299,5 +299,6 @@ def test_an_exception_and_then_a_hang_in_the_shutdown(catalogue: Catalogue) -> N
             evidence="likely: it had printed this, and had not ended when this job ended it; "
             "1 other failure is a consequence",
             kind="ended by this job's agent (SIGTERM)",
+            consequences={"a collective waited for a peer until its timeout": "0"},
         )
         catalogue.check(run, "exception-then-hang", expected)

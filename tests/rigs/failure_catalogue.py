@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.failures.known_words import symptom_kind
 from hpc_elastic.report.render_text import DEFAULT_LINES
 from hpc_elastic.report.render_text_words import brief
 from tests.rigs.golden_report import normalise
@@ -42,6 +43,9 @@ class Told:
     """Why this one."""
     kind: str
     """Why it is of its class, as the report's ``kind`` says it; empty where the cause is a node."""
+    consequences: Mapping[str, str] = field(default_factory=dict)
+    """What the round's consequences tell (`symptom_kind`) → the ranks that do. Their words are chance: see
+    `golden_report`."""
 
 
 class Catalogue:
@@ -87,6 +91,7 @@ class Catalogue:
             confidence=verdict["confidence"],
             evidence=self.normalise(verdict["evidence"]),
             kind=self.normalise(failure["reason"]) if failure else "",
+            consequences=_consequences(report),
         )
 
     def normalise(self, text: str) -> str:
@@ -109,3 +114,13 @@ class Catalogue:
         golden = path.read_text() if path.exists() else ""
         difference = difflib.unified_diff(golden.splitlines(), found.splitlines(), str(path), "this run", lineterm="")
         assert found == golden, "\n".join(["read it, then pytest tests/catalogue --update-golden:", *difference])
+
+
+def _consequences(report: Mapping[str, Any]) -> dict[str, str]:
+    verdict = report["verdict"]
+    (attempt,) = (part for part in report["attempts"] if part["number"] == verdict["attempt"])
+    (part,) = (part for part in attempt["rounds"] if part["index"] == verdict["round"])
+    folds = [fold for fold in part["failures"] if fold["first"]["failure_class"] == "symptom"]
+    found = {symptom_kind(fold["first"]["reason"]): fold["ranks"] for fold in folds}
+    assert len(found) == len(folds), f"two lines tell the same: {folds}"
+    return found

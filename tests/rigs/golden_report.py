@@ -5,9 +5,12 @@ What becomes of a report before it is compared (the rules below, in this order):
 - the test's folder, this checkout and the folders of Python's library and of packages: ``<FOLDER>``, ``<LIB>``;
 - run ids, times, durations, pids, ports, addresses in memory, the cgroup's and the interpreter's own numbers: ``<…>``;
 - line numbers in other people's files;
+- that the job log could not keep up with what a worker printed: left out, for a busy machine says it of 10 MB;
 - the carets under a line of code, which CPython 3.10 does not print: left out;
-- whether a peer's connection was "closed" or "reset": gloo says the one or the other by what was under way: "closed";
-- a line that the report cut at its width is cut earlier: where it ends depends on the lengths of the above.
+- the words of consequences, and how many wordings there are: which of "closed", "reset", "read error" a library says
+  is chance. What they tell, and whose they are, `failure_catalogue.Told.consequences` has;
+- a line that the report cut at its width is cut earlier, as is a round's line that another time may be: where it
+  ends depends on the lengths of the above.
 
 What is *not* touched: the order of lines, their number, ranks, node names, signals, exit codes, steps and all words.
 """
@@ -23,8 +26,11 @@ from hpc_elastic.report.render_text import DEFAULT_WIDTH
 
 ROOT = Path(__file__).resolve().parents[2]
 _CUT, _CUT_SHORT = 90, 60
+_MORE = 10
+"""By so much longer a round's line may be another time: its seconds and pids."""
+_ROUND = re.compile(r" +rounds? \d")
 
-_CARETS = re.compile(r"^ *[~^]+ *$")
+_LEFT_OUT = re.compile(r"^ *[~^]+ *$|^  output lost  : .* not in the job log: the job log could not keep up$")
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -47,7 +53,8 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\b\d+ min \d+ s\b", "<N> s"),
         (r"\bknown to within \d+(?:\.\d+)? ms\b", "known to within <N> ms"),
         (r"\b\d+ bytes of the output", "<N> bytes of the output"),
-        (r"Connection (?:closed|reset) by peer", "Connection closed by peer"),
+        (r"(\[(?:consequence|the same failure))(?:, in \d+ wordings)?\]", r"\1]"),
+        (r"(\[consequence\]: ).*", r"\1<WORDS>"),
         (r"\[\S*?(gloo/\S+?):\d+\]", r"[\1:<N>]"),
     )
 )
@@ -60,17 +67,17 @@ def normalise(text: str, *, folder: Path) -> str:
         text: A report, or a part of one.
         folder: Everything of the run lies below it.
     """
-    lines = (line for line in text.split("\n") if not _CARETS.match(line))
+    lines = (line for line in text.split("\n") if not _LEFT_OUT.match(line))
     return "\n".join(_normalise_line(line, str(folder)) for line in lines)
 
 
 def _normalise_line(line: str, folder: str) -> str:
-    was_cut = len(line) == DEFAULT_WIDTH and line.endswith("...")
+    was_cut = len(line) == DEFAULT_WIDTH and line.endswith("...") and "[consequence" not in line
     line = line.replace(folder, "<FOLDER>").replace(str(ROOT), "<ROOT>")
     for prefix in {sys.prefix, sys.base_prefix, sysconfig.get_paths()["stdlib"]}:
         line = line.replace(prefix, "<PYTHON>") if "File" not in line else line
     for pattern, replacement in _RULES:
         line = pattern.sub(replacement, line)
-    if not was_cut:
+    if not was_cut and not (_ROUND.match(line) and len(line) > DEFAULT_WIDTH - _MORE):
         return line
     return f"{line[: _CUT if len(line) > _CUT + 3 else _CUT_SHORT].rstrip()} ..."
