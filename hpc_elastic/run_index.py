@@ -177,7 +177,9 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
             if run_dir != entry.run_dir and RunPaths(entry.run_dir).run_json.is_file():
                 raise UsageError(f"job {array} has no task {task}: hpc-elastic status {array} shows which it has")
         if known:
-            raise UsageError(f"the run directory of job {text} is gone: {known[0][1]}")
+            raise UsageError(
+                f"the run directory of job {text} is gone: {known[0][1]}; if the job runs on, scancel {text} ends it"
+            )
         if "/" not in text:
             found = _by_run_id(text, runs, digits=True)  # a run id begins with digits, too
             if found is not None:
@@ -187,7 +189,7 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
             "give its run directory"
         )
     raise UnknownRunError(
-        f"{text} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id"
+        f"{text or repr(text)} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id"
     )
 
 

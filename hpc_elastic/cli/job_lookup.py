@@ -57,7 +57,9 @@ def _run_of(text: str, state: JobState | None) -> Path:
     if task.isdecimal() and task_index(root.name) is None:
         paths = paths.task(int(task))
     if not paths.run_json.is_file():
-        raise UsageError(f"the run directory of job {text} is gone: {paths.root}")
+        raise UsageError(
+            f"the run directory of job {text} is gone: {paths.root}; if the job runs on, scancel {text} ends it"
+        )
     return paths.root
 
 

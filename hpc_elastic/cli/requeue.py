@@ -33,6 +33,9 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
         # Whoever had decided it was killed before Slurm heard of it.
         client.requeue(job)
         return f"job {job} had ended without the requeue that was decided; it is in the queue again now"
+    if status.state is RunState.SUBMITTED and _has_ended(job, client):
+        client.requeue(job)
+        return f"job {job} had ended before it began; it is in the queue again now"
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
         raise UsageError(f"job {job} waits in the queue already; hpc-elastic status {job} says for what")
     if status.state is RunState.ENDED:

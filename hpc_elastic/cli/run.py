@@ -110,13 +110,17 @@ def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
     if given is None:
         spares = job_options.spare_nodes(parsed)
         if spares >= allocated:
-            raise UsageError(f"--spares {spares}: this {what} has {allocated} nodes; at least 1 must work")
+            raise UsageError(f"--spares {spares}: this {what} has {_nodes(allocated)}; at least 1 must work")
         return allocated - spares, allocated - spares
     option = parsed.source("nodes", "--nodes")
     least, most = parse_nodes(given, option=option)
     if least > allocated:
-        raise UsageError(f"{option} {given}: this {what} has {allocated} nodes")
+        raise UsageError(f"{option} {given}: this {what} has {_nodes(allocated)}")
     return least, min(most, allocated)
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node{'' if count == 1 else 's'}"
 
 
 def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_elastic.cli.run_argument import RUN_HELP, check_single, find_run_dir
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.run_status import RunStatus, read_status
+from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
 from hpc_elastic.run_index import array_tasks, jobs_of
 from hpc_elastic.run_paths import RunPaths, attempt_number
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
@@ -66,6 +66,9 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False) -> RunJob:
     if not arrays:
         check_single(paths)
     status = read_status(paths, clock=SystemClock())
+    if status.cluster == "local" and status.state is RunState.ENDED:
+        ended = status.outcome.replace("_", " ")
+        raise UsageError(f"run {status.run_id} is no job and has ended already: {ended}; start it again where it was")
     if status.cluster == "local":
         raise UsageError(f"run {status.run_id} is no job: it runs where it was started; press Ctrl-C there")
     job = job_of(status)

@@ -15,6 +15,8 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
 
+_LEAST_FREE = 1 << 20
+"""Bytes. What a small run writes; with less it would begin, and wait for room to say that it has ended."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Filesystems that no other node can see.
 _LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "devpts")
@@ -141,6 +143,12 @@ def _check_runs_dir(runs: Path) -> None:
         )
     if info.st_mode & stat.S_IWOTH and not sticky:
         raise UsageError(f"{runs} can be written by every user; run: chmod o-w {runs}")
+    space = os.statvfs(runs)
+    free = (space.f_bavail if os.geteuid() else space.f_bfree) * space.f_frsize
+    if 0 < free < _LEAST_FREE:  # none: it's full, as mkdir is about to say, or counts no blocks
+        raise UsageError(
+            f"{runs} has {free >> 10} KiB free, too little for a run; make room, or give another folder with --runs-dir"
+        )
 
 
 def _check_new(path: Path) -> None:

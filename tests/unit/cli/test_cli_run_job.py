@@ -92,6 +92,13 @@ def test_a_requeue_that_was_decided_and_never_came_is_done_now(state: str) -> No
     assert client.done == ["requeue 42"]
 
 
+@pytest.mark.parametrize("state", ["CANCELLED", "DEADLINE"])
+def test_a_job_that_ended_in_the_queue_is_put_back(state: str) -> None:
+    client = Client(state)
+    assert "had ended before it began" in requeue(asked(RunState.SUBMITTED), client)  # type: ignore[arg-type]
+    assert client.done == ["requeue 42"]
+
+
 def test_the_job_is_the_attempts_or_the_one_that_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = Run(tmp_path)
@@ -111,3 +118,14 @@ def test_a_local_run_is_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name in ("cancel", "requeue"):
         assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == 2
         assert "press Ctrl-C there" in capsys.readouterr().err
+
+
+def test_a_local_run_that_has_ended_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    run.paths.run_json.write_text(run.paths.run_json.read_text().replace('"slurm"', '"local"'))
+    run.attempt(0).ended("succeeded", 0)
+    attempt = run.paths.attempt(0).attempt_json
+    attempt.write_text(attempt.read_text().replace('"slurm"', '"local"'))
+    for name in ("cancel", "requeue"):
+        assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == 2
+        assert "has ended already: succeeded; start it again" in capsys.readouterr().err

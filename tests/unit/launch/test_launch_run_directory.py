@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +72,20 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(run_directory, failing, fail)
     with pytest.raises(UsageError, match="the disk is full, or your quota is used up"):
+        create_run(spec(), tmp_path / "runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("free", "refused"), [(10, True), (300, False), (0, False)])
+def test_a_disk_that_is_nearly_full_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, refused: bool
+) -> None:
+    space = SimpleNamespace(f_bavail=free, f_bfree=free, f_frsize=4096)
+    monkeypatch.setattr(run_directory.os, "statvfs", lambda path: space)
+    if not refused:
+        create_run(spec(), tmp_path / "runs")
+        return
+    with pytest.raises(UsageError, match="runs has 40 KiB free, too little for a run; make room"):
         create_run(spec(), tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 
