@@ -273,12 +273,13 @@ def _other_wordings(fold: Fold, room: TextRoom) -> list[Markup]:
     rows = [
         element(
             "tr",
+            element("td", str(len(same.ranks)), class_="n"),
             element("td", _breakable(ranks(same.ranks, limit=40)), class_="who"),
             element("td", shorten(same.first.headline, 220) or "(no message)", class_="wide"),
         )
         for same in fold.wordings[:WORDINGS]
     ]
-    table = element("table", table_head("who", "what"), *rows)
+    table = element("table", table_head("ranks", "who", "what", numbers=("ranks",)), *rows)
     more = [same for same in fold.wordings[:WORDINGS] if same.first is not fold.first]
     left_out = len(fold.wordings) - WORDINGS
     return [

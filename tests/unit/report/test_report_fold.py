@@ -205,6 +205,8 @@ def test_the_page_keeps_every_wording(tmp_path: Path) -> None:
     page = render_html(collect_run(_many_words(tmp_path / "run").root))
     assert page.count("Connection closed by peer [10.0.0.3]:24496. This is typically caused by a remote worker") > 1
     assert "(+2 other wordings)" in page
+    for number in (407, 103, 1):
+        assert f'<td class="n">{number}</td><td class="who">' in page
     assert "The same on 511 ranks, in 3 wordings" in page
     assert "<summary>Traceback (rank 500)</summary>" in page
 
