@@ -32,9 +32,9 @@ def kill_soon(seconds: float) -> None:
 class Stage:
     """Which phase the last rank dies in, in each iteration; rank 0 keeps it waiting there where that is needed."""
 
-    def __init__(self, phases: list[str]) -> None:
+    def __init__(self, phases: list[str], folder: Path) -> None:
         self.phases = phases
-        self.has_finalized = False
+        self.folder = folder
 
     def meets(self, phase: str, state: Any) -> bool:
         return state.iteration < len(self.phases) and self.phases[state.iteration] == phase
@@ -44,11 +44,24 @@ class Stage:
             return
         if state.rank == state.world_size - 1 and state.rank:
             if soon:
+                (self.folder / f"victim-{state.iteration}-{os.getpid()}").touch()
                 kill_soon(0.1)
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
-        elif soon and state.rank == 0:
-            time.sleep(0.6)
+        elif soon and state.world_size > 1 and state.rank == 0:
+            deadline = time.monotonic() + 20
+            while not self._victim_is_dead(state.iteration) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(1.2)  # for the word of its monitor process, which looks ten times a second
+
+    def _victim_is_dead(self, iteration: int) -> bool:
+        for path in self.folder.glob(f"victim-{iteration}-*"):
+            try:
+                state = Path(f"/proc/{path.name.rpartition('-')[2]}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                return True
+            return state in "ZX"
+        return False
 
     def hooks(self) -> dict[str, Any]:
         stage = self
@@ -96,7 +109,7 @@ def phases(rank: int, folder: Path, options: Options) -> Any:
     Returns:
         Of each iteration in which the function ran on this rank: iteration, rank, world size.
     """
-    stage = Stage(options["phases"].replace("-", " ").split(","))
+    stage = Stage(options["phases"].replace("-", " ").split(","), folder)
     seen: list[list[int]] = []
 
     @inprocess.Wrapper(**short_timeouts(**PATIENT), **stage.hooks(), **store_of(folder, options))
