@@ -21,7 +21,8 @@ from hpc_elastic.submission.torch_config import words_of
 _LOOK_SECONDS = 0.2
 _LAST_WORDS_SECONDS = 60.0
 _NO_PLACE = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
-_REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": "a node's address is found by itself; leave it out"}
+_NO_ADDRESS = "a node's address is found by itself; leave it out"
+_REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": _NO_ADDRESS}
 _HARMLESS = {"rdzv_backend": ("", "etcd", "static", "c10d"), "rdzv_endpoint": ("",), "local_addr": (None,)}
 """torch's own defaults, which say nothing."""
 
