@@ -34,7 +34,10 @@ ELSEWHERE = ("cancel", "requeue")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    """In fences, be they within a list."""
+    fence = rf"^(?P<indent> {{0,6}})```{language}\n(?P<text>.*?)^(?P=indent)```$"
+    found = re.finditer(fence, page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(match["text"]) for match in found]
 
 
 def commands(page: Path) -> list[str]:
@@ -198,7 +201,7 @@ def python_blocks() -> list[tuple[str, str]]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         found += [(page.name, block) for block in blocks(page, "python")]
-        plain = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+        plain = re.sub(r"^( {0,6})```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
         for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", plain, re.MULTILINE):
             if re.search(r"^    (from|import|except|def|class) ", block, re.MULTILINE):
                 found.append((page.name, block))
@@ -207,7 +210,7 @@ def python_blocks() -> list[tuple[str, str]]:
 
 TAKES_MORE = {
     "from-submitit.md": "jobs: test_programs_that_submit_run, and tests/integration/test_submission_*",
-    "restart-in-process.md": "a group of ranks: tests/integration/test_inprocess_*",
+    "restart-in-process.md": "a group of ranks: test_a_wrapped_function_restarts, tests/integration/test_inprocess_*",
     "torchrun-backend.md": "a shared folder, and several processes: tests/integration/test_torch*",
     "use-agents-from-python.md": "test_a_program_that_is_an_agent_runs, tests/integration/test_local_elastic_agent.py",
 }
@@ -288,6 +291,40 @@ def test_programs_that_submit_run(tmp_path: Path) -> None:
 def test_a_program_that_is_an_agent_runs(tmp_path: Path) -> None:
     text = as_program("use-agents-from-python.md", "", "", **{"/shared/dir/my-run": str(tmp_path / "my-run")})
     assert run_program(tmp_path, text) == "{'loss': 0.1}\n"
+
+
+@pytest.mark.torch
+def test_a_wrapped_function_restarts(tmp_path: Path) -> None:
+    """On two ranks, with the page's fault in its first start; and then a ring over the page's store."""
+    pytest.importorskip("torch")
+    texts = [text for page, text in python_blocks() if page == "restart-in-process.md"]
+    (wrapped,) = (text for text in texts if "@inprocess.Wrapper" in text)
+    (fault,) = (text for text in texts if "inject_fault(" in text)
+    (store,) = (text for text in texts if "SharedFileStore" in text)
+    sooner = fault.replace("delay=(1.0, 5.0)", "delay=(0.2, 0.4)")
+    assert sooner != fault
+    body = f"if call.iteration == 0:\n{textwrap.indent(sooner, '    ')}\n    while True:\n        time.sleep(0.01)\n"
+    body += (
+        "total = torch.ones(1)\ndist.all_reduce(total)\nprint('sum', total.item(), 'in', call.iteration, flush=True)"
+    )
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, time\nimport torch, torch.distributed as dist\n\n"
+        + wrapped.replace("    ...\n", textwrap.indent(body, "    ") + "\n")
+        + f"\nring = {store.replace('/shared/ring-of-this-round', str(tmp_path / 'ring'))}"
+        + "\nprint('met', ring(lambda: os.environ['RANK'])(), flush=True)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nproc-per-node", "2",
+         "--restart-policy", "in-process", "--max-requeues", "0", str(program)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path / "state")},
+        cwd=tmp_path, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout + result.stderr
+    sums = re.findall(r"sum (\S+) in (\d+)", result.stdout)
+    assert [total for total, _ in sums] == ["2.0", "2.0"], result.stdout
+    assert all(int(iteration) >= 1 for _, iteration in sums), "the fault has come first"
+    assert sorted(re.findall(r"met (\d)", result.stdout)) == ["0", "1"]
 
 
 def test_python_names_what_there_is(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def test_each_layer_wins_over_those_below(place: Place) -> None:
     given = place.resolve("--max-restarts", "5", **ours)
     assert (given.parsed.get("max_restarts"), given.parsed.source("max_restarts", "")) == ("5", "--max-restarts")
     assert given.origins["max_restarts"].layer is Layer.COMMAND_LINE
+
+
+def test_on_a_python_without_tomllib(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3.10: tomli is the same by another name, and is installed there."""
+    tomllib = pytest.importorskip("tomllib")
+    monkeypatch.setitem(sys.modules, "tomli", tomllib)
+    monkeypatch.setitem(sys.modules, "tomllib", None)  # an import of it fails
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13, "final", 0))
+    path = place.write("site", "max-restarts = 7\n")
+    assert place.resolve().parsed.get("max_restarts") == "7"
+    path.write_text("max-restarts = = 7\n")
+    with pytest.raises(UsageError, match=rf"{path}:1: no TOML"):
+        place.resolve()
+    project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
+    assert "\"tomli>=2; python_version < '3.11'\"" in project
 
 
 def test_layers_complete_each_other(place: Place) -> None:
