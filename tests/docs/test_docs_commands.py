@@ -31,6 +31,10 @@ ELSEWHERE = {
     "--no-kill",
     "--open-mode",
     "--seed",
+    "--nprocs",
+    "--num_machines",
+    "--ntasks-per-node",
+    "--time-limit",
 }
 """Options that are no subcommand's or no real ones (the example's are looked up in it)."""
 
