@@ -13,6 +13,7 @@ import pytest
 from hpc_elastic.failures.known_words import LOST_PEER
 from tests.rigs.failure_catalogue import MEET, Catalogue, Told
 from tests.rigs.local_run import LocalRun
+from tests.rigs.wrong_clocks import node_0_coordinates
 
 _ENVIRON = {"OMP_NUM_THREADS": "1"}
 # SIGTERM is ignored: whoever is ended before it has felt the loss could not tell of it.
@@ -194,7 +195,9 @@ if ROUND == 0:
 def test_a_node_that_dies_with_its_evidence(catalogue: Catalogue) -> None:
     """Its agent could not tell what happened, and what it had written is gone. Another agent takes its place."""
     port_file = catalogue.folder / "port"
-    with catalogue.run(_PEER_BY_SOCKET, options=["--max-restarts", "1"], arguments=[str(port_file)]) as run:
+    # Who coordinates goes on, and nobody is taken for lost while the agent stands still.
+    options = ["--max-restarts", "1", "--rdzv-conf", "beat_silence=20", *node_0_coordinates(catalogue.folder)]
+    with catalogue.run(_PEER_BY_SOCKET, options=options, arguments=[str(port_file)], heartbeat_ttl=20.0) as run:
         (listens,) = run.wait_moments("listens", count=1)
         port_file.write_text(str(listens["port"]))
         run.say("connect")
