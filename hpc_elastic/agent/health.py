@@ -32,6 +32,8 @@ class Check(str, Enum):
     """The wall clock against that of the run directory's server: a warning, never more."""
     GPU = "gpu"
     """The node's GPUs, as NVML sees them."""
+    LINK = "link"
+    """The network interfaces by which other nodes reach this one have a link."""
 
 
 DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
@@ -42,10 +44,11 @@ DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
         Check.SHARED: 120.0,
         Check.CLOCK: 60.0,
         Check.GPU: 1.0,
+        Check.LINK: 3.0,
     }
 )
-"""Bytes that must be free; seconds within which the run directory must have answered, and that clocks may be apart;
-uncorrectable ECC errors that make a GPU unfit."""
+"""Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, and for
+which there may be no link; uncorrectable ECC errors that make a GPU unfit."""
 DESCRIPTORS = "descriptors"
 """What a finding is about that no check looked for: there is no file descriptor left."""
 CHECK_SECONDS = 10.0
@@ -289,6 +292,19 @@ def judge_clock(offset: ClockOffset | None, *, most: float) -> Finding:
         warning=f"this node's clock is at least {apart:.0f} s {way} the run directory's server's: "
         "times in logs and reports mislead",
     )
+
+
+def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> Finding:
+    """Can other nodes reach this one at all?
+
+    Args:
+        interfaces: Those that have an address of this node's, and whether each has a link; none where nobody can say.
+        seconds: How long that was looked at.
+    """
+    if not interfaces or any(has_link for _, has_link in interfaces):
+        return Finding(check=Check.LINK.value)
+    names = ", ".join(name for name, _ in interfaces)
+    return Finding(check=Check.LINK.value, reason=f"the network has no link ({names}), looked at for {seconds:g} s")
 
 
 def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> Finding:

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hpc_elastic.addresses import links
 from hpc_elastic.agent.health import (
     CHECK_SECONDS,
     DESCRIPTORS,
@@ -29,6 +30,7 @@ from hpc_elastic.agent.health import (
     did_not_answer,
     judge_clock,
     judge_gpus,
+    judge_links,
     judge_memory,
     judge_room,
     judge_script,
@@ -71,6 +73,8 @@ class HealthSite:
     cwd: str = "/"
     """Where the user's check runs."""
     inherited: Inherited
+    addresses: tuple[str, ...] = ()
+    """Of this node, for others; empty: nobody else takes part."""
     gpus_given: int | None = None
     """GPUs that Slurm gave to the job on this node; None: there is no Slurm."""
 
@@ -93,6 +97,8 @@ class HealthChecks:
         self._verdicts: deque[HealthVerdict] = deque()
         self._session: _Session | None = None
         self._warned: set[str] = set()
+        self._have_had_link: set[str] = set()
+        """Network interfaces that had one at some look: of others the driver may not be able to tell."""
         self._is_awaited = False
         """Whether something was begun whose answer has not been taken."""
 
@@ -171,6 +177,8 @@ class HealthChecks:
             jobs.append(_Job(Check.MEMORY.value, "this node's memory", CHECK_SECONDS, action))
         if site.probe is not None and (Check.SHARED in limits or Check.CLOCK in limits):
             jobs.append(self._shared(session, site.probe))
+        if Check.LINK in limits and site.addresses:
+            jobs.append(self._link(session))
         if Check.GPU in limits and self._has_gpus():
             jobs.append(self._gpus(session))
         if self._plan.command:
@@ -194,6 +202,21 @@ class HealthChecks:
             what = f"the run directory's filesystem ({probe.parent})"
             return _Job(Check.SHARED.value, what, limits[Check.SHARED], session.twice(look, only=DESCRIPTORS))
         return _Job(Check.CLOCK.value, "", CHECK_SECONDS, look, must_answer=False)
+
+    def _link(self, session: _Session) -> _Job:
+        seconds, addresses = self._plan.limits[Check.LINK], self._site.addresses
+
+        def look() -> list[Finding]:
+            deadline = time.monotonic() + seconds
+            while True:
+                found = links(addresses)
+                self._have_had_link.update(name for name, has_link in found if has_link)
+                known = [link for link in found if link[0] in self._have_had_link]
+                finding = judge_links(known, seconds=seconds)
+                if not finding.reason or not session.pause(min(AGAIN_SECONDS, deadline - time.monotonic())):
+                    return [finding]
+
+        return _Job(Check.LINK.value, "the network's link", seconds + CHECK_SECONDS, look)
 
     def _has_gpus(self) -> bool:
         given = self._site.gpus_given
@@ -286,6 +309,10 @@ class _Session:
             return look()
 
         return act
+
+    def pause(self, seconds: float) -> bool:
+        """Let some time pass before another look. Returns False where there is none left, or nobody wants to know."""
+        return seconds > 0 and not self._cancelled.wait(seconds)
 
     def join(self, seconds: float) -> None:
         """Wait for the ends of the checks' processes."""

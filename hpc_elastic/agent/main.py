@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_elastic import __version__
+from hpc_elastic.addresses import LOOPBACK
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import LAST_WORDS_SECONDS, CrashGuard
 from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
@@ -141,6 +142,7 @@ def agent_main(argv: Sequence[str]) -> int:
             environ=health_environment(worker_env, tag=str(tag), run_dir=str(paths.root), attempt=attempt, node=node),
             cwd=spec.cwd,
             inherited=inherited,
+            addresses=tuple(address for address in meeting.info.addresses if address != LOOPBACK),
             gpus_given=JobEnvironment.from_env(env).node.gpus if in_job(env) else None,
         ),
         clock=clock,

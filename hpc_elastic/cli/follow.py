@@ -209,7 +209,8 @@ def _describe(states: tuple[JobState, ...]) -> str:
     if state.phase is JobPhase.PENDING:
         again = f" again (restart {state.restarts})" if state.restarts else ""
         begin = f", not before {state.start_time}" if state.reason == "BeginTime" and state.start_time else ""
-        return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}"
+        held = f"; {state.way_out}" if state.held else ""
+        return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}{held}"
     if state.phase is JobPhase.RUNNING:
         try:
             return f"is {state.state.lower()} on {compress(state.nodes)}"

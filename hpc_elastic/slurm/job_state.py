@@ -102,8 +102,18 @@ class JobState:
     def held(self) -> bool:
         """Pending, and nothing but a ``release`` will start it."""
         return self.phase is JobPhase.PENDING and (
-            self.reason.startswith("JobHeld") or self.reason.endswith((" held", "held state"))
+            # JobHeldUser, JobHeldAdmin; JobHoldMaxRequeue: it could not be launched MaxBatchRequeue times.
+            self.reason.startswith(("JobHeld", "JobHold")) or self.reason.endswith((" held", "held state"))
         )
+
+    @property
+    def way_out(self) -> str:
+        """For a job that is held: what lets it go on, in words; else empty."""
+        if not self.held:
+            return ""
+        if self.reason == "JobHeldAdmin":
+            return "held: only the site's support lets it go on"
+        return f"held: scontrol release {self.job_id} lets it go on"
 
 
 def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:

@@ -34,6 +34,7 @@ def make(tmp_path: Path, command: str = "", *, seconds: float = 10.0, **limits: 
         environ={**os.environ, "TMPDIR": str(tmp_path)},
         cwd=str(tmp_path),
         probe=tmp_path / "health" / "node-0",
+        addresses=("10.0.0.1",),
         inherited=Inherited(umask=0o022, core_limit=(0, 0), subreaper=False),
     )
     plan = HealthPlan(
@@ -153,6 +154,23 @@ def test_a_lack_that_passes_is_looked_at_again(tmp_path: Path, monkeypatch: pyte
     assert looks == [str(tmp_path)] * 2
     looks.clear()
     assert not answer(make(tmp_path, tmp=500)).is_healthy
+
+
+def test_a_link_counts_from_when_it_was_seen_and_may_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_checks, "AGAIN_SECONDS", 0.01)
+    seen: list[list[tuple[str, bool]]] = []
+    monkeypatch.setattr(health_checks, "links", lambda addresses: seen.pop(0) if len(seen) > 1 else seen[0])
+    checks = make(tmp_path, link=0.05)
+    seen[:] = [[("eth0", False)]]
+    assert answer(checks).is_healthy, "its driver may not be able to tell"
+    seen[:] = [[("eth0", True)]]
+    assert answer(checks).is_healthy
+    seen[:] = [[("eth0", False)], [("eth0", False)], [("eth0", True)]]
+    assert answer(checks).is_healthy, "it was gone for a moment"
+    seen[:] = [[("eth0", False)]]
+    verdict = answer(checks)
+    assert verdict.reason == "health check failed: the network has no link (eth0), looked at for 0.05 s"
+    assert verdict.checks == ("link",)
 
 
 def test_a_defect_of_a_check_is_no_fault_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,40 @@ time.sleep(120 if first else 0)
 print("rank", rank, "is done")
 """
 
+# Each step is a collective over sockets that have no timeout: where one node is cut off, all wait in it.
+IN_STEP = """
+import os, pathlib, socket, time
+import hpc_elastic
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+index = os.environ["TORCHELASTIC_RESTART_COUNT"]
+port = pathlib.Path("port-" + index)
+if rank == 0:
+    server = socket.create_server(("", 0))
+    pathlib.Path("port.new").write_text(str(server.getsockname()[1]))
+    os.replace("port.new", port)
+    peers = [server.accept()[0] for _ in range(world - 1)]
+else:
+    while not port.exists():
+        time.sleep(0.05)
+    peers = [socket.create_connection((os.environ["MASTER_ADDR"], int(port.read_text())))]
+step, goes_on = 0, True
+while goes_on:
+    step += 1
+    hpc_elastic.heartbeat(step=step)
+    if rank == 0:
+        arrived = [peer.recv(1) for peer in peers]
+        if step == 5:
+            pathlib.Path("in-step-" + index).touch()
+        word = b"e" if pathlib.Path("end").exists() else b"g"
+    else:
+        peers[0].sendall(b"x")
+        word = peers[0].recv(1)
+    for peer in peers if rank == 0 else ():
+        peer.sendall(word)
+    goes_on = word == b"g"
+    time.sleep(0.05)
+"""
+
 # Rank 0 dies when it is told to; all end when they are told to.
 DIES_AT_WILL = """
 import os, pathlib, signal, time
@@ -161,6 +195,30 @@ def test_a_cut_off_node_learns_that_it_is_out(slow_to_notice: SlurmCluster, runs
     run.say_end()
     _wait_success(run)
     _nothing_is_left(run)
+
+
+def test_a_node_whose_network_alone_is_cut_leaves_when_its_hang_is_found(
+    slow_to_notice: SlurmCluster, runs: SlurmRuns
+) -> None:
+    """Its files answer, so it stays in, and all wait for it in a step; then it finds out why, and the others go on."""
+    cluster = slow_to_notice
+    hang = ("--section-timeouts", "setup:60,step:6")
+    run = runs.submit("--nodes", "2-4", *hang, *SHORT, runs.script(IN_STEP))
+    before, _ = run.wait_training(cluster.node_names)
+    wait_until((runs.folder / f"in-step-{before}").exists, timeout=90, what="all nodes are in their steps")
+    cluster.cut_link("n3")
+    cut_at = time.time()
+    index, _ = run.wait_training({"n1", "n2", "n4"}, after=before)
+    print(f"a network was cut: workers run again after {run.seconds_to_train(index, cut_at):.1f} s")
+    left = [event for event in run.events() if event["event"] == "node_left"]
+    assert {cluster.node_names[event["node"]] for event in left} == {"n3"}
+    assert "health check failed: the network has no link (eth0)" in left[0]["reason"]
+    cluster.heal_link("n3")
+    run.say_end()
+    _wait_success(run)
+    run.wait_end()
+    _nothing_is_left(run)
+    assert "node n3 left: health check failed: the network has no link" in run.log
 
 
 @pytest.mark.parametrize("silent", [True, False], ids=["unheard", "connections-closed"])

@@ -83,13 +83,13 @@ LONG = 90.0
 
 @pytest.fixture(scope="module")
 def preempting_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
-    """Seven nodes of a site that preempts.
+    """Eight nodes of a site that preempts.
 
     With proctrack/cgroup, as most sites: there Slurm signals an agent and not its workers. (proctrack/linuxproc signals
     every process of a step.)
     """
     with SlurmCluster(
-        7, accounting=False, cgroups=True, cred_expire=5, preemption=True, settings={"KillWait": 15}
+        8, accounting=False, cgroups=True, cred_expire=5, preemption=True, settings={"KillWait": 15}
     ) as started:
         yield started
 
@@ -181,9 +181,13 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
     requeued_at_once = cases.submit("requeuednow", SAVES_WHEN_TOLD, partition="requeued-at-once")
     cancelled_at_once = cases.submit("cancellednow", SAVES_WHEN_TOLD, partition="cancelled-at-once")
     function, program = cases.submit_function("cancelled")
-    for run in (requeued, cancelled, stubborn, requeued_at_once, cancelled_at_once, function):
+    shortened = cases.submit("shortened", NEVER_REACTS, partition="requeued")
+    for run in (requeued, cancelled, stubborn, requeued_at_once, cancelled_at_once, function, shortened):
         wait_training(run, nodes=2 if run in (requeued, function) else 1)
-    cases.take_nodes(7)
+    # It is to save already, with more time than the preemption will leave.
+    assert cluster.run(["scancel", "--signal=USR2", "--batch", shortened.job]).returncode == 0
+    shortened.wait_log(lambda log: "the workers have 85 s to save" in log)
+    cases.take_nodes(8)
 
     # Without a grace time all hear of it, and everything ends.
     for run, word, meaning in (
@@ -205,10 +209,16 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
     log = stubborn.wait_log(lambda log: "is requeued" in log, timeout=LONG)
     assert re.search(r"notice SIGTERM on n4 \(preemption\); n4 had not saved after \d+ s", log), log
     assert decided(stubborn)[0] == told
+    log = shortened.wait_log(lambda log: "is requeued" in log, timeout=LONG)
+    had = re.search(r"notice SIGTERM on n8 \(preemption\); n8 had not saved after (\d+) s", log)
+    assert had, log
+    assert int(had[1]) < 25, "of 85"
+    assert decided(shortened)[:2] == [("supervisor", "runs", "requeue", True), told]
 
     for run, step in steps.items():
         wait_resumed(run, f"begins at step {int(step) + 1}")
     wait_resumed(stubborn)
+    wait_resumed(shortened)
     wait_resumed(requeued_at_once)
     wait_resumed(cancelled_at_once)
     check_function(function, program)

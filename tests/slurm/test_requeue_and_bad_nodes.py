@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -14,6 +15,9 @@ from tests.rigs.slurm_runs import Run, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
 QUICK = ("--rdzv-conf", "last_call_timeout=3")
+SITE_DELAY = 120
+"""Seconds before which Slurm by itself lets no requeued job begin, where the site has not set it."""
+WAITED = ((0, "attempt_ended"), (1, "attempt_started"))
 
 # Waits in attempt 0 until it is told to end: by a node's loss, a notice, or a file that has rank 0 killed.
 STAYS = """
@@ -56,8 +60,10 @@ def _wait_end(run: Run, attempt: int = 1, *, timeout: float = 90) -> None:
 def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
-    arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *QUICK, runs.script(STAYS))
-    with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder) as follower:
+    """And of other jobs (--bad-nodes jobs): what runs share lies in the user's home, and here in this test's own."""
+    env = {"XDG_STATE_HOME": str(runs.folder / "state")}
+    arguments = ("submit", "--follow", "--nodes", "3", "--bad-nodes", "jobs", *SHORT, *QUICK, runs.script(STAYS))
+    with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder, env=env) as follower:
         run = runs.newest()
         _lose_a_node_and_go_on(cluster, run)
         out, err = follower.communicate(timeout=120)
@@ -67,6 +73,21 @@ def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     assert info["ExcNodeList"] == "n3"
     (bad,) = run.report(1)["bad_nodes"]
     assert (bad["node"], bad["excluded"]) == ("n3", True)
+
+    def excluded_of_another(*options: str) -> str:
+        asked = ("submit", "--begin", "now+1hour", "--nodes", "2", *options, *SHORT, "train.py")
+        done = runs.hpc_elastic(*asked, env=env)
+        assert done.returncode == 0, done.stderr
+        job = done.stdout.split()[1]
+        found = cluster.job_info(job)["ExcNodeList"]
+        cluster.run(["scancel", job], check=True)
+        return found
+
+    assert "n3" in runs.hpc_elastic("list", "--bad-nodes", env=env).stdout
+    assert excluded_of_another("--bad-nodes", "jobs") == "n3"
+    assert excluded_of_another() in ("", "(null)"), "by choice"
+    runs.hpc_elastic("list", "--forget-nodes", "n3", env=env)
+    assert excluded_of_another("--bad-nodes", "jobs") in ("", "(null)")
 
 
 def _lose_a_node_and_go_on(cluster: SlurmCluster, run: Run) -> None:
@@ -97,6 +118,39 @@ def test_after_a_shrink_the_whole_range_is_asked_for_again(cluster: SlurmCluster
     assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
     _wait_end(run)
     assert _nodes(run, 1) == ["n1", "n2", "n3", "n4"]
+
+
+def test_the_delay_that_slurm_adds_is_waived(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """With the two minutes that it is on most sites; the rig has 11 s else."""
+    cluster.reconfigure({"AuthInfo": f"cred_expire={SITE_DELAY}"}, restart=True)
+    run = runs.submit("--nodes", "1", "--max-restarts", "0", *SHORT, runs.script(STAYS))
+    _seated(run, 1)
+    (runs.folder / "die").touch()
+    _wait_end(run)
+    times = [next(e["t"] for e in run.events(n) if e["event"] == name) / 1e9 for n, name in WAITED]
+    print(f"the next attempt began {times[1] - times[0]:.1f} s after the end of the one before")
+    assert times[1] - times[0] < SITE_DELAY / 2
+
+
+def test_a_job_that_is_held_says_what_lets_it_go_on(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """By a person here; a launch that fails too often ends the same way."""
+    argv = ["hpc-elastic", "submit", "--follow", "--nodes", "1", *SHORT, runs.script(STAYS)]
+    with (
+        (runs.folder / "follower").open("w") as said,
+        cluster.popen(argv, cwd=runs.folder, stdout=subprocess.DEVNULL, stderr=said.fileno()) as follower,
+    ):
+        run = runs.newest()
+        _seated(run, 1)
+        cluster.run(["scontrol", "requeuehold", run.job], check=True)
+        way_out = f"held: scontrol release {run.job} lets it go on"
+        wait_until(lambda: way_out in (runs.folder / "follower").read_text(), timeout=90, what=way_out)
+        assert way_out in runs.hpc_elastic("status", run.job).stdout
+        assert cluster.job_state(run.job) == "PENDING"
+        cluster.run(["scontrol", "release", run.job], check=True)
+        follower.wait(timeout=120)
+    assert follower.returncode == 0, run.log
+    assert run.result(0)["outcome"] == "preempted"
+    assert cluster.job_info(run.job)["Restarts"] == "1"
 
 
 def test_a_job_that_may_not_be_requeued_goes_on_in_a_follow_on_job(cluster: SlurmCluster, runs: SlurmRuns) -> None:

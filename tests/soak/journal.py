@@ -32,6 +32,7 @@ class Step:
     at: float
     place: Place
     step: int
+    loss: float
 
 
 class Journal:
@@ -61,7 +62,7 @@ class Journal:
     def _take(self, line: dict[str, Any]) -> None:
         place = (line["attempt"], line["round"])
         if "step" in line:
-            self.steps.append(Step(at=line["t"], place=place, step=line["step"]))
+            self.steps.append(Step(at=line["t"], place=place, step=line["step"], loss=line.get("loss", 0.0)))
         elif "began" in line:
             facts = {key: line[key] for key in ("rank", "world", "node", "pid")}
             self.began.append(Began(at=line["t"], place=place, step=line["began"], **facts))

@@ -276,7 +276,7 @@ class Soak:
         outcome = self.run.result(self.result_attempt())["outcome"]
         if outcome != "succeeded":
             self._complain(f"the run ended as {outcome}")
-        self._judge_loss()
+        self.judge_loss()
         self._wait_nobody_is_left()
         left = self._cluster.run(["squeue", "--noheader"], user="root").stdout.strip()
         if left:
@@ -315,7 +315,8 @@ class Soak:
                     where = f"attempt {attempt['number']} round {part['index']} ranks {failure['ranks']}"
                     yield f"nobody's fault: {where} at {_clock_of(at)}: {kind}, {failure['first']['message']}"
 
-    def _judge_loss(self) -> None:
+    def judge_loss(self) -> None:
+        """Complain where the losses of all steps do not add up to those of a training that nobody disturbs."""
         final = self.journal.final
         if final is None:
             self._complain("the training has not come to its end")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from hpc_elastic import addresses
-from hpc_elastic.addresses import candidate_addresses, choose_master_address
+from hpc_elastic.addresses import candidate_addresses, choose_master_address, links
 
 
 class Entry:
@@ -98,3 +98,25 @@ def test_a_name_that_no_resolver_takes_is_passed_over(monkeypatch: pytest.Monkey
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [Entry("10.0.0.1")]})
     assert candidate_addresses(name) == ["10.0.0.1"]
+
+
+def test_the_links_of_the_interfaces_that_others_reach(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world({}, {"eth0": [Entry("10.0.0.1")], "ib0": [Entry("10.9.0.1")], "docker0": [Entry("172.17.0.1")]})
+    flags = {b"eth0": 0x1003, b"ib0": 0x1043}
+
+    def ioctl(_: socket.socket, request: int, argument: bytes) -> bytes:
+        assert request == 0x8913
+        name = argument[:16].rstrip(b"\0")
+        return argument[:16] + flags[name].to_bytes(2, "little") + bytes(14)
+
+    monkeypatch.setattr(addresses.fcntl, "ioctl", ioctl)
+    assert links(["10.0.0.1", "10.9.0.1", "10.3.0.1"]) == [("eth0", False), ("ib0", True)]
+    assert links(["10.3.0.1"]) == []
+    del flags[b"ib0"]
+    monkeypatch.setattr(addresses.fcntl, "ioctl", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    assert links(["10.0.0.1"]) == [], "nobody can say"
+
+
+def test_the_loopback_has_a_link() -> None:
+    """Asked of the kernel itself."""
+    assert links(["127.0.0.1"]) in ([("lo", True)], []), "some sandboxes have none"

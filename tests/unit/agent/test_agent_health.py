@@ -18,6 +18,7 @@ from hpc_elastic.agent.health import (
     did_not_answer,
     judge_clock,
     judge_gpus,
+    judge_links,
     judge_memory,
     judge_room,
     judge_script,
@@ -55,6 +56,20 @@ def test_checks_are_asked_for_by_name(text: str, expected: dict[Check, float]) -
 def test_what_makes_no_sense_is_refused_by_name(text: str) -> None:
     with pytest.raises(UsageError, match=r"^--health-checks "):
         parse_health_checks(text)
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "is_fit"),
+    [
+        ([], True),
+        ([("eth0", True)], True),
+        ([("eth0", False), ("ib0", True)], True),
+        ([("eth0", False), ("ib0", False)], False),
+    ],
+)
+def test_a_node_without_any_link_is_unfit(interfaces: list[tuple[str, bool]], is_fit: bool) -> None:
+    found = judge_links(interfaces, seconds=3.0)
+    assert found.reason == ("" if is_fit else "the network has no link (eth0, ib0), looked at for 3 s")
 
 
 def test_a_command_is_split_and_never_given_to_a_shell() -> None:

@@ -96,6 +96,15 @@ def test_the_code_is_the_last_attempts(paths: RunPaths, capsys: pytest.CaptureFi
     assert "hpc-elastic report 7\n" in said
 
 
+def test_a_job_that_is_held_says_what_lets_it_go_on(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    store(paths, 0, 0)
+    held = state("PENDING", reason="launch failed requeued held", restarts=1)
+    assert run(paths, Scripted(held, state("RUNNING", nodes=("n1",)), state("COMPLETED"))) == 0
+    said = capsys.readouterr().err
+    way_out = "held: scontrol release 7 lets it go on"
+    assert f"job 7 is pending again (restart 1): launch failed requeued held; {way_out}\n" in said
+
+
 def test_a_requeue_that_is_under_way_is_not_the_end(paths: RunPaths) -> None:
     """The batch script has exited with 75, and Slurm shows the job as failed for a moment before it is pending."""
     store(paths, 0, 75)

@@ -127,6 +127,13 @@ def test_the_time_that_is_left() -> None:
     assert seconds_left(job, clock) == 0.0
 
 
+def test_a_job_that_is_held_is_not_said_to_start() -> None:
+    held = JobState(job_id="42", state="PENDING", reason="JobHoldMaxRequeue", start_time="2026-11-21T02:16:42")
+    text = "\n".join(status_lines(status(state=RunState.SUBMITTED), held, seconds_left=None))
+    assert "PENDING (JobHoldMaxRequeue), held: scontrol release 42 lets it go on" in text
+    assert "expected to start" not in text
+
+
 @pytest.mark.parametrize(("state", "lost"), [("FAILED", True), ("NODE_FAIL", True), ("PENDING", False)])
 def test_a_requeue_that_never_came_about_is_told(state: str, lost: bool) -> None:
     """Whoever had decided it was killed before Slurm heard of it."""

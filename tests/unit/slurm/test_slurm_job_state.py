@@ -66,6 +66,23 @@ def test_states(version: str, name: str, state: str, phase: JobPhase, reason: st
     assert job.held is (name in ("pending-held", "requeuehold", "special-exit"))
 
 
+@pytest.mark.parametrize(
+    ("reason", "way_out"),
+    [
+        ("launch_failed_requeued_held", "held: scontrol release 7 lets it go on"),
+        ("JobHoldMaxRequeue", "held: scontrol release 7 lets it go on"),
+        ("JobHeldUser", "held: scontrol release 7 lets it go on"),
+        ("JobHeldAdmin", "held: only the site's support lets it go on"),
+        ("BeginTime", ""),
+        ("Resources", ""),
+    ],
+)
+def test_who_lets_a_held_job_go_on(reason: str, way_out: str) -> None:
+    """The first as scontrol of 22.05 printed it where a prolog had failed."""
+    (job,) = parse_show_job(f"JobId=7 JobName=train\n   JobState=PENDING Reason={reason} Dependency=(null)\n")
+    assert (job.held, job.way_out) == (bool(way_out), way_out)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_a_requeued_job_says(version: str) -> None:
     job = shown(version, "requeued-begintime")
