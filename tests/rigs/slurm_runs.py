@@ -14,8 +14,11 @@ from typing import Any
 
 from hpc_elastic.events import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import CROWDED
 
 TAG = "HPC_ELASTIC_TAG"
+ALL_COME = ("--rdzv-conf", "last_call_timeout=300")
+"""Where a test needs all nodes of a range, or the first ones, in the first round: none is left out for being late."""
 
 
 class SlurmRuns:
@@ -37,25 +40,30 @@ class SlurmRuns:
         return name
 
     def hpc_elastic(
-        self, *arguments: str, timeout: float = 90, user: str | None = None, env: Mapping[str, str] | None = None
+        self,
+        *arguments: str,
+        timeout: float = 90 * CROWDED,
+        user: str | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run the command line on the login host."""
         return self.cluster.run(
             ["hpc-elastic", *arguments], user=user or self.user, cwd=self.folder, timeout=timeout, env=env
         )
 
-    def submit(self, *arguments: str, timeout: float = 60) -> Run:
+    def submit(self, *arguments: str, timeout: float = 60 * CROWDED) -> Run:
         done = self.hpc_elastic("submit", *arguments, timeout=timeout)
         assert done.returncode == 0, done.stderr
         return self._run_of(done)
 
     def submit_and_follow(self, *arguments: str, timeout: float = 120) -> Run:
-        """To the run's end, through requeues."""
+        """To the run's end, through requeues; `timeout` on a machine that has the time."""
+        timeout *= CROWDED
         return self._run_of(self.hpc_elastic("submit", "--follow", *arguments, timeout=timeout))
 
     def newest(self, *, timeout: float = 90) -> Run:
         """The run that another process is just submitting from here, the first one in this folder."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + CROWDED * timeout
         while True:
             for path in (self.folder / "runs").glob("*/attempt-*/attempt.json"):
                 facts = json.loads(path.read_text())
@@ -87,6 +95,7 @@ class Run:
 
     def wait_log(self, condition: Callable[[str], bool], *, timeout: float = 90) -> str:
         """Wait until the job log is as wanted."""
+        timeout *= CROWDED
         deadline = time.monotonic() + timeout
         while not condition(text := self.log):
             assert time.monotonic() < deadline, f"the job log is not as wanted after {timeout} s:\n{text}"
@@ -123,6 +132,7 @@ class Run:
 
         The job log would not do: who loses the batch host writes no more into it.
         """
+        timeout *= CROWDED
         deadline = time.monotonic() + timeout
         while True:
             newest, ranks = self.training(attempt)

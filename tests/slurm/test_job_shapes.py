@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
 from tests.rigs.slurm_runs import Run, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
-QUICK_TTL = ("--rdzv-conf", "heartbeat_ttl=4")
 WAITS = """
 import os, sys, time
 rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
@@ -55,7 +55,7 @@ def sbatch(runs: SlurmRuns, script: str, *options: str) -> str:
     return runs.cluster.run(argv, cwd=runs.folder, check=True).stdout.strip()
 
 
-def wait_file(path: Path, wanted: str, *, count: int = 1, timeout: float = 60) -> str:
+def wait_file(path: Path, wanted: str, *, count: int = 1, timeout: float = 60 * CROWDED) -> str:
     deadline = time.monotonic() + timeout
     while True:
         text = path.read_text(errors="replace") if path.exists() else ""
@@ -70,9 +70,15 @@ def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: 
     first, second, third = (task_of(run, task) for task in range(3))
     for task in (first, second):
         task.wait_log(lambda log: "attempt 0 rank 0" in log, timeout=60)
+    # Slurm gives the reason at its next look for jobs to start.
+    waits = re.compile(r"submitted .*_2  \[PENDING: JobArrayTaskLimit\]")
+    wait_until(
+        lambda: waits.search(runs.hpc_elastic("status", run.job).stdout) is not None,
+        timeout=60,
+        what="why task 2 waits",
+    )
     status = runs.hpc_elastic("status", run.job).stdout
     assert f"job {run.job}: 3 runs: " in status.splitlines()[0]
-    assert re.search(r"submitted .*_2  \[PENDING: JobArrayTaskLimit\]", status), status
     assert "as in" in runs.hpc_elastic("report", run.job).stderr
     # Two runs on one node, one of them requeued: the other does not notice.
     assert "asked to save" in runs.hpc_elastic("requeue", second.job).stdout
@@ -95,7 +101,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: 
 
 def test_a_het_jobs_components_are_one_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit(
-        *("-N1", "--gpus-per-node", "1", "--het", "-N 2 --gres=gpu:2", "-t", "10", "--max-restarts", "0", *QUICK_TTL),
+        *("-N1", "--gpus-per-node", "1", "--het", "-N 2 --gres=gpu:2", "-t", "10", "--max-restarts", "0"),
         runs.script(SAVES),
     )
     log = run.wait_log(lambda log: log.count("of 5 gpus") == 5, timeout=60)
@@ -148,7 +154,7 @@ def test_a_total_of_gpus_is_shared_out_also_to_an_agent_that_is_started_again(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
     stop = runs.folder / "stop"
-    script = f"#!/bin/bash\nexec hpc-elastic run {' '.join(QUICK_TTL)} {runs.script(WAITS)} {stop}\n"
+    script = f"#!/bin/bash\nexec hpc-elastic run {runs.script(WAITS)} {stop}\n"
     job = sbatch(runs, script, "-N2", "--gpus=4")
     own = runs.folder / "own.log"
     log = wait_file(own, r"of 4 gpus 0,1 round 0", count=4)
@@ -168,7 +174,7 @@ def test_a_template_and_a_submission_from_a_compute_node(cluster: SlurmCluster, 
     (runs.folder / "mine.sh").write_text(template)
     argv = ["hpc-elastic", "submit", "--template", "mine.sh", "--nproc-per-node", "1", runs.script(WAITS), str(stop)]
     inside = ["srun", "-N1", "-n1", "-c2", "--gres=gpu:1", *argv]
-    done = cluster.run(inside, cwd=runs.folder, timeout=60)
+    done = cluster.run(inside, cwd=runs.folder)
     assert done.returncode == 0, done.stderr
     run = runs._run_of(done)
     log = run.wait_log(lambda log: log.count("of 2 gpus - ") == 2, timeout=60)
@@ -191,7 +197,7 @@ def test_a_template_and_a_submission_from_a_compute_node(cluster: SlurmCluster, 
 
 def test_jobs_that_are_no_runs_of_this_accounts(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     script = runs.folder / "sleep.sh"
-    script.write_text("#!/bin/bash\nsleep 60\n")
+    script.write_text("#!/bin/bash\nsleep 600\n")
     own, theirs = (
         cluster.run(
             ["sbatch", "--parsable", "-o", "/dev/null", str(script)], user=user, cwd="/", check=True

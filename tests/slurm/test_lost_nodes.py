@@ -8,7 +8,7 @@ import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
-from tests.rigs.slurm_runs import Run, SlurmRuns
+from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
 SITE_TIMEOUT = 300
@@ -90,7 +90,8 @@ def slow_to_notice(cluster: SlurmCluster) -> SlurmCluster:
 
 def _start(runs: SlurmRuns, *options: str, nodes: int = 4) -> Run:
     """A run that trains on the first `nodes` nodes, or on any so many."""
-    run = runs.submit(*options, *SHORT, runs.script(TRAINS))
+    all_come = () if "--rdzv-conf" in options else ALL_COME
+    run = runs.submit(*options, *all_come, *SHORT, runs.script(TRAINS))
     wait_until(lambda: len(run.training()[1]) == nodes, timeout=90, what=f"{nodes} nodes train")
     return run
 
@@ -203,7 +204,7 @@ def test_a_node_whose_network_alone_is_cut_leaves_when_its_hang_is_found(
     """Its files answer, so it stays in, and all wait for it in a step; then it finds out why, and the others go on."""
     cluster = slow_to_notice
     hang = ("--section-timeouts", "setup:60,step:6")
-    run = runs.submit("--nodes", "2-4", *hang, *SHORT, runs.script(IN_STEP))
+    run = runs.submit("--nodes", "2-4", *hang, *ALL_COME, *SHORT, runs.script(IN_STEP))
     before, _ = run.wait_training(cluster.node_names)
     wait_until((runs.folder / f"in-step-{before}").exists, timeout=90, what="all nodes are in their steps")
     cluster.cut_link("n3")
@@ -257,7 +258,7 @@ def test_segments_leave_together(slow_to_notice: SlurmCluster, runs: SlurmRuns) 
     index, ranks = run.wait_training({"n1", "n2"})
     assert ranks == {"n1": [0], "n2": [1]}
     # Its other half waits for it, and is of use again when it is back.
-    assert _workers(cluster, "n3") == []
+    wait_until(lambda: _workers(cluster, "n3") == [], timeout=60, what="the other half is at rest")
     cluster.start_node("n4", wait=False)
     _, ranks = run.wait_training(cluster.node_names, after=index)
     assert {frozenset(ranks["n3"]), frozenset(ranks["n4"])} == {frozenset({2}), frozenset({3})}

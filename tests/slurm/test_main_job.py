@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
-from tests.rigs.slurm_cluster.processes import wait_until
-from tests.rigs.slurm_runs import SlurmRuns
+from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
+from tests.rigs.slurm_runs import ALL_COME, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
 
@@ -20,7 +20,7 @@ checkpoint = pathlib.Path("step.txt")
 rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
 step = int(checkpoint.read_text()) if rank == "0" and checkpoint.exists() else 0
 print("rank", rank, "begins at step", step, "in attempt", attempt)
-while step < int(sys.argv[1]):
+while step < int(sys.argv[1]) or attempt == "0":
     step += 1
     time.sleep(0.2)
     if rank == "0":
@@ -180,7 +180,7 @@ def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: Sl
 @pytest.mark.any_release
 @pytest.mark.parametrize("cluster", ["plain", "minute"], indirect=True)
 def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS_TO_BE_TOLD))
+    run = runs.submit("--nodes", "2-4", *ALL_COME, *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
     # Fills the caches of the submitting host, with what is missing too.
     assert "still running" in runs.hpc_elastic("report", run.job).stdout
@@ -213,7 +213,7 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
         cluster.kill_node("n3")
         run.wait_log(lambda log: f"job {run.job} is requeued" in log)
         cluster.start_node("n3", wait=False)  # else the job waits until Slurm has found the node dead
-        out, err = follower.communicate(timeout=120)
+        out, err = follower.communicate(timeout=120 * CROWDED)
     assert follower.returncode == 0, out + err
     assert out.count("in attempt 1") == 3, "who follows sees both attempts"
     (step,) = re.findall(r"rank 0 begins at step (\d+) in attempt 1", out)
@@ -228,7 +228,7 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
 @pytest.mark.any_release
 @on_both
 def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-3", *SHORT, runs.script(WAITS_TO_BE_TOLD))
+    run = runs.submit("--nodes", "2-3", *ALL_COME, *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 3 round 0") == 3)
     cluster.kill_node("n1")
     run.wait_training(["n2", "n3"])
@@ -245,7 +245,8 @@ def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmC
 
 @pytest.mark.any_release
 def test_a_node_that_is_dead_at_launch_is_left_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    # Not noticed by Slurm yet: the job gets the node, srun aborts the whole launch for it.
+    # Not noticed by Slurm, however slow the submission: the job gets the node, srun aborts the whole launch for it.
+    cluster.reconfigure({"SlurmdTimeout": 300})
     assert cluster.kill_process("n3", r"slurmd\b", 9)
     run = runs.submit("--nodes", "2-4", *SHORT, runs.script(WAITS), "1")
     log = run.wait_log(lambda log: log.count("of 3 round") == 3)
@@ -334,7 +335,7 @@ def test_a_job_cancelled_while_it_is_pending_is_told_to_who_follows(cluster: Slu
     first = out.readline()
     job = (first.decode() if isinstance(first, bytes) else first).split()[1]
     cluster.run(["scancel", job])
-    code = follower.wait(timeout=90)
+    code = follower.wait(timeout=90 * CROWDED)
     assert code not in (0, 2)
 
 
@@ -377,7 +378,6 @@ def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns
     done = cluster.run(
         ["salloc", "-N2", "-t", "5", "hpc-elastic", "run", "--nproc-per-node", "1", runs.script(WAITS), "0.2"],
         cwd=runs.folder,
-        timeout=60,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "requeue armed: no, because" in done.stdout

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
-from tests.rigs.slurm_cluster.processes import wait_until
+from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
 from tests.rigs.slurm_runs import Run, SlurmRuns
 
 SAVES_WHEN_TOLD = """
@@ -226,7 +226,7 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
 
 def check_function(run: Run, program: subprocess.Popen[str]) -> None:
     """Each rank's callable was saved, and went on from its own state when the job had nodes again."""
-    out, err = program.communicate(timeout=2 * LONG)
+    out, err = program.communicate(timeout=2 * LONG * CROWDED)
     assert program.returncode == 0, out + err + run.log
     results, state = json.loads(out)
     assert state == "COMPLETED"

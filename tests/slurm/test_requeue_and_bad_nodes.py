@@ -10,8 +10,8 @@ import pytest
 
 from hpc_elastic.slurm.hostlist import expand
 from tests.rigs.slurm_cluster import SlurmCluster
-from tests.rigs.slurm_cluster.processes import wait_until
-from tests.rigs.slurm_runs import Run, SlurmRuns
+from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
+from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
 QUICK = ("--rdzv-conf", "last_call_timeout=3")
@@ -66,7 +66,7 @@ def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder, env=env) as follower:
         run = runs.newest()
         _lose_a_node_and_go_on(cluster, run)
-        out, err = follower.communicate(timeout=120)
+        out, err = follower.communicate(timeout=120 * CROWDED)
     assert follower.returncode == 0, out + err
     assert _nodes(run, 1) == ["n1", "n2", "n4"]
     info = cluster.job_info(run.job)
@@ -101,7 +101,7 @@ def _lose_a_node_and_go_on(cluster: SlurmCluster, run: Run) -> None:
 
 
 def test_after_a_shrink_the_whole_range_is_asked_for_again(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-4", "--bad-nodes", "off", *SHORT, *QUICK, runs.script(STAYS))
+    run = runs.submit("--nodes", "2-4", "--bad-nodes", "off", *SHORT, *ALL_COME, runs.script(STAYS))
     _seated(run, 4)
     cluster.kill_node("n4")
     _seated(run, 3, round_index=1)
@@ -147,7 +147,7 @@ def test_a_job_that_is_held_says_what_lets_it_go_on(cluster: SlurmCluster, runs:
         assert way_out in runs.hpc_elastic("status", run.job).stdout
         assert cluster.job_state(run.job) == "PENDING"
         cluster.run(["scontrol", "release", run.job], check=True)
-        follower.wait(timeout=120)
+        follower.wait(timeout=120 * CROWDED)
     assert follower.returncode == 0, run.log
     assert run.result(0)["outcome"] == "preempted"
     assert cluster.job_info(run.job)["Restarts"] == "1"

@@ -15,7 +15,7 @@ import pytest
 from tests.rigs.slurm_cluster import CommandFailed, RigError, SlurmCluster, must_run
 from tests.rigs.slurm_cluster.hosts import netns_names
 from tests.rigs.slurm_cluster.layout import RIGS_FOLDER
-from tests.rigs.slurm_cluster.processes import all_pids, command_line, wait_until
+from tests.rigs.slurm_cluster.processes import CROWDED, all_pids, command_line, wait_until
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -74,7 +74,7 @@ def test_each_host_has_a_caching_mount_of_its_own_and_loses_it_with_its_power(cl
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         cluster.kill_node("n2")
-        process.wait(timeout=20)
+        process.wait(timeout=20 * CROWDED)
     assert (folder / "kept").read_text() == "", "what was not written back went with the power"
     with pytest.raises(RigError, match="'n2' has no emulated mount"):
         cluster.tell_client("n2", "counters")
@@ -113,7 +113,7 @@ def test_a_requeued_job_runs_again_after_the_short_delay_and_sacct_tells(cluster
     cluster.run(["scontrol", "requeue", str(job)], check=True)
     cluster.wait_job(job, "PENDING", timeout=20)
     assert cluster.wait_job(job, timeout=40) == "COMPLETED"
-    assert time.monotonic() - started < 30  # Slurm's own default is 121 s
+    assert time.monotonic() - started < 100  # Slurm's own default is 121 s
     assert runs.read_text().split("\n") == ["", "1", ""]
     assert cluster.job_info(job)["Restarts"] == "1"
 
@@ -200,7 +200,7 @@ def test_a_frozen_node_does_nothing_until_it_is_thawed(cluster: SlurmCluster) ->
     wait_until(lambda: (folder / "tick").read_text() != frozen_at, timeout=20, what="it goes on")
     cluster.freeze_node("n2")
     cluster.kill_node("n2")  # a frozen process dies all the same
-    process.wait(timeout=20)
+    process.wait(timeout=20 * CROWDED)
     assert cluster.node_pids("n2") == []
 
 
@@ -311,7 +311,7 @@ def test_the_rig_works_by_hand(slurm_can_run: None) -> None:
 
     def rig(*arguments: str) -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-m", "tests.rigs.slurm_cluster", "--name", name, *arguments]
-        return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, timeout=120 * CROWDED, check=False)
 
     try:
         up = rig("up", "2", "--no-accounting", "--no-python", "--gpus", "2")

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import CROWDED
 from tests.rigs.slurm_runs import SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
 HELLO = "import os, sys\nprint('hello from', os.environ['RANK'], os.getcwd(), sys.argv[1:])\n"
-WAITS = "import time\nprint('waiting', flush=True)\ntime.sleep(120)\n"
+WAITS = "import time\nprint('waiting', flush=True)\ntime.sleep(600)\n"
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_a_path_that_needs_every_kind_of_quoting(cluster: SlurmCluster, runs: Sl
     odd = runs.folder / 'it\'s 50%j "of" $HOME `id` #1 \\ é'
     assert cluster.run(["mkdir", str(odd)]).returncode == 0
     (odd / "train.py").write_text(HELLO)
-    done = cluster.run(["hpc-elastic", "submit", "--follow", *SHORT, "train.py", "a b"], cwd=odd, timeout=60)
+    done = cluster.run(["hpc-elastic", "submit", "--follow", *SHORT, "train.py", "a b"], cwd=odd)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"hello from 0 {odd} ['a b']" in done.stdout
     (run,) = (odd / "runs").iterdir()
@@ -63,7 +64,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: 
             if "waiting" in line:
                 break
         cluster.kill_process("login", r"bin/hpc-elastic submit", signal.SIGINT)
-        _, err = follower.communicate(timeout=90)
+        _, err = follower.communicate(timeout=90 * CROWDED)
     assert follower.returncode == 130
     assert f"job {job} goes on without being watched; to end it: scancel {job}" in err
     assert cluster.job_state(job) == "RUNNING"

@@ -13,7 +13,7 @@ from typing import Literal
 
 from . import files, services
 from .layout import LOGIN, RigError
-from .processes import command_line, owner_of, wait_until
+from .processes import CROWDED, command_line, owner_of, wait_until
 from .rig import HEALTHY_STATES, Rig
 
 ENDED_STATES = frozenset(
@@ -188,11 +188,12 @@ class SlurmCluster(Rig):
             RigError: It was not in time; the message has what Slurm says of the job.
         """
         wanted = {states} if isinstance(states, str) else set(states)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + CROWDED * timeout
         while (state := self.job_state(job_id)) not in wanted:
             if time.monotonic() > deadline:
                 raise RigError(
-                    f"job {job_id} was not {'/'.join(sorted(wanted))} in {timeout:g} s: {self.job_info(job_id)}"
+                    f"job {job_id} was not {'/'.join(sorted(wanted))} in {CROWDED * timeout:g} s: "
+                    f"{self.job_info(job_id)}"
                 )
             time.sleep(0.1)
         return state
@@ -294,7 +295,7 @@ class SlurmCluster(Rig):
                     self.tell_client(host, command)
                 self.tell_client(host, "change", **dataclasses.asdict(self.settings.fs))
         try:
-            self.cancel_all_jobs(timeout=5)
+            self.cancel_all_jobs(timeout=3)
         except RigError:
             # A job whose end was lost with a node's power stays COMPLETING there for minutes: slurmctld asks a node
             # that is back only now and then. One that is down it does not ask.

@@ -19,7 +19,7 @@ from .configuration import Settings
 from .hosts import Hosts, remove_namespaces
 from .layout import CONTROLLER, LOGIN, Layout, RigError
 from .lock import RigLock, lock_free_name
-from .processes import CommandFailed, RigProcess, call, wait_until
+from .processes import CROWDED, CommandFailed, RigProcess, call, wait_until
 from .python_environment import PythonEnvironment, environment_of_root, python_environment
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class Rig:
         node: str | None = None,
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
-        timeout: float = 60,
+        timeout: float = 60 * CROWDED,
         check: bool = False,
         input: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
@@ -295,7 +295,7 @@ class Rig:
             raise CommandFailed(process.returncode, list(argv), stdout, stderr)
         return subprocess.CompletedProcess(list(argv), process.returncode, stdout, stderr)
 
-    def _root(self, *argv: str, check: bool = True, timeout: float = 60) -> str:
+    def _root(self, *argv: str, check: bool = True, timeout: float = 60 * CROWDED) -> str:
         """Run a Slurm command as its administrator on the controller, and return its stdout."""
         return self.run(argv, user="root", node=CONTROLLER, check=check, timeout=timeout).stdout
 
