@@ -127,6 +127,12 @@ def test_more_nodes_than_there_are(site: Site) -> None:
     assert not site.runs.exists()
 
 
+def test_nodes_that_are_down_are_told_of(site: Site) -> None:
+    """One of the recording's four is drained."""
+    site.submit(site.submission("--nodes=4"))
+    assert site.told == ["only 3 of the 4 nodes of partition main are up now"]
+
+
 def test_what_slurm_refuses_leaves_nothing(site: Site) -> None:
     with pytest.raises(SubmissionRefusedError, match="nosuch"):
         site.submit(site.submission("--partition=nosuch"))
@@ -197,7 +203,7 @@ def test_another_thread_may_submit(site: Site) -> None:
     thread = threading.Thread(target=lambda: jobs.append(site.submit(site.submission())))
     thread.start()
     thread.join()
-    assert jobs == list(site.slurm.jobs)
+    assert jobs == ["1000"]
 
 
 def test_a_job_that_can_not_be_remembered_is_told_of(site: Site) -> None:

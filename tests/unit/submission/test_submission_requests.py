@@ -102,11 +102,12 @@ def test_what_slurm_refuses_leaves_nothing(slurm: FakeSlurm, tmp_path: Path) -> 
     assert list(tmp_path.glob("jobs/*")) == []
 
 
-def test_the_way_out_is_named_in_the_executors_words(slurm: FakeSlurm) -> None:
-    found = ElasticExecutor("/dev/shm/hpc-elastic-jobs-of-a-test", cluster="slurm")
+def test_the_way_out_is_named_in_the_executors_words(slurm: FakeSlurm, tmp_path: Path) -> None:
+    folder = Path("/dev/shm") / f"hpc-elastic-{os.getpid()}-{tmp_path.name}"
+    found = ElasticExecutor(folder, cluster="slurm")
     with pytest.raises(UsageError, match=r"the nodes can't see .*; give the executor a shared one \(or allow_local"):
         found.submit(operator.add, 1, 2)
-    assert not Path("/dev/shm/hpc-elastic-jobs-of-a-test").exists()
+    assert not folder.exists()
 
 
 def test_options_of_the_command_line_hold_here_too(slurm: FakeSlurm, tmp_path: Path) -> None:
