@@ -10,7 +10,7 @@ from hpc_elastic.cli.command_line import read_command_line, say
 from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import asked_cluster, cluster_here, runs_directory, working_directory
 from hpc_elastic.configuration.slurm_job import slurm_job
-from hpc_elastic.launch.submit_job import Submission, dry_run, slurm_client, submit_job
+from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.sbatch import SbatchOptions
@@ -47,7 +47,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     from hpc_elastic.clock import SystemClock
 
     clock = SystemClock()
-    client = slurm_client(submission, env, clock)
+    client = submission_client(submission, env, clock)
     job = submit_job(submission, client, clock=clock, env=env, tell=say)
     options, tasks = submission.job.options, submission.job.tasks
     _say_where(job, submission.paths, options)

@@ -75,7 +75,7 @@ class Submission:
         )
 
 
-def slurm_client(submission: Submission, env: Mapping[str, str], clock: Clock) -> SlurmClient:
+def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock) -> SlurmClient:
     """Whose sbatch takes from `env` only what the submission does not say itself."""
     overruled = submission.job.options.overruled_variables()
     return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock)
@@ -104,7 +104,7 @@ def submit_job(
 
     Args:
         submission: What is to be submitted.
-        client: From `slurm_client`.
+        client: From `submission_client`.
         clock: For what is written down.
         env: For sbatch's own variables, and the account's folder.
         tell: Hears what the user should know besides: which nodes are left out, say.

@@ -14,7 +14,7 @@ from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.launch.submit_job import Submission, Words, slurm_client, submit_job
+from hpc_elastic.launch.submit_job import Submission, Words, submission_client, submit_job
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.node_range import parse_nodes
@@ -127,7 +127,7 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
                 _write_call(place, request, call, limit)
 
         clock = SystemClock()
-        client = slurm_client(submission, request.env, clock)
+        client = submission_client(submission, request.env, clock)
         number = submit_job(
             submission, client, clock=clock, env=request.env, tell=logger.warning, fill=write_calls
         ).number

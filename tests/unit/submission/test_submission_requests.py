@@ -37,7 +37,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     def client(submission: Submission, env: object, clock: SystemClock) -> CommandSlurmClient:
         return CommandSlurmClient(found, clock)
 
-    monkeypatch.setattr(requests, "slurm_client", client)
+    monkeypatch.setattr(requests, "submission_client", client)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("SITE", "USER", "PROJECT"):
         monkeypatch.setenv(f"HPC_ELASTIC_{name}_CONFIG", "")
