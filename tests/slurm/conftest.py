@@ -51,7 +51,7 @@ def slurm_can_run() -> None:
 
 @pytest.fixture(scope="session")
 def plain_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
-    """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 5 s, a requeue delay of 11 s; one for the session."""
+    """Four nodes, with accounting, SlurmdTimeout 20 s, KillWait 15 s, a requeue delay of 11 s; one for the session."""
     with SlurmCluster(4, gpus=2, release=_RELEASE, accounting=not _RELEASE) as started:
         yield started
 

@@ -88,9 +88,7 @@ def preempting_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
     With proctrack/cgroup, as most sites: there Slurm signals an agent and not its workers. (proctrack/linuxproc signals
     every process of a step.)
     """
-    with SlurmCluster(
-        8, accounting=False, cgroups=True, cred_expire=5, preemption=True, settings={"KillWait": 15}
-    ) as started:
+    with SlurmCluster(8, accounting=False, cgroups=True, cred_expire=5, preemption=True) as started:
         yield started
 
 

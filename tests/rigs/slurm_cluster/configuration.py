@@ -93,7 +93,8 @@ def slurm_conf(layout: Layout, settings: Settings) -> str:
         "ReturnToService": 2,
         "SlurmdTimeout": 20,
         "SlurmctldTimeout": 20,
-        "KillWait": 5,
+        # Slurm's default is 30. Within it an attempt that Slurm ends has to write its report, on a crowded machine too.
+        "KillWait": 15,
         "MinJobAge": 300,
         "JobRequeue": 1,
         "SelectType": "select/cons_tres",
