@@ -216,3 +216,18 @@ def test_a_large_file_is_held_in_little_memory(tmp_path: Path, size: int) -> Non
     assert found.message.startswith("ValueError: xxx")
     assert len(str(failure.message)) < 40_000
     assert peak < 8 << 20
+
+
+@pytest.mark.parametrize("quotes", [0, 3, 64, 5000])
+@pytest.mark.parametrize("place", [0, 200 << 10, (256 << 10) - 30, (256 << 10) - 14, (512 << 10) - 20, 3 << 20])
+def test_in_a_large_file_the_traceback_is_found_wherever_it_begins(tmp_path: Path, place: int, quotes: int) -> None:
+    path = tmp_path / "error.json"
+    filler = ('\\"' * quotes).ljust(place, "x")
+    path.write_text(
+        f'{{"message": {{"message": "{filler}", "extraInfo": {{"py_callstack": "Traceback\\nE: here", "timestamp": "17"'
+        f'}}, "more": "{"y" * (3 << 20)}"}}}}'
+    )
+    found = read_error_file(path)
+    assert found.problem.startswith("cut:")
+    assert found.traceback == "Traceback\nE: here"
+    assert read_error_file(path, seek_traceback=False).traceback == ""
