@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tests.rigs.network_mounts import cephfs, glusterfs, moosefs, sshfs
+from tests.rigs.network_mounts import cephfs, ganesha, glusterfs, moosefs, sshfs
 from tests.rigs.network_mounts.location import Site
 
 
@@ -23,6 +24,8 @@ class Kind:
     """Seconds after which a look by name shows what was not there, or a file's new contents; 0: at once."""
     disk_megabytes: int = 0
     """Of the server's disk, where it is small enough to be filled."""
+    by_hand: bool = False
+    """Only where HPC_ELASTIC_ALL_MOUNTS is set."""
 
 
 KINDS: dict[str, Kind] = {
@@ -69,5 +72,17 @@ KINDS: dict[str, Kind] = {
             listing_delay=0.0,
             delay=0.0,
         ),
+        Kind(
+            name="ganesha",
+            start=ganesha.start,
+            packages={
+                "ganesha.nfsd": "nfs-ganesha",
+                "rpcbind": "rpcbind",
+            },
+            listing_delay=0.0,
+            delay=2.0 * ganesha.CACHE_SECONDS,
+            by_hand=True,
+        ),
     )
+    if not kind.by_hand or os.environ.get("HPC_ELASTIC_ALL_MOUNTS")
 }
