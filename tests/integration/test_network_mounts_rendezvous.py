@@ -88,4 +88,4 @@ def test_nodes_go_on_without_a_member_and_without_the_coordinator(
     kind: str, outcomes: Callable[[str], Future[list[int]]]
 ) -> None:
     require_mounts(kind)
-    assert len(set(outcomes(kind).result(240))) == 2
+    assert len(set(outcomes(kind).result(900))) == 2

@@ -18,7 +18,7 @@ RANKS, EACH = 8, 25
 
 
 def check_counting(mounts: list[Path], name: str) -> None:
-    counted = count_together([mounts[rank % 2] / name for rank in range(RANKS)], "ours", each=EACH, seconds=90)
+    counted = count_together([mounts[rank % 2] / name for rank in range(RANKS)], "ours", each=EACH, seconds=300)
     assert counted.stuck == 0
     assert counted.errors == ()
     assert counted.total == RANKS * EACH

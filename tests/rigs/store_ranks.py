@@ -74,7 +74,7 @@ def _rank(path: str, kind: str, world: int, each: int, results: Any) -> None:
     from hpc_elastic.pytorch.file_system_store import FileSystemStore
 
     try:
-        patience = timedelta(seconds=60)
+        patience = timedelta(seconds=240)
         if kind == "ours":
             store: Any = FileSystemStore(path, timeout=patience)
         else:
