@@ -4,8 +4,8 @@
 
     python -m tests.rigs.network_mounts.libnfs_fuse SERVER EXPORT FOLDER SECONDS
 
-The kernel trusts names that were there, and attributes, for so many seconds; libnfs itself remembers nothing. It stays in
-the foreground until it is unmounted.
+The kernel trusts names that were there, and attributes, for so many seconds; libnfs remembers nothing. It stays in the
+foreground until it is unmounted.
 """
 
 from __future__ import annotations
