@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_elastic import __version__
@@ -19,7 +19,7 @@ from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_health_command
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
-from hpc_elastic.agent.heartbeats import open_folder
+from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
@@ -44,12 +44,12 @@ from hpc_elastic.processes.guardian import end_strangers, start_guardian
 from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
-from hpc_elastic.processes.spawn import prepare_agent_process
-from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
+from hpc_elastic.processes.spawn import Inherited, prepare_agent_process
+from hpc_elastic.processes.std_streams import Std, parse_std_streams, shown_in_job_log
 from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.ring_record import RestartWith
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.ring_secret import read_secret
@@ -71,33 +71,27 @@ def agent_main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     if options.launcher_pid is not None and not _end_with(options.launcher_pid):
         return 128 + signal.SIGHUP
-    paths = RunPaths(Path(options.run_dir))
-    attempt_paths = paths.attempt(options.attempt)
-    env = dict(os.environ)
     clock = SystemClock()
-    spec, attempt = _load(paths, options.attempt, clock)
-    node = _node_index(attempt, options.node, env)
-    host = attempt.nodes[node]
-    uid = new_uid(node, host, clock, start=claim_start_number(attempt_paths.store, node, clock=clock))
-    tag = Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid)
-    settings = rendezvous_settings(spec, attempt)
-    secret = read_secret(paths.secret) if settings.doorbell else b""
-    folder = open_folder(f"{spec.uid}.{node_key(attempt.cluster, node)}.{uid[-21:]}", env)
+    me = _Me.found(options, inherited, clock)
+    spec, at = me.spec, me.paths
+    settings = rendezvous_settings(spec, me.attempt)
+    secret = read_secret(me.run.secret) if settings.doorbell else b""
+    folder = open_folder(f"{spec.uid}.{me.tag.node_key}.{me.short_uid}", me.env)
     guardian = start_guardian(
-        tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
+        me.tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
     )
     gc.enable()  # `cli.agent` turned it off for the imports
-    left = end_strangers(tag, clock=clock)
+    left = end_strangers(me.tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
     files = FileThread(clock=clock)
     signals = SignalQueue([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
     job_log = JobLog(1)
-    _log_to(job_log, host)
+    _log_to(job_log, me.host)
     for proc in left:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
-    pump = LogPump(host=host, clock=clock, job_log=job_log, limit=spec.log_limit, node=node)
-    events = EventLog(attempt_paths.events, role="agent", host=host, node=node, uid=uid[-21:], clock=clock, files=files)
+    pump = LogPump(host=me.host, clock=clock, job_log=job_log, limit=spec.log_limit, node=me.node)
+    events = EventLog(at.events, role="agent", host=me.host, node=me.node, uid=me.short_uid, clock=clock, files=files)
     events.write("agent_started", pid=os.getpid(), version=__version__)
 
     policy = RestartPolicy(
@@ -106,87 +100,58 @@ def agent_main(argv: Sequence[str]) -> int:
         restart_window=spec.restart_window,
         restart_steps=spec.restart_steps,
     )
-
     meeting = prepare_meeting(
         spec=spec,
-        attempt=attempt,
-        store=attempt_paths.store,
+        attempt=me.attempt,
+        store=at.store,
         secret=secret,
-        uid=uid,
-        node=node,
-        host=host,
-        local_world_size=local_world_size(spec.nproc_per_node, env),
+        uid=me.uid,
+        node=me.node,
+        host=me.host,
+        local_world_size=local_world_size(spec.nproc_per_node, me.env),
         settle=policy.settle,
         clock=clock,
     )
-    doorbell = meeting.doorbell
     ring = RingWatch(folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts)
-    worker_env = {key: value for key, value in env.items() if key != "TORCHELASTIC_ERROR_FILE"}
-    worker_env.update(ring.environment(env))
+    worker_env = {key: value for key, value in me.env.items() if key != "TORCHELASTIC_ERROR_FILE"}
+    worker_env.update(ring.environment(me.env))
     store_server = StoreServer(
         spec.entrypoint.python,
-        log_path=attempt_paths.root / f"store-host-{node:05d}.log",
-        environ={**env, TAG_VARIABLE: str(tag)},
+        log_path=at.root / f"store-host-{me.node:05d}.log",
+        environ={**me.env, TAG_VARIABLE: str(me.tag)},
         files=files,
     )
-    redirects = parse_std_streams(spec.redirects, option="--redirects")
-    tee = parse_std_streams(spec.tee, option="--tee")
-    health = HealthChecks(
-        HealthPlan(
-            limits=parse_health_checks(spec.health_checks),
-            command=parse_health_command(spec.health_check) if spec.health_check else (),
-            command_seconds=spec.health_check_timeout,
-        ),
-        HealthSite(
-            probe=attempt_paths.health_probe(node, uid[-21:]),
-            environ=health_environment(worker_env, tag=str(tag), run_dir=str(paths.root), attempt=attempt, node=node),
-            cwd=spec.cwd,
-            inherited=inherited,
-            addresses=tuple(address for address in meeting.info.addresses if address != LOOPBACK),
-            gpus_given=JobEnvironment.from_env(env).node.gpus if in_job(env) else None,
-        ),
-        clock=clock,
-    )
-    labels = {"host": host, "node": str(node), "run": spec.run_id}
+    health = _health_checks(me, worker_env, meeting.info.addresses, clock)
     metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
+    labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
     metrics = metrics_from_option(spec.metrics, labels=labels, post=metrics_files.post)
     crash = CrashGuard()
     agent = NodeAgent(
         AgentContext(
             spec=spec,
-            attempt=attempt,
-            place=Place(attempt=attempt_paths, host=host, node=node),
+            attempt=me.attempt,
+            place=Place(attempt=at, host=me.host, node=me.node),
             info=meeting.info,
-            tag=str(tag),
-            run_dir=str(paths.root),
+            tag=str(me.tag),
+            run_dir=str(me.run.root),
             environ=worker_env,
             inherited=inherited,
             clock=clock,
             coordination=meeting.coordination,
-            doorbell=doorbell,
+            doorbell=meeting.doorbell,
             pump=pump,
             store_server=store_server,
             torch_available=lambda: torch_available(spec.entrypoint.python),
             events=events,
             signals=signals,
-            shown=lambda local_rank: shown_in_job_log(
-                local_rank, redirects=redirects, tee=tee, only_local_ranks=spec.local_ranks_filter
-            ),
+            shown=_shown(spec),
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
             health=health,
             ring=ring,
             crash=crash,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
-            watch=HangWatch(
-                folder=folder,
-                timeouts=parse_section_timeouts(spec.section_timeouts) if spec.section_timeouts else SectionTimeouts(),
-                clock=clock,
-                files=files,
-                summary=attempt_paths.heartbeats(node),
-                node=node,
-                host=host,
-            ),
+            watch=_hang_watch(me, folder, files, clock),
         )
     )
     crash.watch_threads(meeting.coordination.fail)
@@ -194,23 +159,16 @@ def agent_main(argv: Sequence[str]) -> int:
         code = agent.run()
     except BaseException as failed:
         error = failed  # whose own name is gone once this block is left
-
-        def keep() -> None:
-            from hpc_elastic.failures.own_failure import write_own_failure
-
-            path = attempt_paths.agent_error_file(node)
-            write_own_failure(path, error, role="agent", host=host, now_ns=clock.time_ns())
-
         crash.end(
             error,
             events=events,
-            say=lambda line: job_log.say(f"[{host}] {line}"),
+            say=lambda line: job_log.say(f"[{me.host}] {line}"),
             flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
-            keep=lambda: files.do(keep, within=LAST_WORDS_SECONDS),
+            keep=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WORDS_SECONDS),
             pipes=pipes,
         )
-    if doorbell is not None:
-        doorbell.log_rejections()
+    if meeting.doorbell is not None:
+        meeting.doorbell.log_rejections()
     is_clean = not agent.hangs and not health.is_stuck
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     tell_losses(events, pump)
@@ -223,6 +181,104 @@ def agent_main(argv: Sequence[str]) -> int:
     if not is_clean:
         leave_hung_threads(code, pipes)
     return code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Me:
+    """Which agent this is, and whose."""
+
+    spec: RunSpec
+    attempt: AttemptInfo
+    run: RunPaths
+    paths: AttemptPaths
+    node: int
+    host: str
+    uid: str
+    tag: Tag
+    env: dict[str, str]
+    inherited: Inherited
+
+    @property
+    def short_uid(self) -> str:
+        """For names of files."""
+        return self.uid[-21:]
+
+    @classmethod
+    def found(cls, options: _Options, inherited: Inherited, clock: Clock) -> _Me:
+        """Read what the run directory says of this node.
+
+        Raises:
+            UsageError: it can't be read from here, or says nothing of this node.
+        """
+        run = RunPaths(Path(options.run_dir))
+        paths = run.attempt(options.attempt)
+        env = dict(os.environ)
+        spec, attempt = _load(run, options.attempt, clock)
+        node = _node_index(attempt, options.node, env)
+        host = attempt.nodes[node]
+        uid = new_uid(node, host, clock, start=claim_start_number(paths.store, node, clock=clock))
+        return cls(
+            spec=spec,
+            attempt=attempt,
+            run=run,
+            paths=paths,
+            node=node,
+            host=host,
+            uid=uid,
+            tag=Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid),
+            env=env,
+            inherited=inherited,
+        )
+
+
+def _health_checks(me: _Me, worker_env: Mapping[str, str], addresses: Sequence[str], clock: Clock) -> HealthChecks:
+    spec, tag, run_dir = me.spec, str(me.tag), str(me.run.root)
+    return HealthChecks(
+        HealthPlan(
+            limits=parse_health_checks(spec.health_checks),
+            command=parse_health_command(spec.health_check) if spec.health_check else (),
+            command_seconds=spec.health_check_timeout,
+        ),
+        HealthSite(
+            probe=me.paths.health_probe(me.node, me.short_uid),
+            environ=health_environment(worker_env, tag=tag, run_dir=run_dir, attempt=me.attempt, node=me.node),
+            cwd=spec.cwd,
+            inherited=me.inherited,
+            addresses=tuple(address for address in addresses if address != LOOPBACK),
+            gpus_given=JobEnvironment.from_env(me.env).node.gpus if in_job(me.env) else None,
+        ),
+        clock=clock,
+    )
+
+
+def _hang_watch(me: _Me, folder: HeartbeatFolder, files: FileThread, clock: Clock) -> HangWatch:
+    timeouts = parse_section_timeouts(me.spec.section_timeouts) if me.spec.section_timeouts else SectionTimeouts()
+    return HangWatch(
+        folder=folder,
+        timeouts=timeouts,
+        clock=clock,
+        files=files,
+        summary=me.paths.heartbeats(me.node),
+        node=me.node,
+        host=me.host,
+    )
+
+
+def _shown(spec: RunSpec) -> Callable[[int], Std]:
+    """Which of a local rank's streams the job log shows."""
+    redirects = parse_std_streams(spec.redirects, option="--redirects")
+    tee = parse_std_streams(spec.tee, option="--tee")
+    return lambda local_rank: shown_in_job_log(
+        local_rank, redirects=redirects, tee=tee, only_local_ranks=spec.local_ranks_filter
+    )
+
+
+def _keep(error: BaseException, me: _Me, clock: Clock) -> None:
+    """Leave an error file of our own failure, as a worker leaves one of its."""
+    from hpc_elastic.failures.own_failure import write_own_failure
+
+    path = me.paths.agent_error_file(me.node)
+    write_own_failure(path, error, role="agent", host=me.host, now_ns=clock.time_ns())
 
 
 def node_key(cluster: str, node: int) -> str:
