@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import shutil
 from pathlib import Path
 
@@ -241,6 +242,8 @@ def test_a_run_below_a_folder_of_somebody_else(
         return really(path, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "stat", refused)
+    if accessor := getattr(pathlib, "_NormalAccessor", None):  # Python 3.10's pathlib has taken it at its import
+        monkeypatch.setattr(accessor, "stat", staticmethod(refused))
     argv = [run.root.name, "--runs-dir", str(run.root.parent)] if by_id else [str(run.root)]
     (line,) = shown(capsys, *argv, code=2)
     assert f"{run.root}" in line
