@@ -223,7 +223,8 @@ def _history(paths: RunPaths) -> RunHistory | None:
     try:
         return collect_run(paths.root)
     except Exception as error:
-        logger.exception("the run's history can't be read: %s", error)
+        # A run directory that somebody removed is no defect of ours; anything else shows its traceback.
+        logger.error("the run's history can't be read: %s", error, exc_info=not isinstance(error, OSError))
         return None
 
 

@@ -180,6 +180,28 @@ def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: tuple[Site, Call
     assert [item.node for item in load_record(site.paths.nodes_json).evidence] == ["n3"], "for other jobs, say"
 
 
+@pytest.mark.parametrize(
+    ("error", "is_ours"), [(FileNotFoundError(2, "No such file or directory"), False), (ValueError("odd"), True)]
+)
+def test_only_a_defect_of_ours_shows_its_traceback(
+    world: tuple[Site, Callable[..., RequeueDecision]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    is_ours: bool,
+) -> None:
+    """A run directory that was removed in mid-run is none."""
+
+    def fails(root: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("hpc_elastic.report.collect.collect_run", fails)
+    _, end = world
+    assert end(SUCCESS).action is RequeueAction.END
+    (record,) = [record for record in caplog.records if "history can't be read" in record.getMessage()]
+    assert bool(record.exc_info) is is_ours
+
+
 def test_where_nothing_is_bad_slurm_is_not_asked_for_nodes(tmp_path: Path) -> None:
     """Nor waited for, where it is down."""
     builder = RunBuilder(tmp_path / "run")
