@@ -179,12 +179,14 @@ class SimpleElasticAgent(ElasticAgent):
         with self._timed("stop"):
             self._stop_workers(group)
         self._enter(group, WorkerState.FAILED)
-        group.spec.handler.set_closed()
         used = f"{group.restarts_used} of {group.spec.max_restarts} restarts used"
-        raise WorkerGroupFailureError(
-            reason=f"the workers of role {group.spec.role!r} failed ({why}, {used}): {_told_all(found)}",
-            exceptions=dict(found.exceptions),
-        )
+        reason = f"the workers of role {group.spec.role!r} failed ({why}, {used}): {_told_all(found)}"
+        give_up = getattr(group.spec.handler, "give_up", None)
+        if give_up is not None:
+            give_up(reason)
+        else:
+            group.spec.handler.set_closed()
+        raise WorkerGroupFailureError(reason=reason, exceptions=dict(found.exceptions))
 
     def _restart(self, group: WorkerGroup, reason: str) -> None:
         logger.info("stopping the workers of round %d: %s", group.round, reason)

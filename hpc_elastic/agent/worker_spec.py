@@ -53,6 +53,7 @@ class Rendezvous(Protocol):
     for `num_nodes_waiting`, since who waits although the round goes on is a spare. ``fileno()``: readable when there is
     news, and waited for instead of `monitor_interval`. ``report_done()`` is told that all workers of this node have
     ended well: it is not missed from then on. ``has_succeeded() -> bool``: those of all nodes have.
+    ``give_up(reason)`` closes the run as one that failed, in place of `set_closed`.
     """
 
     def get_run_id(self) -> str: ...

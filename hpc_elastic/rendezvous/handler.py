@@ -39,6 +39,7 @@ _GRACE = 0.4
 """Seconds after a deadline for withdrawing."""
 _FIRST_LOOK_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 10.0
+_LONGEST_REASON = 300
 
 T = TypeVar("T")
 
@@ -178,11 +179,11 @@ class FileRendezvousHandler:
 
     def set_closed(self) -> None:
         """Close the run for all nodes, for good. Closing twice is fine."""
+        self._close(Outcome.CANCELLED, "closed by a node")
 
-        def close() -> None:
-            close_run(self._folder.enter(self._epoch()), self._config.run_id, Outcome.CANCELLED, "closed by a node")
-
-        self._steadily(close, self._config.settings.timeout)
+    def give_up(self, reason: str) -> None:
+        """As `set_closed`, because the run has failed: the others are told why."""
+        self._close(Outcome.FAILED, reason[:_LONGEST_REASON])
 
     def store_extra_data(self, version: int, key: str, value: Any) -> None:
         """Keep a JSON value with the round `version` (`RoundResult.version`)."""
@@ -239,6 +240,12 @@ class FileRendezvousHandler:
     def reached_addresses(self) -> list[str]:
         """This node's own addresses at which another node's packet has arrived, the first one first."""
         return self._seat.reached_addresses() if self._seat is not None else []
+
+    def _close(self, outcome: Outcome, reason: str) -> None:
+        def close() -> None:
+            close_run(self._folder.enter(self._epoch()), self._config.run_id, outcome, reason)
+
+        self._steadily(close, self._config.settings.timeout)
 
     def _epoch(self) -> int:
         if self._epoch_found is None:

@@ -233,6 +233,20 @@ def test_n_restarts_allow_n_plus_one_starts(max_restarts: int) -> None:
     assert WorkerGroupFailureException is WorkerGroupFailureError
 
 
+def test_a_rendezvous_that_takes_a_reason_is_told_why_the_run_is_given_up() -> None:
+    told: list[str] = []
+
+    class Handler(MemoryHandler):
+        def give_up(self, reason: str) -> None:
+            told.append(reason)
+
+    with pytest.raises(WorkerGroupFailureError):
+        ToyAgent(a_spec(Handler(Meeting(1), 0), max_restarts=0), fail).run()
+    assert told == [
+        "the workers of role 'default' failed (no restart is left, 0 of 0 restarts used): rank 0: boom",
+    ]
+
+
 def test_the_budget_is_the_runs_and_not_the_nodes() -> None:
     """Node 0 fails in round 0, node 1 in round 1: with one restart that is one too many."""
     meeting = Meeting(2)

@@ -118,6 +118,16 @@ def test_closing_ends_joiners_waiters_and_running_rounds(rig: HandlerRig) -> Non
     assert all(handler.is_closed() for handler in rig.made)
 
 
+def test_who_gives_up_says_why_to_all(rig: HandlerRig) -> None:
+    one, other = rig.make(2), rig.make(2)
+    rig.meet(one, other)
+    one.give_up("rank 0: ValueError: " + "x" * 1000)
+    until(other.round_is_over)
+    with pytest.raises(RendezvousClosedError, match=r"is closed: failed \(rank 0: ValueError: x{200,300}\)"):
+        other.next_rendezvous()
+    assert not other.has_succeeded()
+
+
 def test_what_never_existed_can_be_closed(rig: HandlerRig) -> None:
     one, other = rig.make(), rig.make()
     one.set_closed()
