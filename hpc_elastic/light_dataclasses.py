@@ -72,7 +72,12 @@ def _made(cls: type, *, frozen: bool, kw_only: bool) -> type:
     fields = _fields(cls, body)
     names = tuple(fields)
     values = _values(tuple(name for name, of in fields.items() if of.compare))
-    methods = {"__init__": _init(fields, cls, kw_only=kw_only), "__repr__": _repr(names), "__eq__": _eq(values)}
+    setters: list[tuple[str, Callable[..., None]]] = []
+    methods = {
+        "__init__": _init(fields, cls, setters, kw_only=kw_only),
+        "__repr__": _repr(names),
+        "__eq__": _eq(values),
+    }
     if frozen:
         methods |= {"__setattr__": _refuse_to_set, "__delattr__": _refuse_to_delete, "__hash__": _hash(values)}
         methods |= {"__getstate__": _state, "__setstate__": _set_state}  # one by one, as pickle does it, is refused
@@ -93,6 +98,7 @@ def _made(cls: type, *, frozen: bool, kw_only: bool) -> type:
             **body,
         },
     )
+    setters += [(name, made.__dict__[name].__set__) for name in names]
     for each in full.values():
         each.of = made
     return made
@@ -114,10 +120,11 @@ def _fields(cls: type, body: dict[str, Any]) -> dict[str, _Field]:
     return fields
 
 
-def _init(fields: dict[str, _Field], cls: type, *, kw_only: bool) -> Callable[..., None]:
-    called, names, known = f"{cls.__qualname__}.__init__()", tuple(fields), fields.keys()
+def _init(
+    fields: dict[str, _Field], cls: type, setters: list[tuple[str, Callable[..., None]]], *, kw_only: bool
+) -> Callable[..., None]:
+    called, names, count = f"{cls.__qualname__}.__init__()", tuple(fields), len(fields)
     after = cls.__dict__.get("__post_init__")
-    put = object.__setattr__
 
     def __init__(self: object, /, *args: Any, **given: Any) -> None:
         if args:
@@ -128,16 +135,19 @@ def _init(fields: dict[str, _Field], cls: type, *, kw_only: bool) -> Callable[..
                 if name in given:
                     raise TypeError(f"{called} got multiple values for argument {name!r}")
                 given[name] = value
-        if given.keys() != known:
+        if len(given) != count:
             complete(given)
-        for name, value in given.items():
-            put(self, name, value)
+        try:
+            for name, put in setters:
+                put(self, given[name])
+        except KeyError:
+            complete(given)  # as many as there are, but not these
         if after is not None:
             after(self)
 
     def complete(given: dict[str, Any]) -> None:
         for name in given:
-            if name not in known:
+            if name not in fields:
                 raise TypeError(f"{called} got an unexpected keyword argument {name!r}")
         missing = []
         for name, of in fields.items():
