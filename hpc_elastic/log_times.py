@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hpc_elastic.lazy_pattern import pattern
 from hpc_elastic.light_dataclasses import dataclass
 
 HEADER = b"log times 1\n"
@@ -20,7 +21,7 @@ LARGEST = 512 << 10
 """Bytes from which on it is thinned out."""
 FINEST_US = 10_000
 STDOUT, STDERR = 1, 2
-_LINE = re.compile(rb"(\d{1,9}) ([12]) (\d{1,9}) (\d{1,15}) (\d{1,18})")
+_LINE = pattern(rb"(\d{1,9}) ([12]) (\d{1,9}) (\d{1,15}) (\d{1,18})")
 _LONGEST_NUMBER = 18
 _WHOLE_SHARE = 4
 """One part of so many, the newest, stays whole."""

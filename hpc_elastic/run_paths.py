@@ -30,12 +30,13 @@ import os
 import re
 from pathlib import Path
 
+from hpc_elastic.lazy_pattern import pattern
 from hpc_elastic.light_dataclasses import dataclass
 
-_ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
-_ROUND = re.compile(r"round-(\d{3,})\Z")
-_TASK = re.compile(r"task-(\d+)\Z", re.ASCII)
-_RANK = re.compile(r"rank-(\d{5,})\Z")
+_ATTEMPT = pattern(r"attempt-(\d{3,})\Z")
+_ROUND = pattern(r"round-(\d{3,})\Z")
+_TASK = pattern(r"task-(\d+)\Z", re.ASCII)
+_RANK = pattern(r"rank-(\d{5,})\Z")
 
 
 @dataclass(frozen=True, slots=True)

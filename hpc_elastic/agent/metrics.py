@@ -16,13 +16,14 @@ from typing import Protocol
 
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
+from hpc_elastic.lazy_pattern import pattern
 
 Post = Callable[[Callable[[], object]], None]
 """Has something done, now or by another thread."""
 _MOST_WAITING = 1000
 """Lines that are kept while a disk hangs."""
 _FORMS = "jsonl:FILE or prometheus:FILE.prom"
-_NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
+_NAME = pattern(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
 
 
 class MetricSink(Protocol):

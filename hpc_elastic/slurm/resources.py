@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 
+from hpc_elastic.lazy_pattern import pattern
+
 MAX_ITEMS = 1 << 17
-_COUNTED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\Z")
-_PARENTHESES = re.compile(r"\([^()]*\)")
+_COUNTED = pattern(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\Z")
+_PARENTHESES = pattern(r"\([^()]*\)")
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
