@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .hosts import NETNS_FOLDER, Hosts
-from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, SWITCH
+from .layout import CONTROLLER, CONTROLLER_PORT, DATABASE_PORT, NODE_PORT, SWITCH, Layout
 from .processes import call, command_line, listens, wait_until
 
 _DATABASE_TIMEOUT = 60.0
@@ -28,16 +28,24 @@ def slurm_version(root: Path | None = None) -> tuple[int, int]:
 def install_database(hosts: Hosts) -> None:
     """Make an empty MariaDB; needs no host but the switch (in whose namespace a clean-up finds a left-over one)."""
     layout = hosts.layout
-    layout.database.mkdir(mode=0o700)
-    shutil.chown(layout.database, "mysql")
+    for folder in (layout.database, _temporary(layout)):
+        folder.mkdir(mode=0o700)
+        shutil.chown(folder, "mysql")
     options = [
         "--no-defaults",
         "--user=mysql",
         f"--datadir={layout.database}",
+        f"--tmpdir={_temporary(layout)}",
         "--auth-root-authentication-method=normal",
     ]
     enter = ["nsenter", f"--net={NETNS_FOLDER / layout.netns(SWITCH)}", "--"]
     call([*enter, "mariadb-install-db", *options, "--skip-test-db", "--skip-name-resolve", "--innodb-log-file-size=8M"])
+
+
+def _temporary(layout: Layout) -> Path:
+    """For MariaDB's temporary tables. One that starts removes what any other has in the same folder (seen: the
+    installation of a rig beside another's failed with "Unknown table 'mysql.tmp_user_sys'")."""
+    return layout.database.with_name(f"{layout.database.name}-tmp")
 
 
 def start_database(hosts: Hosts) -> None:
@@ -46,6 +54,7 @@ def start_database(hosts: Hosts) -> None:
         "--no-defaults",
         "--user=mysql",
         f"--datadir={hosts.layout.database}",
+        f"--tmpdir={_temporary(hosts.layout)}",
         "--socket=/run/mysqld/mysqld.sock",
         "--pid-file=/run/mysqld/pid",
         "--skip-networking",
