@@ -73,6 +73,8 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: 
 
 
 def test_a_batch_script_of_ones_own_resumes_its_run_after_a_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """On a site whose jobs are not requeued unless somebody says so: the run says so for its own job."""
+    cluster.reconfigure({"JobRequeue": 0})
     text = """
 import os, pathlib, signal
 print("attempt", os.environ["HPC_ELASTIC_ATTEMPT"])
@@ -81,7 +83,7 @@ if os.environ["HPC_ELASTIC_ATTEMPT"] == "0":
 """
     own = runs.folder / "own.sh"
     own.write_text(
-        "#!/bin/bash\n#SBATCH -N2 -t 10 --requeue --open-mode=append --no-kill -o own.log\ntrap '' USR2\n"
+        "#!/bin/bash\n#SBATCH -N2 -t 10 --open-mode=append --no-kill -o own.log\ntrap '' USR2\n"
         f"exec hpc-elastic run --nproc-per-node 1 --max-restarts 0 {runs.script(text)}\n"
     )
     job = cluster.run(["sbatch", "--parsable", str(own)], cwd=runs.folder, check=True).stdout.strip()
@@ -90,6 +92,7 @@ if os.environ["HPC_ELASTIC_ATTEMPT"] == "0":
     (run,) = (runs.folder / "runs").iterdir()
     attempts = sorted(path.name for path in run.iterdir() if re.match(r"attempt-\d", path.name))
     assert attempts == ["attempt-000", "attempt-001"], log
+    assert "requeue armed: yes, the site has JobRequeue=0; it was set for this job" in log
     again = runs.hpc_elastic("report", job)
     assert again.returncode == 0, again.stderr
     assert str(run) in again.stdout
