@@ -172,6 +172,20 @@ def test_a_job_that_may_not_be_requeued_goes_on_in_a_follow_on_job(cluster: Slur
         assert "SUCCEEDED" in runs.hpc_elastic("report", job).stdout
 
 
+def test_a_requeue_that_slurm_refuses_becomes_a_follow_on_job(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """The job may be requeued by all that could be asked beforehand, and its owner has no right to it all the same."""
+    cluster.refuse_requeue()
+    (runs.folder / "die").touch()
+    done = runs.submit_and_follow("--nodes", "1", "--max-restarts", "0", *SHORT, runs.script(STAYS))
+    assert done.done is not None
+    assert done.done.returncode == 0, done.done.stderr + done.log
+    assert "requeue armed: yes\n" in done.log
+    assert "submitting a follow-on job instead" in done.log
+    (following,) = re.findall(rf"job (\d+) goes on when job {done.job} has ended", done.log)
+    assert done.result(0)["next_job"] == following
+    assert json.loads((done.root / "attempt-001" / "attempt.json").read_text())["job_id"] == following
+
+
 def test_a_controller_that_is_down_loses_no_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "1", "--max-restarts", "0", *SHORT, runs.script(STAYS))
     _seated(run, 1)
