@@ -72,7 +72,7 @@ class Site:
         """What `freeze` stops."""
         return [*(server.pid for server in self.servers), *self.other_server_pids]
 
-    def call(self, argv: Sequence[str | Path], *, seconds: float = 20.0) -> str:
+    def call(self, argv: Sequence[str | Path], *, seconds: float = 120.0) -> str:
         """Run a command to its end.
 
         Raises:
@@ -91,7 +91,7 @@ class Site:
             raise RigError(f"{argv[0]} ended with {done.returncode}: {(done.stderr or done.stdout).strip()[-1000:]}")
         return done.stdout
 
-    def wait(self, condition: Callable[[], bool], what: str, *, seconds: float = 40.0) -> None:
+    def wait(self, condition: Callable[[], bool], what: str, *, seconds: float = 180.0) -> None:
         """Wait until `condition`, which may raise OSError for "not yet".
 
         Raises:

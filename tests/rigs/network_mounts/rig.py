@@ -19,7 +19,7 @@ from tests.rigs.network_mounts.location import RigError, cut, remove
 from tests.rigs.network_mounts.prerequisites import missing_prerequisites, require_mounts
 
 ROOT = Path(__file__).resolve().parents[3]
-START_SECONDS = 60.0
+START_SECONDS = 300.0
 
 
 class NetworkMounts:
@@ -70,7 +70,7 @@ class NetworkMounts:
             assert self._keeper.stdout is not None
             self._keeper.stdin.close()
             try:
-                self._keeper.wait(10)
+                self._keeper.wait(60)
             except subprocess.TimeoutExpired:
                 self._keeper.kill()  # and with it, by the kernel, all that it started
                 self._keeper.wait()
@@ -110,7 +110,7 @@ class NetworkMounts:
         assert self._keeper.stdin is not None
         self._keeper.stdin.write(f"{command}\n".encode())
         self._keeper.stdin.flush()
-        return self._hear(30.0)
+        return self._hear(120.0)
 
     def _hear(self, seconds: float) -> dict[str, Any]:
         assert self._keeper is not None
@@ -124,7 +124,10 @@ class NetworkMounts:
 
     def _keeper_log(self) -> str:
         assert self._folder is not None
-        return (self._folder / "keeper.log").read_text(errors="replace")[-2000:]
+        try:
+            return (self._folder / "keeper.log").read_text(errors="replace")[-2000:]
+        except OSError as error:  # its start has failed before, and it was taken down
+            return str(error)
 
 
 def keeper_command(kind: str, folder: Path, *, mounts: int, until_signal: bool = False) -> list[str]:

@@ -125,7 +125,7 @@ def _remove(name: str) -> None:
         inode = os.stat(NETNS_FOLDER / name).st_ino
     except FileNotFoundError:
         return
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while (pids := _pids_in(inode)) and time.monotonic() < deadline:
         for pid in pids:
             try:

@@ -23,7 +23,7 @@ import pytest
 from tests.rigs.nfs_emulator.settings import MountSettings, settings_to_json
 
 ROOT = Path(__file__).resolve().parents[3]
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 
 
 @functools.lru_cache(maxsize=1)
@@ -76,7 +76,7 @@ def tell(control: Path, command: Mapping[str, Any]) -> dict[str, Any]:
         OSError: no mount listens there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(30)
+        connection.settimeout(90)
         connection.connect(str(control))
         with connection.makefile("rw") as stream:
             stream.write(json.dumps(command) + "\n")
