@@ -30,10 +30,8 @@ def stubborn(rank: int, folder: Path, options: Options) -> Any:
         os._exit(SAVED)
 
     signal.signal(signal.SIGTERM, save)
-    patient = timedelta(seconds=60)
     arguments = short_timeouts(
-        termination_grace_time=patient,
-        barrier_timeout=2 * patient,
+        termination_grace_time=timedelta(seconds=30),
         monitor_process_logfile=str(folder / "monitor-{rank}.log"),
     )
 
