@@ -18,6 +18,8 @@ ANSWER_SECONDS = 4.0
 """How long the supervisor's answer is waited for at most: it asks Slurm for 2 s."""
 KILL_RESERVE = 2.0
 """Seconds kept of what Slurm leaves for writing evidence, and for the requeue, after the workers have ended."""
+KILL_WAIT_SHARE = 0.2
+"""The same as a share of KillWait, where that is more: on a crowded node two seconds were not enough for the report."""
 LEAST_GRACE = 0.5
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -97,7 +99,8 @@ class HeardSignals:
         """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
         grace, now, kill_wait = self._.spec.shutdown_timeout, self._.clock.monotonic(), self._.attempt.kill_wait
         if self._kill_from is not None and kill_wait is not None:
-            grace = min(grace, max(LEAST_GRACE, self._kill_from + kill_wait - now - KILL_RESERVE))
+            reserve = max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait)
+            grace = min(grace, max(LEAST_GRACE, self._kill_from + kill_wait - now - reserve))
         if self._ends_at is not None:
             grace = min(grace, max(LEAST_GRACE, self._ends_at - now - KILL_RESERVE))
         return grace

@@ -118,12 +118,17 @@ class Run:
         return list(read_events(self.root / f"attempt-{attempt:03d}" / "events"))
 
     def training(self, attempt: int = 0) -> tuple[int, dict[str, list[int]]]:
-        """The newest round in which workers were started: its index, and their ranks by node."""
+        """The newest round in which workers were started: its index, and their ranks by node.
+
+        No ranks while a member has not started its own: fewer than the round has are no other round.
+        """
         started = [event for event in self.events(attempt) if event["event"] == "workers_started"]
         newest = max((event["round"] for event in started), default=-1)
         hosts = {event["host"] for event in started if event["round"] == newest}
-        joined = [event for event in self.events(attempt) if event["event"] == "round_final"]
-        return newest, {e["host"]: e["ranks"] for e in joined if e["round"] == newest and e["host"] in hosts}
+        joined = [e for e in self.events(attempt) if e["event"] == "round_final" and e["round"] == newest]
+        ranks = {e["host"]: e["ranks"] for e in joined if e["host"] in hosts}
+        is_complete = len(ranks) == max((e["group_world_size"] for e in joined), default=0)
+        return newest, ranks if is_complete else {}
 
     def wait_training(
         self, nodes: Collection[str], *, after: int = -1, attempt: int = 0, timeout: float = 90

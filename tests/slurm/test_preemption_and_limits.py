@@ -258,7 +258,8 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     near_limit = cases.submit("limit", SAVES_WHEN_TOLD)
     over_limit = cases.submit("late", SAVES_WHEN_TOLD)
     outside = cases.submit("outside", SAVES_WHEN_TOLD)
-    ended = cases.submit("ended", NEVER_REACTS)
+    # Its workers end by SIGKILL alone; what KillWait leaves after that is for the report.
+    ended = cases.submit("ended", NEVER_REACTS, "--shutdown-timeout", "3")
     meeting = cases.submit(
         "meeting", SAVES_WHEN_TOLD, "--health-check", "sleep 300", "--health-check-timeout", "300", nodes=2
     )

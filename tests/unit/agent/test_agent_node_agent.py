@@ -547,7 +547,7 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
     assert [args for word, args in p.said.words if word == "tell_of_signal"] == [(f"{number.name} on n0",)]
     assert p.said.all("close", "give_notice") == []
     assert code == (0 if number is signal.SIGUSR2 else 143)
-    assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 28.0)]
+    assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 24.0)]
 
 
 def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_time(play: Callable[..., Play]) -> None:
@@ -588,7 +588,7 @@ def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     )
     assert code == 128 + signal.SIGTERM
     assert p.said.last("close") == (Outcome.CANCELLED, "SIGTERM on n0")
-    assert p.workers[0].graces == [pytest.approx(30 - 4.1 - 2)], "what is left of Slurm's KillWait"
+    assert p.workers[0].graces == [pytest.approx(30 - 4.1 - 6)], "what is left of Slurm's KillWait"
     assert p.said.all("see_to_the_end") == []
 
 
