@@ -232,7 +232,7 @@ def test_what_is_killed_for_want_of_progress_has_its_handler_of_sigterm_and_its_
 def test_the_monitor_process_writes_into_the_log_of_its_rank(jobs: dict[str, Job]) -> None:
     logs = {path.name: path.read_text() for path in jobs["stubborn"].folder.glob("monitor-*.log")}
     assert sorted(logs) == ["monitor-0.log", "monitor-1.log", "monitor-2.log"]
-    assert ["shows no progress for 6 s: it is killed" in logs[name] for name in sorted(logs)] == [False, True, True]
+    assert ["shows no progress for 9 s: it is killed" in logs[name] for name in sorted(logs)] == [False, True, True]
 
 
 def test_the_rank_beside_which_the_store_is_leaves_last(jobs: dict[str, Job]) -> None:
