@@ -25,9 +25,9 @@ trap 'run_relay TERM' TERM
 ) &
 run_pid=$!
 for run_signal in $run_early; do kill "$run_signal" "$run_pid"; done
-while kill -0 "$run_pid" 2>/dev/null; do
-  wait "$run_pid" && run_code=0 || run_code=$?
-done
+# Not by wait: a signal that comes just before it is heard when the run has ended. This read has never anything to read.
+exec {run_tick}<> <(:)
+while kill -0 "$run_pid" 2>/dev/null; do read -r -t 0.2 -u "$run_tick" || :; done
 trap '' USR2 TERM
 wait "$run_pid" && run_code=0 || run_code=$?
 """
