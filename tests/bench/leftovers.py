@@ -138,6 +138,6 @@ def _name(process: processes.Process) -> str:
 
 def _files(folder: Path) -> tuple[str, ...]:
     """Files outside the run directory, and temporary ones within it."""
-    left = [path for top in ("tmp", "home") for path in (folder / top).rglob("*")]
-    left += [path for path in (folder / "runs").rglob(".*") if path.is_file()]
+    left = [path for top in ("tmp", "home") for path in all_below(folder / top)]
+    left += [path for path in all_below(folder / "runs") if path.name.startswith(".") and path.is_file()]
     return tuple(str(path.relative_to(folder)) for path in left)

@@ -394,15 +394,15 @@ class LocalRun:
         found = [f"process {process}" for process in self.processes()]
         found += [f"socket {inode}" for inode in self._sockets & _living_sockets()]
         for top in (self.tmp, self.folder / "home"):
-            found += [f"file {path}" for path in _below(top)]
-        found += [f"temporary file {path}" for path in _below(self.runs) if path.name.startswith(".")]
+            found += [f"file {path}" for path in all_below(top)]
+        found += [f"temporary file {path}" for path in all_below(self.runs) if path.name.startswith(".")]
         names = (self.uid, self.paths.run_id) if self._run_dir is not None else ()
         for folder in ("/tmp", "/dev/shm", "/var/tmp"):
             found += [f"file {folder}/{name}" for name in os.listdir(folder) if any(word in name for word in names)]
         return found
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def all_below(folder: Path) -> Iterator[Path]:
     """All that is in a folder. Python 3.11.2's `Path.rglob` fails at a link whose text is too long for a path."""
     for root, folders, files in os.walk(folder):
         yield from (Path(root, name) for name in (*folders, *files))
@@ -411,7 +411,7 @@ def _below(folder: Path) -> Iterator[Path]:
 def open_to_others(folder: Path) -> list[str]:
     """What below `folder`, itself included, another user could read or write (links aside)."""
     found = []
-    for path in (folder, *_below(folder)):
+    for path in (folder, *all_below(folder)):
         mode = path.lstat().st_mode
         if not stat.S_ISLNK(mode) and mode & 0o077:
             found.append(f"{path}: {stat.S_IMODE(mode):04o}")
