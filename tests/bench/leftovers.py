@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.bench import processes
 from tests.bench.systems import Session, System, TookTooLong
+from tests.rigs.local_run import all_below
 
 SETTLE = 15.0
 """Seconds that anything has to go away in, after what ended the job."""
