@@ -68,8 +68,9 @@ def test_without_the_bell_a_dead_coordinator_is_out_after_its_leases_time(tmp_pa
 
 
 def _of_members(run: NetworkRun) -> None:
-    """One is cut off from the network, one sends in vain, one hears nothing; all have the files."""
-    run.network.set_link(3, up=False)
+    """One neither hears nor is heard, one sends in vain, one hears nothing; all have a link, and the files."""
+    run.network.lose_from(3)
+    run.network.lose_to(3)
     run.network.lose_from(4)
     run.network.lose_to(5)
 
