@@ -46,7 +46,6 @@ def conclude(
     clock: Clock,
     files: FileThread | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
-    is_told_to_end: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
     """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided.
 
@@ -60,11 +59,10 @@ def conclude(
         clock: For the age of what speaks against nodes.
         files: Touches the files; in bounded time, since the user waits for the end.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
-        is_told_to_end: Whether a signal has come since the attempt has ended: the job may have been cancelled.
     """
     disk = LastFiles(files or FileThread(), is_hurried=is_hurried, is_late=result.signal_number is not None)
     end = _End(paths, spec, site, attempt, result, events, clock=clock, disk=disk)
-    return end.in_haste() if result.signal_number is not None else end.in_order(is_told_to_end)
+    return end.in_haste() if result.signal_number is not None else end.in_order()
 
 
 class _End:
@@ -104,13 +102,15 @@ class _End:
         self._decision = decide_next(before, spec, attempt, result, idle=self._idle)
         self._write_decision()
 
-    def in_order(self, is_told_to_end: Callable[[], bool]) -> RequeueDecision:
+    def in_order(self) -> RequeueDecision:
         """Write, then requeue; and write again what the requeue changed. Returns the decision that holds then."""
         nodes, history = self._judge()
         self._finish(history)
         if not self._is_asked_of_slurm():
             return self._decision
-        if is_told_to_end() and self._site.ask(near=0.0).word is SlurmWord.ENDED:
+        if self._site.ask(near=0.0).word is SlurmWord.ENDED:
+            # Slurm requeues a cancelled job too, while it is completing (seen on 22.05). And where it was cancelled in the
+            # moment in which it began, its SIGTERM reached nobody who could hear: all that is seen is srun's failure.
             self._give_up("the job was cancelled meanwhile", ExitCode.TERMINATED)
             self._finish(history)
         elif not self._requeue(nodes):

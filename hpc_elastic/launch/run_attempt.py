@@ -146,7 +146,6 @@ def _run_attempt(
         clock=clock,
         files=files,
         is_hurried=lambda: signals.holds({signal.SIGINT}),
-        is_told_to_end=lambda: signals.holds(_ENDING_SIGNALS),
     )
     events.close(within=HUNG_SECONDS)
     return decision

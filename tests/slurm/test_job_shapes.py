@@ -80,10 +80,11 @@ def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: 
     status = runs.hpc_elastic("status", run.job).stdout
     assert f"job {run.job}: 3 runs: " in status.splitlines()[0]
     assert "as in" in runs.hpc_elastic("report", run.job).stderr
+    # While it can't begin: the requeue gives it a place.
+    assert "cancelled" in runs.hpc_elastic("cancel", third.job).stdout
     # Two runs on one node, one of them requeued: the other does not notice.
     assert "asked to save" in runs.hpc_elastic("requeue", second.job).stdout
     second.wait_log(lambda log: f"job {second.job} is requeued" in log)
-    assert "cancelled" in runs.hpc_elastic("cancel", third.job).stdout
     second.wait_log(lambda log: "task 1 attempt 1 rank 0" in log, timeout=90)
     assert first.log.count("rank 0") == 1
     assert sorted(path.name for path in second.root.glob("attempt-*")) == ["attempt-000", "attempt-001"]

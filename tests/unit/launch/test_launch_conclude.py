@@ -15,6 +15,7 @@ from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
 from hpc_elastic.launch.site import EligibleNodes
 from hpc_elastic.launch.supervisor import AttemptResult
 from hpc_elastic.node_records import load_record
@@ -61,6 +62,10 @@ class Site:
         self.plans: list[NextAttempt] = []
         self.next_job = ""
         self.look: Callable[[], None] = lambda: None
+        self.answer = SlurmAnswer(SlurmWord.RUNNING)
+
+    def ask(self, *, near: float) -> SlurmAnswer:
+        return self.answer
 
     def eligible_nodes(self) -> EligibleNodes:
         known = frozenset((*NODES, "n5", "n6"))
@@ -133,6 +138,28 @@ def test_a_follow_on_job_is_kept(world: tuple[Site, Callable[..., RequeueDecisio
     assert stored is not None
     assert stored.next_job == "8"
     assert [event["job_id"] for event in events_of(site.paths, "requeued")] == ["8"]
+
+
+def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(
+    world: tuple[Site, Callable[..., RequeueDecision]],
+) -> None:
+    """Cancelled in the moment in which it began: its SIGTERM came before anybody could hear, and srun gets no steps."""
+    site, end = world
+    site.answer = SlurmAnswer(SlurmWord.ENDED)
+    decision = end()
+    assert (decision.action, decision.exit_code) == (RequeueAction.END, 143)
+    assert site.plans == []
+    stored = load_result(site.paths.attempt(0).result_json)
+    assert stored is not None
+    assert (stored.action, stored.exit_code) == ("end", 143)
+    assert "but the job was cancelled meanwhile" in site.paths.attempt(0).report_text.read_text()
+
+
+def test_a_silent_controller_is_no_reason_not_to_requeue(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
+    site, end = world
+    site.answer = SlurmAnswer(SlurmWord.SILENT)
+    assert end().action is RequeueAction.REQUEUE
+    assert len(site.plans) == 1
 
 
 def test_a_requeue_that_failed_is_an_end(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
