@@ -109,7 +109,7 @@ class _End:
         if not self._is_asked_of_slurm():
             return self._decision
         if self._site.ask(near=0.0).word is SlurmWord.ENDED:
-            # Slurm requeues a cancelled job too, while it is completing (seen on 22.05). And where it was cancelled in the
+            # Slurm requeues a cancelled job too, while it completes (seen on 22.05). And where it was cancelled in the
             # moment in which it began, its SIGTERM reached nobody who could hear: all that is seen is srun's failure.
             self._give_up("the job was cancelled meanwhile", ExitCode.TERMINATED)
             self._finish(history)
