@@ -5,6 +5,7 @@ started again, on as many ranks as before or not, it goes on from the last check
 """
 
 import argparse
+import gc
 import os
 import sys
 
@@ -103,6 +104,8 @@ def main():
 
     if RANK == 0:
         print(f"final: epoch={args.epochs}", flush=True)
+    # gloo's threads let go of the last tensors meanwhile: one that does so while Python ends aborts it (torch 2.13).
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -50,4 +50,5 @@ def test_fsdp_goes_on_from_its_sharded_checkpoint(cluster: SlurmCluster, runs: S
     third = re.findall(rf"epoch 3/{EPOCHS}: loss=([0-9.]+)", run.log)
     assert len(third) == 2
     assert float(third[0]) == pytest.approx(float(third[1]), rel=1e-3)
-    assert run.report()["verdict"]["failure"]["global_rank"] == 0
+    killed = run.report()["attempts"][0]["rounds"][0]["failures"][0]["first"]
+    assert (killed["global_rank"], killed["signal"]) == (0, "SIGKILL")
