@@ -92,7 +92,7 @@ def test_processes_that_never_stand_still_are_ended() -> None:
         """
         worker = start('''
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            end = time.monotonic() + 30
+            end = time.monotonic() + 120
             for _ in range(40):
                 if os.fork() == 0:
                     break
@@ -106,10 +106,10 @@ def test_processes_that_never_stand_still_are_ended() -> None:
                 time.sleep(0.002)
         ''')
         read_line(worker.stdout_fd)
-        result = stop.stop_now([worker], clock=clock, kill_bound=10)
+        result = stop.stop_now([worker], clock=clock, kill_bound=60)
         report(left=len(result.left), children=tree.children(os.getpid()), seconds=result.seconds)
         """
     )
     assert facts["left"] == 0
     assert facts["children"] == []
-    assert facts["seconds"] < 8, "its bound is 10 s"
+    assert facts["seconds"] < 50, "its bound is 60 s"
