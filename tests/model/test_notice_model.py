@@ -28,6 +28,23 @@ def is_over(world: World) -> bool:
     return newest(world).status is Status.CLOSED
 
 
+class CrashAtWrite:
+    """A world's ``on_effect``: a node dies at its write number `at`, counted from 0."""
+
+    def __init__(self, victim: int, at: int) -> None:
+        self.is_reached = False
+        self._victim = victim
+        self._left = at
+
+    def __call__(self, node: Node, where: str) -> None:
+        if node.index != self._victim or not node.alive:
+            return
+        if self._left == 0:
+            node.alive, self.is_reached = False, True
+            raise Crash
+        self._left -= 1
+
+
 def play_along(world: World, *, from_step: int = 50) -> None:
     """Each node's agent: says where its workers stand, and a while later that they have saved."""
     for node in world.live():
@@ -90,18 +107,7 @@ def test_a_notice_that_leaves_less_time_takes_its_place(giver: int, is_agreed: b
 def test_a_crash_while_a_notice_is_shortened_gives_nobody_more_time(victim: int) -> None:
     at, reached = 0, True
     while reached:
-        world, counted = training(), 0
-        reached = False
-
-        def crash(node: Node, where: str, at: int = at) -> None:
-            nonlocal counted, reached
-            if node.index != victim or not node.alive:
-                return
-            if counted == at:
-                node.alive, reached = False, True
-                raise Crash
-            counted += 1
-
+        world, crash = training(), CrashAtWrite(victim, at)
         world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 300.0))
         assert world.run(lambda world=world: newest(world).notice is not None)  # type: ignore[misc]
         world.on_effect = crash
@@ -111,7 +117,7 @@ def test_a_crash_while_a_notice_is_shortened_gives_nobody_more_time(victim: int)
         assert world.run(lambda world=world: is_over(world))  # type: ignore[misc]
         assert world.clock.now - began < 60.0, f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
-        at += 1
+        at, reached = at + 1, crash.is_reached
     assert at > 3, "the crashes hit something"
 
 
@@ -151,25 +157,14 @@ def test_a_crash_after_any_single_write_holds_up_nobody(victim: int) -> None:
     """The attempt ends as preempted: with the checkpoint, or without where a node has died before it was complete."""
     at, reached = 0, True
     while reached:
-        world, counted = training(), 0
-        reached = False
-
-        def crash(node: Node, where: str, at: int = at) -> None:
-            nonlocal counted, reached
-            if node.index != victim or not node.alive:
-                return
-            if counted == at:
-                node.alive, reached = False, True
-                raise Crash
-            counted += 1
-
+        world, crash = training(), CrashAtWrite(victim, at)
         world.on_effect = crash
         world.nodes[1].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
         if victim == 1:
             world.nodes[2].participant.give_notice(Notice("SIGUSR2 on n1", 60.0))
         assert play_until_over(world), f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
-        at += 1
+        at, reached = at + 1, crash.is_reached
     assert at > 3, "the crashes hit something"
 
 
@@ -195,18 +190,7 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
     """And each that is left reads it: the supervisor among them."""
     at, reached = 0, True
     while reached:
-        world, counted = training(), 0
-        reached = False
-
-        def crash(node: Node, where: str, at: int = at) -> None:
-            nonlocal counted, reached
-            if node.index != victim or not node.alive:
-                return
-            if counted == at:
-                node.alive, reached = False, True
-                raise Crash
-            counted += 1
-
+        world, crash = training(), CrashAtWrite(victim, at)
         world.on_effect = crash
         for node in world.nodes:
             node.participant.tell_of_signal(f"SIGTERM on n{node.index}")
@@ -218,7 +202,7 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
         survivor.participant.give_notice(Notice("SIGTERM (preemption)", 60.0))
         assert play_until_over(world), f"node {victim} crashed at its write {at}"
         assert newest(world).outcome is Outcome.PREEMPTED
-        at += 1
+        at, reached = at + 1, crash.is_reached
 
 
 def test_a_worker_that_wants_no_other_attempt_has_its_way_also_in_a_notice() -> None:
