@@ -17,6 +17,8 @@ class Outcome(str, Enum):
     """Notice was given: preemption, or the time limit is near."""
     TIMED_OUT = "timed_out"
     """The time limit ended it."""
+    SUPERSEDED = "superseded"
+    """A later attempt took the run over while this one could not be reached (`launch.supersede`)."""
 
 
 STORE_LOST_CODE = 94
@@ -24,6 +26,9 @@ STORE_LOST_CODE = 94
 
 UNHEALTHY_CODE = 95
 """Of an agent alone: its node failed a health check and has left the run; another agent there would find the same."""
+
+UNCONFIRMED_CODE = 96
+"""Of the process in which an agent would finish an attempt: Slurm did not confirm that this node belongs to the job."""
 
 
 class ExitCode(IntEnum):

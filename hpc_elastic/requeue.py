@@ -165,6 +165,8 @@ def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
     code = _exit_code(facts)
     if facts.outcome is Outcome.CANCELLED:
         return _end(f"the run was cancelled ({facts.reason})", code)
+    if facts.outcome is Outcome.SUPERSEDED:
+        return _end(f"the run goes on in a later attempt ({facts.reason})", code)
     if facts.cancelled:
         return _end(f"the job was cancelled meanwhile ({facts.reason})", code)
     if facts.requeued:

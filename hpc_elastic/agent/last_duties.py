@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
+from hpc_elastic.outcome import STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN
+from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN, END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.self_command import own_command
@@ -25,28 +25,31 @@ FINISH_SECONDS = 2400.0
 _SPARE_SECONDS = 5.0
 
 
-def falls_to_us(coordination: Coordination, members: Sequence[Member], uid: str, clock: Clock) -> bool:
-    """Wait until somebody sees to the end of the closed run.
+def is_unclaimed(
+    coordination: Coordination, members: Sequence[Member], uid: str, clock: Clock, *, confirmed: bool
+) -> bool:
+    """Wait until a process claims the duty to finish the closed attempt, or this agent's turn to do it has come.
 
     Args:
         coordination: This agent's.
         members: The last round's: their order is the order of turns.
         uid: This agent's.
         clock: For the deadline.
+        confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
 
     Returns:
-        Whether it is this agent. False too where the store does not answer in time.
+        Whether it is this agent's turn. False too where the store does not answer in time.
     """
     uids = [member.uid for member in members]
     turn = uids.index(uid) if uid in uids else len(uids)
-    coordination.ask(lambda participant: participant.see_to_the_end(turn))
-    deadline = clock.monotonic() + END_PATIENCE + END_TURN * turn + _SPARE_SECONDS
+    coordination.ask(lambda participant: participant.await_end(turn, confirmed=confirmed))
+    deadline = clock.monotonic() + (END_PATIENCE if confirmed else END_UNCONFIRMED) + END_TURN * turn + _SPARE_SECONDS
     while (left := deadline - clock.monotonic()) > 0:
         wait_readable([coordination], left)
         for notice in coordination.take():
-            if isinstance(notice, Exception) or (isinstance(notice, tuple) and notice[0] == "end_seen_to"):
+            if isinstance(notice, Exception) or (isinstance(notice, tuple) and notice[0] == "end_claimed"):
                 return False
-            if isinstance(notice, tuple) and notice[0] == "end_is_ours":
+            if isinstance(notice, tuple) and notice[0] == "end_unclaimed":
                 return True
     return False
 
@@ -84,36 +87,46 @@ def leave_run(participant: Participant, reason: str) -> None:
     participant.leave(index + 1, reason)
 
 
-def see_to_the_end(context: AgentContext, record: RoundRecord | None) -> None:
-    """Make sure that somebody writes the verdict and gives the allocation back.
+def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None) -> None:
+    """Make sure that a process writes the verdict and gives the allocation back.
 
     When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
-    nobody would ever end it.
+    nothing would ever end it. The same holds where the batch host lives and Slurm has given it up.
 
     Args:
         context: The agent's.
-        record: The newest one; nothing is done where it does not close the run.
+        record: The newest one; nothing is done where it does not close the run, and where a later attempt has
+            superseded this one, which then finishes it too.
     """
-    if record is None or record.status is not Status.CLOSED:
+    if record is None or record.status is not Status.CLOSED or record.outcome is Outcome.SUPERSEDED:
         return
-    if falls_to_us(context.coordination, record.members, context.info.uid, context.clock):
-        logger.warning("the batch host %s does not answer; seeing to the end here", context.attempt.batch_host)
-        reason = f"the batch host {context.attempt.batch_host} does not answer"
-        context.events.write("end_taken_over", by=context.info.uid, reason=reason)
-        finish_attempt(context.run_dir, context.attempt.number, context.environ)
+    for confirmed in (True, False):
+        if not is_unclaimed(context.coordination, record.members, context.info.uid, context.clock, confirmed=confirmed):
+            return
+        logger.warning("the supervisor on %s has not finished the attempt; trying it here", context.attempt.batch_host)
+        code = finish_attempt(context.run_dir, context.attempt.number, context.info.uid, context.environ, confirmed)
+        if code != UNCONFIRMED_CODE:
+            return
 
 
-def finish_attempt(run_dir: str, attempt: int, environ: Mapping[str, str]) -> None:
-    """Have the supervisor's last duties done, in a process of their own: an agent knows nothing of Slurm's commands."""
+def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, str], confirmed: bool) -> int | None:
+    """Have the supervisor's last duties done, in a process of their own: an agent runs none of Slurm's commands.
+
+    Returns:
+        Its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node belongs
+        to the job; None where it could not be run to its end.
+    """
     import subprocess
 
-    argv = own_command("batch", "--finish", str(attempt), run_dir)
+    how = "--finish" if confirmed else "--finish-unconfirmed"
+    argv = own_command("batch", how, str(attempt), uid, run_dir)
     try:
         process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
         try:
-            process.wait(FINISH_SECONDS)
+            return process.wait(FINISH_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()  # and not waited for: a hung mount holds it whatever it is sent
             raise
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.error("seeing to the end of the attempt failed: %s", error)
+        logger.error("finishing the attempt failed: %s", error)
+        return None

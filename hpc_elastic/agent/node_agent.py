@@ -18,7 +18,7 @@ from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.heard_signals import HeardSignals
-from hpc_elastic.agent.last_duties import exit_code, leave_run, see_to_the_end
+from hpc_elastic.agent.last_duties import exit_code, finish_if_unclaimed, leave_run
 from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.master import open_master
@@ -471,7 +471,7 @@ class NodeAgent:
         c.watch.close()
         c.health.close()
         if self._heard.ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
-            see_to_the_end(c, self._record)
+            finish_if_unclaimed(c, self._record)
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())
         if not c.coordination.stop(within=HUNG_SECONDS) and (

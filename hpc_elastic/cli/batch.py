@@ -1,4 +1,4 @@
-"""``hpc-elastic batch [--finish ATTEMPT] RUN_DIR``: what the generated script becomes. Not for people."""
+"""``hpc-elastic batch [--finish ATTEMPT AGENT] RUN_DIR``: what the generated script becomes. Not for people."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hpc_elastic.errors import UsageError
 
 def main(argv: Sequence[str]) -> int:
     """Supervise one attempt of the run in this Slurm job; or, for an agent, end one whose supervisor is gone."""
-    if len(argv) == 3 and argv[0] == "--finish" and argv[1].isdecimal():
+    if len(argv) == 4 and argv[0] in ("--finish", "--finish-unconfirmed") and argv[1].isdecimal():
         from hpc_elastic.launch.finish import finish_attempt
 
-        return finish_attempt(Path(argv[2]), int(argv[1]), os.environ)
+        confirmed = argv[0] == "--finish"
+        return finish_attempt(Path(argv[3]), int(argv[1]), os.environ, agent=argv[2], confirmed=confirmed)
     if len(argv) != 1 or argv[0].startswith("-"):
         raise UsageError("batch takes one run directory; it is called by the script that submit makes")
     from hpc_elastic.launch.batch import run_batch, run_of_this_job

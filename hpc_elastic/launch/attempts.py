@@ -61,14 +61,23 @@ def claim_attempt(paths: RunPaths) -> AttemptPaths:
 
 
 def give_way(
-    paths: RunPaths, mine: AttemptPaths, *, job_id: str | None, is_running: Callable[[str], bool], clock: Clock
+    paths: RunPaths,
+    mine: AttemptPaths,
+    *,
+    job_id: str | None,
+    restart_count: int = 0,
+    is_running: Callable[[str], bool],
+    clock: Clock,
 ) -> None:
     """Leave a run alone that is going on in another job: of two that begin at once, the later one gives way.
+
+    A batch script that begins late, on a node that Slurm has given up since, gives way to the same job's newer start.
 
     Args:
         paths: The run's.
         mine: The attempt that was just claimed; it is removed where this job gives way.
         job_id: This job's.
+        restart_count: How often Slurm had requeued this job when it started this process.
         is_running: Whether Slurm says that of a job; False where it can't be asked.
         clock: For the time that another one has to say which job it is.
 
@@ -83,14 +92,25 @@ def give_way(
         if not before.root.is_dir():
             continue  # one that gave way
         try:
-            other = load_attempt(before.attempt_json).job_id
+            info = load_attempt(before.attempt_json)
         except UnreadableAttemptError:
             return
-        if other is None or other == job_id or before.result_json.exists() or not is_running(other):
+        other = info.job_id
+        is_newer_start = other is not None and other == job_id and info.restart_count > restart_count
+        if not is_newer_start and (
+            other is None or other == job_id or before.result_json.exists() or not is_running(other)
+        ):
             return
-        shutil.rmtree(mine.root, ignore_errors=True)
-        _point_latest(paths.latest, before.root)
+        forget_attempt(paths, mine)
         raise RunElsewhereError(attempt=number, job=other)
+
+
+def forget_attempt(paths: RunPaths, attempt: AttemptPaths) -> None:
+    """Remove an attempt that was claimed and started nothing."""
+    shutil.rmtree(attempt.root, ignore_errors=True)
+    begun = begun_attempts(paths)
+    if begun:
+        _point_latest(paths.latest, begun[-1].root)
 
 
 def _point_latest(link: Path, target: Path) -> None:

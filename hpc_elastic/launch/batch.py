@@ -15,11 +15,11 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.job_word import slurm_answer
+from hpc_elastic.launch.job_word import allocation_of, slurm_answer
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
-from hpc_elastic.launch.site import EligibleNodes, SiteFacts
+from hpc_elastic.launch.site import Allocation, EligibleNodes, SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.write_back import WriteBack
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
@@ -153,6 +153,19 @@ class SlurmSite:
             return SlurmAnswer(SlurmWord.SILENT)
         return slurm_answer(state, restarts=self._job.restart_count, near=near, now_ns=self._clock.time_ns())
 
+    def allocation(self) -> Allocation:
+        try:
+            state = self._hurried.job_state(self._id)
+        except SlurmError:
+            return Allocation.UNKNOWN
+        return allocation_of(state, restarts=self._job.restart_count, node=self._env.get("SLURMD_NODENAME", ""))
+
+    def nodes_up(self) -> frozenset[str]:
+        try:
+            return frozenset().union(*(part.usable_names for part in self._hurried.partitions()))
+        except SlurmError:
+            return frozenset()
+
     def is_running(self, job_id: str) -> bool:
         try:
             states = self._hurried.queue_states([JobId(job_id)])
@@ -211,9 +224,14 @@ class SlurmSite:
     def end_job(self) -> None:
         """Give the allocation back, where no batch script is left that could end by itself.
 
+        Nothing is done where the job has been requeued: its next attempt has the same id.
+
         Raises:
             SlurmError: Slurm did not take it.
         """
+        if self.allocation() is Allocation.LOST:
+            logger.warning("job %s is no longer this attempt's; leaving it alone", self._id)
+            return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._client.cancel(self._id)
 

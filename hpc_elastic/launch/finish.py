@@ -21,6 +21,9 @@ from hpc_elastic.launch.batch import slurm_site
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.result import load_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout
+from hpc_elastic.launch.site import Allocation
+from hpc_elastic.outcome import UNCONFIRMED_CODE, ExitCode
+from hpc_elastic.rendezvous.ending import OBSERVERS, claim_end
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status
@@ -31,16 +34,18 @@ from hpc_elastic.store.file_store import FileStore
 logger = logging.getLogger(__name__)
 
 
-def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
+def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent: str, confirmed: bool) -> int:
     """Write the verdict and the report, append it to the job log, and requeue the job or end it.
 
     Args:
         run_dir: The run's.
         number: The attempt's; its log is closed.
         env: Of a task of the job.
+        agent: The uid of the agent for which this is done.
+        confirmed: Only where Slurm confirms that this node belongs to the job.
 
     Returns:
-        The attempt's exit code.
+        The attempt's exit code; `UNCONFIRMED_CODE` where Slurm did not confirm that, and nothing was done.
 
     Raises:
         UsageError: there is no such attempt, or it has not ended.
@@ -53,18 +58,25 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
         attempt = load_attempt(attempt_paths.attempt_json)
     except UnreadableAttemptError as error:
         raise UsageError(str(error)) from None
-    record = RoundLog(FileStore(attempt_paths.store, clock=clock), spec.run_id).latest()
+    store = FileStore(attempt_paths.store, clock=clock)
+    record = RoundLog(store, spec.run_id).latest()
     if record is None or record.status is not Status.CLOSED or record.outcome is None:
         raise UsageError(f"attempt {number} of {paths.root} has not ended")
+    site = slurm_site(env, clock, umask=umask, paths=paths)
+    if confirmed and site.allocation() is not Allocation.HELD:
+        return UNCONFIRMED_CODE
+    if not claim_end(store, agent):
+        return ExitCode.OK
     _append_to_job_log(paths.job_log)
     log_to_stdout()
     host = os.uname().nodename
-    logger.warning("the batch host %s does not answer; this is %s", attempt.batch_host, host)
-    uid = new_uid(99999, f"finisher-{host}", clock)
+    why = f"the supervisor on {attempt.batch_host} did not finish the attempt"
+    logger.warning("%s; this is %s", why, host)
+    uid = new_uid(OBSERVERS, f"finisher-{host}", clock)
     events = EventLog(
         attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
     )
-    site = slurm_site(env, clock, umask=umask, paths=paths)
+    events.write("end_taken_over", by=agent, reason=why)
     decision = conclude(paths, spec, site, attempt, closed_result(record, record.outcome), events, clock=clock)
     stored = load_result(attempt_paths.result_json)
     if decision.action is RequeueAction.END or (stored is not None and stored.next_job):

@@ -7,6 +7,7 @@ told by the reason alone, a preemption by its time, a requeue by the number of r
 from __future__ import annotations
 
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.site import Allocation
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 
 _LIMITS = ("TIMEOUT", "DEADLINE")
@@ -37,3 +38,18 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
     is_near = left is not None and left <= near
     limit = None if state.time_limit is None else float(state.time_limit)
     return SlurmAnswer(SlurmWord.NEAR_LIMIT if is_near else SlurmWord.RUNNING, left, limit)
+
+
+def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Allocation:
+    """Whether a node still belongs to a job.
+
+    Args:
+        state: The job's record; None where Slurm does not know the job (any more).
+        restarts: How often it had been requeued when this attempt began.
+        node: Slurm's name of the node; empty where this is none of the job's (a login node's salloc).
+    """
+    if state is None or state.phase is JobPhase.FINISHED:
+        return Allocation.HELD  # nothing else can have the job
+    if state.restarts > restarts or state.phase is JobPhase.PENDING:
+        return Allocation.LOST
+    return Allocation.LOST if node and state.nodes and node not in state.nodes else Allocation.HELD

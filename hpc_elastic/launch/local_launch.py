@@ -15,7 +15,7 @@ from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
-from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.launch.site import Allocation, SiteFacts
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.run_paths import RunPaths
@@ -55,6 +55,12 @@ class LocalSite:
 
     def ask(self, *, near: float) -> SlurmAnswer:
         return SlurmAnswer(SlurmWord.NO_SLURM)
+
+    def allocation(self) -> Allocation:
+        return Allocation.HELD
+
+    def nodes_up(self) -> frozenset[str]:
+        return frozenset()  # agents here end with their launcher; an earlier one may still be at it
 
     def is_running(self, job_id: str) -> bool:
         return False

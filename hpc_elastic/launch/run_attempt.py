@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -21,15 +22,17 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
-from hpc_elastic.launch.attempts import claim_attempt, give_way
+from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.last_files import HUNG_SECONDS
 from hpc_elastic.launch.output import JobOutput, say
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.site import Site, SiteFacts
+from hpc_elastic.launch.supersede import EarlierAttempts
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.launch.supervisor_failed import end_after
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.ending import OBSERVERS
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.requeue import (
@@ -54,6 +57,12 @@ class FilesystemSilentError(HpcElasticError):
     template = "{path} has not answered for {seconds:.0f} s: nothing was started; is its filesystem there (df {path})?"
 
 
+class StartInterruptedError(HpcElasticError):
+    """An attempt was to end while it still waited for an earlier one to end."""
+
+    template = "interrupted while an earlier attempt was ending on {nodes}: nothing was started"
+
+
 def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> RequeueDecision:
     """Run one attempt to its end: report written and printed, requeue decided and, where decided, done.
 
@@ -71,7 +80,7 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
 
     try:
         return _run_attempt(paths, spec, site, clock=clock, signals=signals, files=files, on_disk=on_disk)
-    except FilesystemSilentError as error:
+    except (FilesystemSilentError, StartInterruptedError) as error:
         logger.error("%s", error)
         number = next((n for n in signals.take() if n in _ENDING_SIGNALS), signal.SIGTERM)
         return RequeueDecision(action=RequeueAction.END, reason=str(error), exit_code=128 + number)
@@ -95,8 +104,15 @@ def _run_attempt(
     attempt = on_disk(lambda: _begin(paths, site, facts, clock))
     attempt_paths = paths.attempt(attempt.number)
     _say_head(paths, spec, attempt, attempt_paths)
-    uid = new_uid(99999, f"supervisor-{attempt.batch_host}", clock)
+    uid = new_uid(OBSERVERS, f"supervisor-{attempt.batch_host}", clock)
     events = _open_events(attempt, attempt_paths, uid, clock, files)
+    _end_earlier(
+        EarlierAttempts(paths, spec, attempt, uid=uid, site=site, events=events, clock=clock),
+        on_disk,
+        clock=clock,
+        is_interrupted=lambda: signals.holds(_ENDING_SIGNALS),
+        undo=lambda: files.post(lambda: forget_attempt(paths, attempt_paths)),
+    )
     launcher = site.launcher(spec, paths, attempt)
     coordination = on_disk(lambda: _observe(paths, spec, attempt, attempt_paths, uid, clock))
     supervisor = Supervisor(
@@ -114,6 +130,7 @@ def _run_attempt(
             events=events,
             clock=clock,
         ),
+        allocation=site.allocation,
     )
     try:
         result = supervisor.run()
@@ -134,8 +151,8 @@ def _run_attempt(
         )
         result = supervisor.result()
     if supervisor.superseded:
-        logger.warning("an agent has seen to the end of this attempt, since this host could not be reached")
-        return RequeueDecision(action=RequeueAction.END, reason="seen to elsewhere", exit_code=1)
+        logger.warning("another process of this run has finished this attempt, or goes on with the run; this one ends")
+        return RequeueDecision(action=RequeueAction.END, reason="finished by another process", exit_code=1)
     decision = conclude(
         paths,
         spec,
@@ -151,10 +168,40 @@ def _run_attempt(
     return decision
 
 
+def _end_earlier(
+    earlier: EarlierAttempts,
+    on_disk: _OnDisk,
+    *,
+    clock: Clock,
+    is_interrupted: Callable[[], bool],
+    undo: Callable[[], None],
+) -> None:
+    """Wait until no worker of an earlier attempt runs any more.
+
+    Raises:
+        StartInterruptedError: a signal came first; `undo` has been called.
+        EarlierAttemptRunsError: one does not end.
+    """
+    over = on_disk(earlier.supersede)
+    while not over:
+        if is_interrupted():
+            undo()
+            raise StartInterruptedError(nodes=", ".join(earlier.awaited_nodes))
+        clock.wait(threading.Event(), earlier.look_seconds)
+        over = on_disk(earlier.look)
+
+
 def _begin(paths: RunPaths, site: Site, facts: SiteFacts, clock: Clock) -> AttemptInfo:
     """Claim the next attempt's directory, and write down what the attempt is."""
     attempt_paths = claim_attempt(paths)
-    give_way(paths, attempt_paths, job_id=facts.job_id, is_running=site.is_running, clock=clock)
+    give_way(
+        paths,
+        attempt_paths,
+        job_id=facts.job_id,
+        restart_count=facts.restart_count,
+        is_running=site.is_running,
+        clock=clock,
+    )
     attempt = AttemptInfo(
         number=attempt_paths.number,
         cluster=facts.cluster,

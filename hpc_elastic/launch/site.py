@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from hpc_elastic.attempt import AttemptInfo
@@ -43,6 +44,17 @@ class EligibleNodes:
     """Those that it does without now, for whatever reason."""
 
 
+class Allocation(Enum):
+    """Whether the job and this node still belong together."""
+
+    HELD = "held"
+    """The job runs, or has ended, and Slurm has not taken this node from it."""
+    LOST = "lost"
+    """Slurm has given this node up, or has requeued the job: what is done here would not be done for the job."""
+    UNKNOWN = "unknown"
+    """Slurm can't be asked from here."""
+
+
 class Site(Protocol):
     """Slurm's allocation, or this machine."""
 
@@ -64,6 +76,17 @@ class Site(Protocol):
 
         Args:
             near: The time limit is near when it is so many seconds away.
+        """
+        ...
+
+    def allocation(self) -> Allocation:
+        """Ask whether this node still belongs to the job; within seconds."""
+        ...
+
+    def nodes_up(self) -> frozenset[str]:
+        """Ask which nodes are up; within seconds. Empty where nobody knows.
+
+        Slurm ends all of a job's processes on a node that it reaches before it starts the job again.
         """
         ...
 

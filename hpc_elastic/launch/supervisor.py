@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import selectors
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hpc_elastic.agent.signals import SignalQueue
@@ -21,8 +22,10 @@ from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
+from hpc_elastic.launch.site import Allocation
 from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreWipedError
 
@@ -54,6 +57,10 @@ UNMET_SECONDS = 0.5
 SILENT_RESERVE = 9.0
 """Where it does not take it: how long agents may take to end beyond the workers' grace: the first 4 s go by until
 they know that nobody answers."""
+ASK_AGAIN_SECONDS = 3.0
+"""Between two questions to Slurm whether this node still belongs to the job."""
+CLAIM_SECONDS = 5.0
+"""How long the store may take to have the claim on the attempt's end."""
 WIPED_SECONDS = 20.0
 """How long this process may take to see as well that the store was wiped, after the last agent that did."""
 LAUNCH_NEWS_SECONDS = 30.0
@@ -67,6 +74,12 @@ class _Relaunch:
     look: int
     """The look at the log that has to come first: the agent may have ended because the run has."""
     ended: AgentEnded
+
+
+_WHY = {
+    Allocation.LOST: "Slurm has given this node up, or has requeued the job",
+    Allocation.UNKNOWN: "Slurm can't be asked from here",
+}
 
 
 class Supervisor:
@@ -83,6 +96,7 @@ class Supervisor:
         clock: Clock,
         shutdown_timeout: float,
         desk: SignalDesk,
+        allocation: Callable[[], Allocation] = lambda: Allocation.HELD,
     ) -> None:
         """Args:
         attempt: The attempt's facts.
@@ -93,6 +107,7 @@ class Supervisor:
         clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
         desk: Finds out what signals mean.
+        allocation: Asks Slurm whether this node still belongs to the job, within seconds.
         """
         self._attempt = attempt
         self._launcher = launcher
@@ -102,11 +117,19 @@ class Supervisor:
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
         self._desk = desk
+        self._allocation = allocation
         self._notice: GivenNotice | None = None
         """The one that leaves the least time so far."""
         self.record: RoundRecord | None = None
         self.superseded = False
-        """An agent saw to the end while this host could not be reached: the verdict is written, the job dealt with."""
+        """Another process finishes the attempt, or a later attempt has taken the run over."""
+        self._closed_at: float | None = None
+        """When the log was seen to be closed."""
+        self._is_end_settled = False
+        """Whether it is known which process finishes the closed attempt (`rendezvous.ending`)."""
+        self._claim_due: float | None = None
+        """When Slurm is to be asked (again) whether this node still belongs to the job."""
+        self._has_left_end = False
         self._relaunches: dict[int, int] = {}
         self._due: dict[int, _Relaunch] = {}
         self._looks_asked = 0
@@ -155,6 +178,7 @@ class Supervisor:
             self._look_at_job()
             self._try_lost_nodes()
             self._end_notice()
+            self._claim_end()
             self._tell_if_waiting()
             self._tell_if_store_silent()
             if self._is_over():
@@ -176,14 +200,16 @@ class Supervisor:
 
         Whatever is said here is done by the turn of the loop after that moment, and said no more.
         """
-        found = [self._launcher.due(), self._close_unheard_at]
+        found = [self._launcher.due(), self._close_unheard_at, self._claim_due]
         found += [self._relaunch_at(due) for due in self._due.values()]
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
             found.append(self._notice.closed_by if self._notice is not None else self._desk.due)
             found.append(self._lost.next_at())
-        if self._launcher.running() or self._due:
+        if self._end_settled_by is not None:
+            found.append(self._end_settled_by)
+        elif self._launcher.running() or self._due:
             found.append(self._end_by)
         elif self._orphaned_since is not None:
             found.append(self._orphaned_since + self._orphans_wait)
@@ -275,15 +301,17 @@ class Supervisor:
                 self.record = notice
                 self._see_lost(notice)
                 if notice.status is Status.CLOSED:
-                    self._set_end()
+                    self._see_closed(notice)
                 elif notice.heard != self._agents_heard and not self._is_ending():
                     self._agents_heard = notice.heard
                     self._hear_of_agents(notice.heard)
             elif isinstance(notice, tuple):
                 if notice[0] == "looked_anew":
                     self._looks_done = notice[1]["serial"]
+                elif notice[0] == "end_claimed":
+                    self._is_end_settled = True
                 elif notice[0] == "end_taken_over":
-                    self.superseded = True
+                    self.superseded = self._is_end_settled = True
                     self._end_by = self._clock.monotonic()
                 elif notice[0] == "agents_departed":
                     # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
@@ -294,6 +322,46 @@ class Supervisor:
                 self._set_end()
                 if isinstance(notice, StoreWipedError):
                     self._launcher.terminate()
+
+    def _see_closed(self, record: RoundRecord) -> None:
+        self._set_end()
+        if self._closed_at is not None:
+            return
+        self._closed_at = self._claim_due = self._clock.monotonic()
+        if record.outcome is Outcome.SUPERSEDED:
+            logger.error("%s: this attempt ends", record.reason)
+            self.superseded = self._is_end_settled = True
+
+    def _claim_end(self) -> None:
+        """Finish the attempt here where Slurm confirms that this node still belongs to the job.
+
+        A node that Slurm has given up may live: what is done there about the job is not done. An agent on another node
+        finishes the attempt then. Where no process can ask Slurm, this one does.
+        """
+        now = self._clock.monotonic()
+        if self._closed_at is None or self._is_end_settled or self._claim_due is None:
+            return
+        if now < self._claim_due and self._signal is None:
+            return
+        # Where Slurm's signal has come, Slurm reaches this node, and its SIGKILL is near.
+        found = Allocation.HELD if self._signal is not None else self._allocation()
+        self._claim_due = None
+        if found is Allocation.HELD or now - self._closed_at >= END_UNCONFIRMED:
+            self._coordination.ask(lambda participant: participant.claim_end())
+            return
+        self._claim_due = min(now + ASK_AGAIN_SECONDS, self._closed_at + END_UNCONFIRMED)
+        if not self._has_left_end:
+            self._has_left_end = True
+            logger.warning("finishing the attempt is left to another node for %.0f s: %s", END_UNCONFIRMED, _WHY[found])
+
+    @property
+    def _end_settled_by(self) -> float | None:
+        """When the question which process finishes the attempt is given up; None while it is not open."""
+        is_open = self._closed_at is not None and not self._is_end_settled
+        if not is_open or self.failure is not None or self._last_grace == AT_ONCE:
+            return None
+        assert self._closed_at is not None
+        return self._closed_at + END_UNCONFIRMED + CLAIM_SECONDS
 
     def _hear_of_agents(self, heard: str) -> None:
         name, _, host = heard.partition(" on ")
@@ -433,6 +501,8 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         now = self._clock.monotonic()
+        if self._end_settled_by is not None and now < self._end_settled_by:
+            return False
         if self._launcher.running() or self._due:
             self._orphaned_since = None
             return self._end_by is not None and now >= self._end_by

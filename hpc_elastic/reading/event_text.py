@@ -141,7 +141,12 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     ),
     "workers_succeeded": lambda e: f"{_round(e)}: all workers here ended with 0",
     "agent_failed": lambda e: f"the agent itself failed: {e['error']} at {e['where']}",
-    "end_taken_over": lambda e: f"this agent ({e['by']}) sees to the job's end",
+    "end_taken_over": lambda e: f"this node finishes the attempt, for agent {e['by']}",
+    "attempt_superseded": lambda e: (
+        f"attempt {e['superseded']} was superseded"
+        + (f"; it has ended on {', '.join(e['ended'])}" if e["ended"] else "")
+        + (f"; not heard of: {', '.join(e['silent'])}" if e["silent"] else "")
+    ),
     "output_lost": _bytes_lost,
     "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
     "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",

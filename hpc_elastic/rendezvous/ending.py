@@ -1,13 +1,14 @@
-"""After the run is closed: who sees to the rest, and whether all agents have gone.
+"""After the run is closed: which process finishes the attempt, and whether all agents have ended.
 
-One key says who sees to the rest (verdict, report, requeue, the allocation): the supervisor writes its name there as
-soon as it reads that the run is closed. Where it does not, its host is dead or cut off, and the first agent whose turn
-has come writes its own. Exactly one can.
+One key says who finishes it (verdict, report, requeue, the allocation). The supervisor writes its name there once Slurm
+has confirmed that this node still belongs to the job: a node that Slurm has given up may live, but Slurm would not take
+its requeue or end its job. Where the supervisor does not claim the end in time, the agents try it one after the other,
+each in a process that asks Slurm first (`launch.finish`). Exactly one succeeds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
@@ -17,11 +18,15 @@ from hpc_elastic.rendezvous.uid import node_of, supersedes
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0
-"""Seconds in which the supervisor has to say that it sees to the rest."""
+"""Seconds in which the supervisor has to claim the end."""
 END_TURN = 2.0
 """Seconds that each further agent waits longer than the one before, to step in."""
+END_UNCONFIRMED = 30.0
+"""Seconds after which the end is claimed without Slurm's confirmation: no process of the run may be able to ask it."""
 _BY = "end/by"
 _BYE = "bye"
+OBSERVERS = 99999
+"""The node index in the uids of supervisors and of other processes that take no part in rounds."""
 
 
 class EventListener(Protocol):
@@ -35,6 +40,33 @@ def goodbye_key(uid: str) -> str:
     return f"{_BYE}/{uid}"
 
 
+def departed(store: Store) -> frozenset[str]:
+    """Uids of the agents that have ended and left nothing running."""
+    return frozenset(store.list(_BYE))
+
+
+def newest_agents(uids: Iterable[str], *, without: Collection[int] = ()) -> dict[int, str]:
+    """Node index → the uid of its newest agent.
+
+    Args:
+        uids: Of all participants; observers have no node and are left out.
+        without: Node indexes to leave out.
+    """
+    newest: dict[int, str] = {}
+    for uid in uids:
+        node = node_of(uid)
+        if node == OBSERVERS or node < 0 or node in without:
+            continue
+        if node not in newest or supersedes(uid, newest[node]):
+            newest[node] = uid
+    return newest
+
+
+def claim_end(store: Store, uid: str) -> bool:
+    """Claim the duty to finish the closed attempt. Returns whether `uid` has it."""
+    return store.put_if_absent(_BY, uid) or store.get(_BY) == uid
+
+
 class Ending:
     """One participant's part in it. Each method is for a step of its machine, while the run is closed."""
 
@@ -43,10 +75,12 @@ class Ending:
         self._uid = uid
         self._listener = listener
         self._clock = clock
+        self._may_claim = False
         self._in_charge: bool | None = None
         self._all_departed = False
         self._turn: int | None = None
-        self._since = 0.0
+        self._since: float | None = None
+        self._patience = END_PATIENCE
 
     @property
     def all_departed(self) -> bool:
@@ -55,40 +89,54 @@ class Ending:
 
     @property
     def awaits(self) -> bool:
-        """Whether this agent waits to hear who sees to the rest."""
+        """Whether this agent waits to hear who finishes the attempt."""
         return self._turn is not None
 
-    def begin(self, turn: int) -> None:
-        """Find out, in the steps to come, who sees to the rest; the agent whose turn has come does."""
+    def begin(self, turn: int, *, confirmed: bool) -> None:
+        """Agents: find out, in the steps to come, who finishes the attempt.
+
+        Args:
+            turn: The agent's place in the order in which agents step in.
+            confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
+        """
+        if self._since is None:
+            self._since = self._clock.monotonic()
         self._turn = turn
-        self._since = self._clock.monotonic()
+        self._patience = END_PATIENCE if confirmed else END_UNCONFIRMED
+
+    def may_claim(self) -> None:
+        """Supervisor: it may finish the attempt; the next step claims that."""
+        self._may_claim = True
 
     def step_of_agent(self) -> None:
-        """Tell ``end_seen_to``, or ``end_is_ours`` where nobody took it up in time."""
-        if self._turn is None:
+        """Report ``end_claimed``, or ``end_unclaimed`` when it is this agent's turn to step in."""
+        if self._turn is None or self._since is None:
             return
         by = self._store.get(_BY)
-        if by is None and self._clock.monotonic() - self._since >= END_PATIENCE + END_TURN * self._turn:
-            by = self._uid if self._store.put_if_absent(_BY, self._uid) else self._store.get(_BY)
         if by is not None:
             self._turn = None
-            self._listener.on_event("end_is_ours" if by == self._uid else "end_seen_to", {"by": by})
+            self._listener.on_event("end_claimed", {"by": by})
+        elif self._clock.monotonic() - self._since >= self._patience + END_TURN * self._turn:
+            self._turn = None
+            self._listener.on_event("end_unclaimed", {})
 
     def step_of_supervisor(self, record: RoundRecord, peers: Peers) -> None:
-        """Take charge, or tell ``end_taken_over``; and ``agents_departed`` when no agent that lives is left."""
+        """Claim the end where allowed, or report ``end_taken_over``.
+
+        Report ``agents_departed`` when no living agent is left.
+        """
         if self._in_charge is None:
-            self._in_charge = self._store.put_if_absent(_BY, self._uid)
-            if not self._in_charge:
+            if self._may_claim:
+                self._in_charge = claim_end(self._store, self._uid)
+            elif self._store.get(_BY) is not None:
+                self._in_charge = False
+            if self._in_charge:
+                self._listener.on_event("end_claimed", {"by": self._uid})
+            elif self._in_charge is False:
                 self._listener.on_event("end_taken_over", {"by": self._store.get(_BY) or ""})
         if self._all_departed:
             return
-        newest: dict[int, str] = {}
-        for uid in peers.all_uids():
-            node = node_of(uid)
-            if node in record.lost or uid == self._uid:
-                continue
-            if node not in newest or supersedes(uid, newest[node]):
-                newest[node] = uid
-        if set(newest.values()) <= set(self._store.list(_BYE)):
+        newest = newest_agents(peers.all_uids(), without=record.lost)
+        if set(newest.values()) <= departed(self._store):
             self._all_departed = True
             self._listener.on_event("agents_departed", {"nodes": sorted(newest)})

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 
+from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.pace import Pace
 from hpc_elastic.rendezvous.settings import RendezvousSettings
@@ -94,12 +95,17 @@ class OwnLife:
             raise
 
     def answer_if_asked(self, record: RoundRecord | None, now: float) -> bool:
-        """The coordinator has not heard this node for a while: show by the files that it lives.
+        """Show by the files that this node lives, where a record asks for it.
+
+        The coordinator asks a node that it has not heard for a while. A supervisor that supersedes this attempt asks
+        all of its nodes: it waits for those that answer.
 
         Returns:
-            Whether it asked, and is to be told by a ring too.
+            Whether a record asked, and its author is to be notified too.
         """
-        if record is None or self._uid not in record.suspects or record.number <= self._answered_number:
+        if record is None or record.number <= self._answered_number:
+            return False
+        if self._uid not in record.suspects and record.outcome is not Outcome.SUPERSEDED:
             return False
         self._heartbeat.beat_now(now)
         self._answered_number = record.number

@@ -173,15 +173,23 @@ class Participant:
         """This node's agent ends now, and leaves nothing running."""
         self._claims.add_key(goodbye_key(self._info.uid), "bye")
 
-    def see_to_the_end(self, turn: int) -> None:
-        """The run is closed: find out whether somebody writes the verdict and gives the allocation back, or do it here.
+    def await_end(self, turn: int, *, confirmed: bool = True) -> None:
+        """The run is closed: find out which process finishes the attempt (`rendezvous.ending`).
 
-        The listener hears ``end_seen_to``, or ``end_is_ours`` where the supervisor does not take it up in time.
+        The listener hears ``end_claimed``, or ``end_unclaimed`` when no process has claimed it by this agent's turn.
 
         Args:
-            turn: 0 for the first who may step in; each further one waits longer.
+            turn: 0 for the first agent that may step in; each further one waits longer.
+            confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
         """
-        self._ending.begin(turn)
+        self._ending.begin(turn, confirmed=confirmed)
+
+    def claim_end(self) -> None:
+        """The run is closed, and this supervisor may finish the attempt: the next step claims that.
+
+        The listener hears ``end_claimed`` or, where another process was quicker, ``end_taken_over``.
+        """
+        self._ending.may_claim()
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""

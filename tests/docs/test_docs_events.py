@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-IN_MEMORY = {"agents_departed", "end_seen_to", "end_is_ours", "looked_anew"}
+IN_MEMORY = {"agents_departed", "end_claimed", "end_unclaimed", "looked_anew"}
 """What the participant tells the supervisor alone, which does not write it."""
 READ_ONLY = {"restart_decision"}
 """What the report understands, and this version does not write."""
@@ -50,7 +50,7 @@ def test_events_are_described() -> None:
 
 
 DECISIONS = {
-    "agent_ended", "agent_relaunched", "closed", "coordinator_changed", "end_taken_over", "hang",
+    "agent_ended", "agent_relaunched", "attempt_superseded", "closed", "coordinator_changed", "end_taken_over", "hang",
     "health_check_failed", "health_warning", "node_left", "node_lost", "node_missing", "node_replaced",
     "nodes_asked", "nodes_waiting", "notice_given", "output_lost", "platform_failure", "requeue_decision",
     "round_confirmed", "round_frozen", "round_opened", "spare_lost", "step_agreed", "verdict",

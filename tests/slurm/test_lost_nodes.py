@@ -138,7 +138,7 @@ def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_en
     # Slurm has not noticed yet, and holds the job; the others' part of the allocation is given back.
     for node in sorted(alive):
         cluster.wait_node(node, {"idle"}, timeout=90)
-    assert "the batch host n1 does not answer" in run.log
+    assert "the supervisor on n1 did not finish the attempt" in run.log
     assert "SUCCEEDED" in run.log
 
 

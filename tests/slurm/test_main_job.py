@@ -234,7 +234,7 @@ def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmC
     run.wait_training(["n2", "n3"])
     run.say_end()
     log = run.wait_log(lambda log: "; exit code 0" in log)
-    assert "the batch host n1 does not answer" in log
+    assert "the supervisor on n1 did not finish the attempt" in log
     assert "SUCCEEDED" in log
     assert "node n1 was lost" in log
     assert run.result()["outcome"] == "succeeded"

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from . import files, services
+from . import configuration, files, services
 from .layout import LOGIN, RigError
 from .processes import CROWDED, command_line, owner_of, wait_until
 from .rig import HEALTHY_STATES, Rig
@@ -96,6 +96,15 @@ class SlurmCluster(Rig):
     def stop_slurmd(self, name: str) -> None:
         """Crash the node's slurmd alone: running steps go on, launches fail; `start_node` starts it again."""
         services.stop_slurmd(self._hosts, self._node(name))
+
+    def stop_munged(self, name: str) -> None:
+        """Kill the node's munge daemon alone: Slurm can't reach the node, which lives with all its files and peers."""
+        self.kill_process(self._node(name), r"\Amunged ")
+
+    def start_munged(self, name: str) -> None:
+        """Start the munge daemon of a node that has none; one that runs is fine."""
+        if not any(line.startswith("munged ") for _, line in self.node_pids(self._node(name))):
+            self._hosts.start_daemon(name, configuration.munged_command(self.layout))
 
     def kill_stepd(self, name: str, job_id: int | str, step: str = "0") -> None:
         """Kill the node's slurmstepd of one step; the step's tasks go on there, and its srun waits for ever."""
@@ -277,6 +286,9 @@ class SlurmCluster(Rig):
         """Bring the rig back to how it was after its start, but for what lies in `shared` and the homes."""
         if self.environment is not None:
             self._refusing_scontrol().unlink(missing_ok=True)
+        for name in self.node_names:
+            if self._hosts.is_on(name):
+                self.start_munged(name)
         if self._changed != "nothing":
             files.write_slurm_conf(self.layout, self.settings)
         if self._changed == "what a start reads":

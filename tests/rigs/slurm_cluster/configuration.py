@@ -217,13 +217,21 @@ def boot_script(
         ),
         "mkdir -m 0755 /run/munge /run/mysqld /run/lock",
         "chown mysql /run/mysqld 2>/dev/null || true",
-        f"munged --key-file={quote(str(layout.munge_key))} --seed-file=/run/munge/seed --pid-file=/run/munge/pid "
-        f"--log-file=/run/munge/log",
+        shlex.join(munged_command(layout)),
         f": > {quote(str(ready_mark(layout, host)))}",
         "while true; do sleep infinity & wait $!; done",
         "",
     ]
     return "\n".join(lines)
+
+
+def munged_command(layout: Layout) -> list[str]:
+    """What starts a host's munge daemon, inside that host."""
+    return [
+        "munged",
+        f"--key-file={layout.munge_key}",
+        *("--seed-file=/run/munge/seed", "--pid-file=/run/munge/pid", "--log-file=/run/munge/log", "--force"),
+    ]
 
 
 def ready_mark(layout: Layout, host: str) -> Path:

@@ -24,7 +24,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.outcome import UNCONFIRMED_CODE, Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited
 from hpc_elastic.processes.stop import Stopped, Survivor
@@ -142,11 +142,11 @@ class Said:
         self.words: list[tuple[str, tuple[Any, ...]]] = []
 
     def __getattr__(self, word: str) -> Callable[..., None]:
-        return lambda *arguments: self.words.append((word, arguments))
+        return lambda *arguments, **named: self.words.append((word, (*arguments, *named.values())))
 
     def all(self, *wanted: str) -> list[str]:
-        # Who sees to the rest is asked at the end of every run: it is left out where all words are wanted.
-        return [word for word, _ in self.words if word in (wanted or {w for w, _ in self.words} - {"see_to_the_end"})]
+        # Every agent asks at the end of a run which process finishes it: left out where all words are wanted.
+        return [word for word, _ in self.words if word in (wanted or {w for w, _ in self.words} - {"await_end"})]
 
     def last(self, wanted: str) -> tuple[Any, ...]:
         return [arguments for word, arguments in self.words if word == wanted][-1]
@@ -165,8 +165,8 @@ class Script:
         self.last_words: list[Any] = []
         """What is there when the agent has ended its coordination."""
         self._is_stopped = False
-        self.end = "end_seen_to"
-        """What the agent hears when it asks who sees to the rest of a closed run."""
+        self.ends = ["end_claimed"]
+        """What the agent hears when it asks which process finishes the closed attempt; the last one for ever."""
 
     def fileno(self) -> int:
         return self._fd
@@ -185,8 +185,8 @@ class Script:
         if self._is_stopped:
             return self.last_words
         step = next(self.steps, None)
-        if step is None and self._said.all("see_to_the_end"):
-            return [(self.end, {"by": "somebody"})]
+        if step is None and self._said.all("await_end"):
+            return [(self.ends.pop(0) if len(self.ends) > 1 else self.ends[0], {"by": "another"})]
         assert step is not None, "the script is over, and the agent has not ended"
         found = step() if callable(step) else step
         return found if isinstance(found, list) else []
@@ -589,7 +589,7 @@ def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     assert code == 128 + signal.SIGTERM
     assert p.said.last("close") == (Outcome.CANCELLED, "SIGTERM on n0")
     assert p.workers[0].graces == [pytest.approx(30 - 4.1 - 6)], "what is left of Slurm's KillWait"
-    assert p.said.all("see_to_the_end") == []
+    assert p.said.all("await_end") == []
 
 
 def test_nobody_says_what_a_notice_means(play: Callable[..., Play]) -> None:
@@ -813,26 +813,47 @@ def _hold(p: Play, record: RoundRecord) -> list[RoundRecord]:
     return [record]
 
 
-@pytest.mark.parametrize(("heard", "finishes"), [("end_seen_to", False), ("end_is_ours", True)])
-def test_the_end_is_this_agents_where_nobody_else_sees_to_it(
-    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch, heard: str, finishes: bool
+@pytest.mark.parametrize(
+    ("heard", "codes", "tries"),
+    [
+        (["end_claimed"], [], []),
+        (["end_unclaimed"], [0], [True]),
+        (["end_unclaimed"], [None], [True]),
+        (["end_unclaimed", "end_claimed"], [UNCONFIRMED_CODE], [True]),
+        (["end_unclaimed", "end_unclaimed"], [UNCONFIRMED_CODE, 0], [True, False]),
+    ],
+)
+def test_the_end_is_this_agents_where_no_process_has_claimed_it(
+    play: Callable[..., Play],
+    monkeypatch: pytest.MonkeyPatch,
+    heard: list[str],
+    codes: list[int | None],
+    tries: list[bool],
 ) -> None:
-    finished: list[tuple[str, int]] = []
-    monkeypatch.setattr(
-        last_duties, "finish_attempt", lambda run_dir, attempt, environ: finished.append((run_dir, attempt))
-    )
+    tried: list[bool] = []
+
+    def finish(run_dir: str, attempt: int, uid: str, environ: object, confirmed: bool) -> int | None:
+        tried.append(confirmed)
+        return codes[len(tried) - 1]
+
+    monkeypatch.setattr(last_duties, "finish_attempt", finish)
     p = play()
-    p.script.end = heard
+    p.script.ends = heard
     p.run([START], [replace(START, number=9, status=Status.CLOSED, outcome=Outcome.FAILED, reason="x")])
-    assert finished == ([("/run", 0)] if finishes else [])
-    assert ("end_taken_over" in [name for name, _ in p.events]) is finishes
+    assert tried == tries
+
+
+def test_a_superseded_attempt_is_finished_by_the_one_that_supersedes_it(play: Callable[..., Play]) -> None:
+    p = play()
+    p.run([START], [closed(Outcome.SUPERSEDED)])
+    assert p.said.all("await_end") == []
 
 
 def test_an_agent_that_slurm_ends_leaves_the_end_to_slurm(play: Callable[..., Play]) -> None:
     p = play()
     p.signals.append(signal.SIGTERM)
     p.run([START], [closed(Outcome.CANCELLED)])
-    assert p.said.all("see_to_the_end") == []
+    assert p.said.all("await_end") == []
 
 
 # -- hangs

@@ -17,9 +17,17 @@ from tests.rigs.fake_clock import FakeClock
 RESULT = StoredResult(outcome="failed", reason="", exit_code=75, action="requeue", decision="")
 
 
-def begin(paths: RunPaths, job: str | None) -> AttemptPaths:
+def begin(paths: RunPaths, job: str | None, *, restarts: int = 0) -> AttemptPaths:
     mine = claim_attempt(paths)
-    facts = AttemptInfo(number=mine.number, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=0, job_id=job)
+    facts = AttemptInfo(
+        number=mine.number,
+        cluster="slurm",
+        nodes=("n1",),
+        batch_host="n1",
+        started_ns=0,
+        job_id=job,
+        restart_count=restarts,
+    )
     facts.save(mine.attempt_json)
     return mine
 
@@ -29,10 +37,11 @@ def ask(
     mine: AttemptPaths,
     *,
     job: str | None = "8",
+    restarts: int = 0,
     running: Callable[[str], bool] = lambda job: True,
     clock: FakeClock | None = None,
 ) -> None:
-    give_way(paths, mine, job_id=job, is_running=running, clock=clock or FakeClock())
+    give_way(paths, mine, job_id=job, restart_count=restarts, is_running=running, clock=clock or FakeClock())
 
 
 def test_one_that_runs_elsewhere_is_left_alone(tmp_path: Path) -> None:
@@ -103,3 +112,14 @@ def test_one_that_gave_way_itself_is_passed_over(tmp_path: Path) -> None:
         ask(paths, gone)
     with pytest.raises(RunElsewhereError, match="attempt 0"):
         ask(paths, mine)
+
+
+def test_a_batch_script_that_begins_late_gives_way_to_the_newer_start_of_its_job(tmp_path: Path) -> None:
+    """On a node that Slurm has given up since: the same job was started again elsewhere."""
+    paths = RunPaths(tmp_path)
+    begin(paths, "7", restarts=1)
+    with pytest.raises(RunElsewhereError, match="attempt 0"):
+        ask(paths, claim_attempt(paths), job="7", restarts=0)
+    mine = claim_attempt(paths)
+    ask(paths, mine, job="7", restarts=2)
+    assert mine.root.is_dir()

@@ -14,7 +14,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import SlurmSite, run_of_this_job
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signal_table import SlurmWord
-from hpc_elastic.launch.site import EligibleNodes
+from hpc_elastic.launch.site import Allocation, EligibleNodes
 from hpc_elastic.requeue import RequeueWay
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
@@ -173,3 +173,31 @@ def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> N
         run_of_this_job(array.root, {})
     with pytest.raises(UsageError, match="this job is task 3 of an array: all tasks would write to it"):
         run_of_this_job(one.root, task)
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        (replace(RUNNING, restarts=1, nodes=("n1", "n2")), Allocation.HELD),
+        (replace(RUNNING, restarts=1), Allocation.HELD),
+        (replace(RUNNING, restarts=1, nodes=("n2",)), Allocation.LOST),
+        (replace(RUNNING, restarts=2, nodes=("n1", "n2")), Allocation.LOST),
+        (replace(RUNNING, restarts=1, state="COMPLETING", nodes=("n1",)), Allocation.HELD),
+        (replace(RUNNING, restarts=1, state="PENDING"), Allocation.LOST),
+        (replace(RUNNING, restarts=1, state="CANCELLED"), Allocation.HELD),
+        (None, Allocation.HELD),
+        (UNAVAILABLE, Allocation.UNKNOWN),
+    ],
+)
+def test_whether_this_node_still_belongs_to_the_job(state: Any, found: Allocation) -> None:
+    assert site(Client(state=state)).allocation() is found
+
+
+def test_a_job_that_was_requeued_meanwhile_is_not_cancelled() -> None:
+    """It has the same id, and is the next attempt's."""
+    client = Client(state=replace(RUNNING, restarts=2, nodes=("n3",)), cancel=None)
+    site(client).end_job()
+    assert "cancel" not in client.calls
+    client = Client(state=replace(RUNNING, restarts=1, nodes=("n1", "n2")), cancel=None)
+    site(client).end_job()
+    assert "cancel" in client.calls

@@ -20,6 +20,7 @@ from hpc_elastic.launch.attempt_result import AttemptResult
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
@@ -31,7 +32,9 @@ from hpc_elastic.launch.supervisor import (
     Supervisor,
 )
 from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
+from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
 from hpc_elastic.rendezvous.notice import NoticeWord
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings
@@ -221,6 +224,7 @@ class Stage:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.answer = SlurmAnswer(SlurmWord.RUNNING)
         """What Slurm says when it is asked."""
+        self.allocation = Allocation.HELD
         self.script: deque[Callable[[], Any] | float] = deque()
         self.agents = Agents(self.world, self._plays())
         self.look = Look(self.world, ready)
@@ -245,6 +249,7 @@ class Stage:
                 events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
                 clock=self.world.clock,
             ),
+            allocation=lambda: self.allocation,
         )
 
     def _plays(self) -> Iterator[Callable[[], Any] | float]:
@@ -276,6 +281,10 @@ class Stage:
             agent.participant.report_noted(record.round, NoticeWord(heeds=True, step=7, rate=1.0))
             agent.participant.report_kept(record.round)
 
+    def claim_elsewhere(self) -> None:
+        """An agent on another node finishes the attempt."""
+        assert claim_end(self.world.store, "00001-n1-0000000000000001-0000")
+
     def names(self, wanted: str) -> list[dict[str, Any]]:
         return [fields for event, fields in self.events if event == wanted]
 
@@ -286,6 +295,51 @@ def stage() -> Iterator[Callable[..., Stage]]:
     yield lambda settings=SETTINGS: Stage(ready, never, settings)
     os.close(ready)
     os.close(never)
+
+
+# -- who finishes the attempt
+
+
+@pytest.mark.parametrize("found", [Allocation.LOST, Allocation.UNKNOWN])
+def test_a_node_that_slurm_has_given_up_leaves_the_end_to_another(
+    stage: Callable[..., Stage], found: Allocation
+) -> None:
+    s = stage()
+    s.allocation = found
+    s.run(3.0, s.done, 10.0, s.claim_elsewhere)
+    assert s.supervisor.superseded
+
+
+def test_where_no_other_process_finishes_the_attempt_it_is_finished_here(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.allocation = Allocation.UNKNOWN
+    closed_at: list[float] = []
+    result = s.run(3.0, s.done, lambda: closed_at.append(s.world.clock.now))
+    assert result.outcome is Outcome.SUCCEEDED
+    assert not s.supervisor.superseded
+    assert END_UNCONFIRMED <= s.world.clock.now - closed_at[0] <= END_UNCONFIRMED + 5
+    assert not claim_end(s.world.store, "another")
+
+
+def test_slurm_is_asked_again_and_a_confirmation_that_comes_later_counts(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.allocation = Allocation.UNKNOWN
+    began: list[float] = []
+
+    def answer() -> None:
+        s.allocation = Allocation.HELD
+        began.append(s.world.clock.now)
+
+    assert s.run(3.0, s.done, 2.0, answer).outcome is Outcome.SUCCEEDED
+    assert not s.supervisor.superseded
+    assert s.world.clock.now - began[0] < END_UNCONFIRMED / 2
+
+
+def test_a_superseded_attempt_ends_and_finishes_nothing(stage: Callable[..., Stage]) -> None:
+    s = stage()
+    s.run(3.0, lambda: close_run(s.world.store, "unit", Outcome.SUPERSEDED, "superseded by attempt 1 on n7"))
+    assert s.supervisor.superseded
+    assert claim_end(s.world.store, "another"), "it claims nothing"
 
 
 # -- nodes that are lost to the run and not to Slurm

@@ -1,4 +1,4 @@
-"""Who sees to the rest when the run is closed: exactly one, the supervisor where it can."""
+"""Which process finishes a closed attempt: exactly one, the supervisor where Slurm confirms its node."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN, Ending, goodbye_key
+from hpc_elastic.rendezvous.ending import (
+    END_PATIENCE,
+    END_TURN,
+    END_UNCONFIRMED,
+    Ending,
+    claim_end,
+    goodbye_key,
+)
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
 from hpc_elastic.store.memory_store import MemoryStore
@@ -46,55 +53,85 @@ class Stage:
         return peers
 
 
-def test_the_supervisor_takes_charge_and_the_agents_leave_it_to_it() -> None:
+def test_the_supervisor_claims_the_end_and_the_agents_leave_it_to_it() -> None:
     stage = Stage()
     boss, heard_boss = stage.ending("boss")
     agent, heard = stage.ending("a")
-    agent.begin(0)
+    agent.begin(0, confirmed=True)
     agent.step_of_agent()
     assert heard.names == []
     assert agent.awaits
+    boss.may_claim()
     boss.step_of_supervisor(CLOSED, stage.peers(0))
     agent.step_of_agent()
-    assert heard.events == [("end_seen_to", {"by": "boss"})]
+    assert heard.events == [("end_claimed", {"by": "boss"})]
     assert not agent.awaits
-    assert heard_boss.names == []
+    assert heard_boss.names == ["end_claimed"]
 
 
-def test_without_a_supervisor_the_first_agent_whose_turn_has_come_does_it() -> None:
+def test_a_supervisor_that_may_not_claim_the_end_leaves_it_open() -> None:
+    """Slurm has not confirmed that its node still belongs to the job."""
+    stage = Stage()
+    boss, heard = stage.ending("boss")
+    boss.step_of_supervisor(CLOSED, peers := stage.peers(0))
+    assert heard.names == []
+    assert claim_end(stage.store, "a")
+    boss.step_of_supervisor(CLOSED, peers)
+    assert heard.events == [("end_taken_over", {"by": "a"})]
+
+
+def test_without_a_supervisor_each_agent_gets_its_turn() -> None:
     stage = Stage()
     first, heard_first = stage.ending("a")
     second, heard_second = stage.ending("b")
-    first.begin(0)
-    second.begin(1)
+    first.begin(0, confirmed=True)
+    second.begin(1, confirmed=True)
     stage.clock.now += END_PATIENCE - 0.1
     for ending in (second, first):
         ending.step_of_agent()
     assert heard_first.names == heard_second.names == []
     stage.clock.now += 0.2
-    for ending in (second, first, second):
+    for ending in (second, first):
         ending.step_of_agent()
-    assert heard_first.names == ["end_is_ours"]
-    assert heard_second.names == ["end_seen_to"]
+    assert (heard_first.names, heard_second.names) == (["end_unclaimed"], [])
+    stage.clock.now += END_TURN
+    second.step_of_agent()
+    assert heard_second.names == ["end_unclaimed"]
 
 
-def test_when_the_first_agent_is_dead_too_the_second_does_it() -> None:
+def test_an_end_that_was_claimed_meanwhile_is_left_alone() -> None:
     stage = Stage()
     second, heard = stage.ending("b")
-    second.begin(1)
+    second.begin(1, confirmed=True)
+    assert claim_end(stage.store, "a")
+    assert claim_end(stage.store, "a")
+    assert not claim_end(stage.store, "b")
     stage.clock.now += END_PATIENCE + END_TURN + 0.1
     second.step_of_agent()
-    assert heard.names == ["end_is_ours"]
+    assert heard.events == [("end_claimed", {"by": "a"})]
+
+
+def test_the_last_resort_waits_longer_from_the_same_moment() -> None:
+    stage = Stage()
+    agent, heard = stage.ending("a")
+    agent.begin(0, confirmed=True)
+    stage.clock.now += END_PATIENCE
+    agent.step_of_agent()
+    agent.begin(0, confirmed=False)
+    stage.clock.now += END_UNCONFIRMED - END_PATIENCE - 0.1
+    agent.step_of_agent()
+    assert heard.names == ["end_unclaimed"]
+    stage.clock.now += 0.2
+    agent.step_of_agent()
+    assert heard.names == ["end_unclaimed", "end_unclaimed"]
 
 
 def test_a_supervisor_that_comes_back_late_hears_that_it_was_replaced() -> None:
     stage = Stage()
-    agent, _ = stage.ending("a")
-    agent.begin(0)
-    stage.clock.now += END_PATIENCE
-    agent.step_of_agent()
+    assert claim_end(stage.store, "a")
     boss, heard = stage.ending("boss")
     peers = stage.peers(-1)
+    boss.may_claim()
     boss.step_of_supervisor(CLOSED, peers)
     boss.step_of_supervisor(CLOSED, peers)
     assert heard.events[0] == ("end_taken_over", {"by": "a"})
@@ -109,7 +146,7 @@ def test_the_supervisor_hears_once_when_the_last_living_agent_has_gone() -> None
         stage.peers(node, start)
     stage.store.put_if_absent(goodbye_key("00000-n0-0000000000000001-0000"), "bye")
     boss.step_of_supervisor(CLOSED, peers)
-    assert heard.names == []
+    assert "agents_departed" not in heard.names
     stage.store.put_if_absent(goodbye_key("00001-n1-0000000000000002-0000"), "bye")
     for _ in range(3):
         boss.step_of_supervisor(CLOSED, peers)

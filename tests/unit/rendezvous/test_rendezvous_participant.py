@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.settings import RendezvousSettings
@@ -625,6 +626,21 @@ def test_a_node_that_falls_silent_is_asked_through_the_files(store: SpyStore, cl
         advance(clock, 1, first, second, third)
     assert first.record.suspects == (), "no packet of its comes through, and that was said once"
     assert first.record.round == 0
+
+
+def test_all_nodes_answer_at_once_where_a_later_attempt_supersedes_theirs(store: SpyStore, clock: FakeClock) -> None:
+    """Its supervisor waits for those that answer."""
+    nodes = three(store, clock, heard=False)
+    before = [store.get(f"hb/{node.info.uid}") for node in nodes]
+    close_run(store, nodes[0].participant._run_id, Outcome.SUPERSEDED, "superseded by attempt 1 on n9")
+    for node in nodes:
+        node.settle_down()
+        node.settle_down()
+    after = [store.get(f"hb/{node.info.uid}") for node in nodes]
+    assert all(old != new for old, new in zip(before, after, strict=True))
+    for node in nodes:
+        node.settle_down()
+    assert [store.get(f"hb/{node.info.uid}") for node in nodes] == after, "once"
 
 
 def test_who_does_not_answer_is_out(store: SpyStore, clock: FakeClock) -> None:

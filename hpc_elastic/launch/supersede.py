@@ -1,0 +1,397 @@
+"""Ends earlier attempts of a run that may still be running, before the next one starts a worker: one run, one owner.
+
+Slurm gives up a node that it can't reach (its munged died, its network is cut), though the node may live, and starts
+the job again elsewhere. So the supervisor that has claimed attempt N+1 closes the log of attempt N first, as
+superseded. The log's compare-and-set is the fence: no round of attempt N can begin after that. Its agents read the
+record, answer it by a heartbeat, end their workers, and deregister. The supervisor waits for that. `agent_state` says
+how long silence is waited for, and what it is taken for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from enum import Enum
+
+from hpc_elastic.addresses import LOOPBACK, candidate_addresses
+from hpc_elastic.agent.meeting import rendezvous_settings
+from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.clock import Clock
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.events import EventLog
+from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.launch.site import Site
+from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.rendezvous.closing import close_run
+from hpc_elastic.rendezvous.ending import OBSERVERS, claim_end, departed, newest_agents
+from hpc_elastic.rendezvous.pace import Pace, pace_of
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE
+from hpc_elastic.rendezvous.peers import Bell, Peers
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.rung_about import record_name
+from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
+from hpc_elastic.rendezvous.uid import host_of, node_of
+from hpc_elastic.requeue import RequeueAction
+from hpc_elastic.run_paths import AttemptPaths, RunPaths
+from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.slurm.hostlist import compress
+from hpc_elastic.store.base import Store
+from hpc_elastic.store.doorbell import open_doorbell
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.lease import Liveness
+from hpc_elastic.store.ring_secret import read_secret
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 60.0
+"""Beyond the workers' grace: how long an agent that lives may take to end."""
+LOOK_SECONDS = 0.25
+"""Between two looks at the agents, of up to 256 nodes."""
+HELD_UP_SECONDS = 5.0
+"""Where two looks are further apart, this process was held up, and no agent was silent meanwhile."""
+
+
+class AgentState(Enum):
+    """What is known of an agent of an attempt that was superseded."""
+
+    ENDED = "ended"
+    """It has deregistered: nothing of it runs."""
+    ALIVE = "alive"
+    """It has answered, and ends its workers."""
+    AWAITED = "awaited"
+    """It has not answered yet, and may."""
+    SILENT = "silent"
+    """It did not answer, or does no longer, for as long as a living agent that can read files needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSigns:
+    """What was seen of an agent since its attempt was closed."""
+
+    has_ended: bool
+    has_answered: bool
+    """Its heartbeat has changed."""
+    silent_for: float
+    """Seconds on this process' clock for which its heartbeat was seen not to change."""
+    is_node_up: bool
+    """Slurm reaches its node: it has ended the job's processes there before it started the next attempt."""
+
+
+def agent_state(signs: AgentSigns, *, answer: float, lease: float) -> AgentState:
+    """Decide what an agent's signs come to.
+
+    Args:
+        signs: What was seen.
+        answer: Seconds within which a living agent answers, where nothing is out of order.
+        lease: Seconds of silence after which the rendezvous takes any agent for lost: for an agent that lived after its
+            attempt was closed, or whose node Slurm does not reach.
+    """
+    if signs.has_ended:
+        return AgentState.ENDED
+    if signs.silent_for >= (answer if signs.is_node_up and not signs.has_answered else lease):
+        return AgentState.SILENT
+    return AgentState.ALIVE if signs.has_answered else AgentState.AWAITED
+
+
+class EarlierAttempt:
+    """One earlier attempt, as the supervisor sees it that takes the run over. Every method may raise OSError."""
+
+    def __init__(self, store: Store, *, run_id: str, pace: Pace, clock: Clock) -> None:
+        """Args:
+        store: The attempt's.
+        run_id: The run's.
+        pace: How often its agents look.
+        clock: For the silence.
+        """
+        self._store = store
+        self._run_id = run_id
+        self._pace = pace
+        self._clock = clock
+        self._liveness = Liveness(store)
+        self._answered: set[str] = set()
+        self._closed_at = 0.0
+        self.record: RoundRecord | None = None
+        """The log's last one, once `supersede` has been called."""
+        self.had_begun = False
+        """Whether its agents had written anything."""
+
+    def supersede(self, uid: str, reason: str) -> bool:
+        """Close the attempt, and take the duty to finish it.
+
+        Returns:
+            Whether the attempt was still open, and no other process is going to finish it.
+        """
+        self.record = RoundLog(self._store, self._run_id).latest()
+        self.had_begun = self.record is not None
+        self._closed_at = self._clock.monotonic()
+        for agent in self.agents():
+            self._liveness.look(agent, self._closed_at)
+        close_run(self._store, self._run_id, Outcome.SUPERSEDED, reason)
+        self.record = RoundLog(self._store, self._run_id).latest()
+        was_open = self.record is not None and self.record.outcome is Outcome.SUPERSEDED
+        return claim_end(self._store, uid) and was_open
+
+    def notify(self, bell: Bell, uid: str) -> None:
+        """Have the agents look at the log now, not at their next poll."""
+        observer = NodeInfo(uid=uid, node=OBSERVERS, host="", local_world_size=0, addresses=(), port=0)
+        peers = Peers(self._store, observer, bell)
+        peers.learn(())
+        if self.record is not None:
+            peers.ring_all(record_name(self.record.number))
+
+    def agents(self) -> list[str]:
+        """Uids of the newest agent of each node that the attempt had not lost before."""
+        lost = self.record.lost if self.record is not None else ()
+        announced = (name.partition("+")[0] for name in self._store.list("node"))
+        return list(newest_agents(announced, without=lost).values())
+
+    def forgive(self, seconds: float) -> None:
+        """This process was held up for so long: no agent was silent meanwhile."""
+        self._liveness.forgive(seconds, now=self._clock.monotonic())
+        self._closed_at += seconds
+
+    def look(self, is_node_up: Callable[[str], bool]) -> dict[str, AgentState]:
+        """What has become of the agents, by uid.
+
+        Args:
+            is_node_up: Whether Slurm reaches the node of the agent with this uid.
+        """
+        ended = departed(self._store)
+        found = {}
+        for uid in self.agents():
+            if uid not in ended:
+                self._liveness.look(uid, self._clock.monotonic())
+            if self._liveness.changed_since(uid, self._closed_at):
+                self._answered.add(uid)
+            found[uid] = agent_state(
+                AgentSigns(
+                    has_ended=uid in ended,
+                    has_answered=uid in self._answered,
+                    silent_for=self._liveness.age(uid),
+                    is_node_up=is_node_up(uid),
+                ),
+                answer=self._pace.answer_unheard,
+                lease=self._pace.lease,
+            )
+        return found
+
+
+class EarlierAttemptRunsError(HpcElasticError):
+    """An earlier attempt's agent answers, and does not end: this attempt must not start."""
+
+    template = (
+        "attempt {attempt} of this run still runs on {nodes} {seconds:.0f} s after it was superseded, and two must not "
+        "train at once: end its processes there (pkill -u $USER -f hpc_elastic), then requeue the job"
+    )
+
+
+class EarlierAttempts:
+    """All earlier attempts of a run, as its new supervisor ends them. `supersede` and `look` touch files: may block."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        spec: RunSpec,
+        attempt: AttemptInfo,
+        *,
+        uid: str,
+        site: Site,
+        events: EventLog,
+        clock: Clock,
+    ) -> None:
+        """Args:
+        paths: The run's.
+        spec: What was asked for.
+        attempt: The attempt that was claimed for this process.
+        uid: This process' own.
+        site: Asked which nodes are up.
+        events: The new attempt's.
+        clock: For the silence.
+        """
+        self._paths = paths
+        self._spec = spec
+        self._attempt = attempt
+        self._uid = uid
+        self._site = site
+        self._events = events
+        self._clock = clock
+        self._began_at = self._looked_at = clock.monotonic()
+        self._open: list[tuple[int, tuple[str, ...], EarlierAttempt]] = []
+        """Those whose agents are waited for: number, Slurm's names of its nodes, and the attempt."""
+        self._up: frozenset[str] = frozenset()
+        self._states: dict[int, dict[str, AgentState]] = {}
+
+    @property
+    def look_seconds(self) -> float:
+        """Between two looks."""
+        return LOOK_SECONDS * max(1.0, len(self._attempt.nodes) / 256)
+
+    @property
+    def awaited_nodes(self) -> list[str]:
+        """Slurm's names of the nodes whose agents are waited for."""
+        return [node for number, nodes, _ in self._open for node in self._nodes(number, nodes, *_AWAITED)]
+
+    def supersede(self) -> bool:
+        """Close all earlier attempts whose agents may live. Returns whether none is waited for.
+
+        Raises:
+            OSError, StoreError, RendezvousStateError: one of them can't be closed.
+        """
+        for number in range(self._attempt.number - 1, -1, -1):
+            folder = self._paths.attempt(number)
+            if not folder.root.is_dir():
+                continue  # one that gave way
+            info = _attempt_info(folder)
+            pace = pace_of(rendezvous_settings(self._spec, info or self._attempt))
+            store = FileStore(folder.store, clock=self._clock)
+            earlier = EarlierAttempt(store, run_id=self._spec.run_id, pace=pace, clock=self._clock)
+            reason = f"superseded by attempt {self._attempt.number} on {self._attempt.batch_host}"
+            if earlier.supersede(self._uid, reason) and not folder.result_json.exists():
+                self._record_end(folder, reason, step=earlier.record.memory.step if earlier.record else -1)
+            self._open.append((number, info.nodes if info else (), earlier))
+            if earlier.had_begun:
+                break  # its own supervisor has ended those before it
+        if not self._look():
+            self._up = self._site.nodes_up()
+            self._notify()
+            for number, nodes, _ in self._open:
+                logger.warning(
+                    "attempt %d may still run on %s: it was superseded, and this attempt waits until it has ended",
+                    number,
+                    compress(self._nodes(number, nodes, *_AWAITED)),
+                )
+        return self._is_over()
+
+    def look(self) -> bool:
+        """Look at the agents. Returns whether none is waited for any more.
+
+        Raises:
+            EarlierAttemptRunsError: one that lives does not end.
+        """
+        self._look()
+        return self._is_over()
+
+    def _look(self) -> bool:
+        now = self._clock.monotonic()
+        held_up = now - self._looked_at if now - self._looked_at > HELD_UP_SECONDS else 0.0
+        self._looked_at = now
+        self._began_at += held_up
+        for number, nodes, earlier in self._open:
+            if held_up:  # by a filesystem that hung for the agents too, say
+                earlier.forgive(held_up)
+            self._states[number] = earlier.look(lambda uid, nodes=nodes: _name(uid, nodes) in self._up)  # type: ignore[misc]
+        return not self.awaited_nodes
+
+    def _is_over(self) -> bool:
+        seconds = self._clock.monotonic() - self._began_at
+        for number, nodes, _ in list(self._open):
+            alive = self._nodes(number, nodes, AgentState.ALIVE)
+            if alive and seconds > self._spec.shutdown_timeout + END_SECONDS:
+                raise EarlierAttemptRunsError(attempt=number, nodes=compress(alive), seconds=seconds)
+            if not self._nodes(number, nodes, *_AWAITED):
+                self._open = [entry for entry in self._open if entry[0] != number]
+                self._report(number, nodes, seconds)
+        return not self._open
+
+    def _report(self, number: int, nodes: tuple[str, ...], seconds: float) -> None:
+        """Write down how an earlier attempt ended, unless it had ended long before."""
+        ended, silent = self._nodes(number, nodes, AgentState.ENDED), self._nodes(number, nodes, AgentState.SILENT)
+        if not silent and seconds < LOOK_SECONDS:
+            return
+        rule = why_safe(silent, self._up, seconds=seconds) if silent else ""
+        if ended:
+            logger.info("attempt %d has ended on %s", number, compress(ended))
+        if silent:
+            logger.warning("going on beside attempt %d: %s", number, rule)
+        self._events.write(
+            "attempt_superseded",
+            superseded=number,
+            ended=list(ended),
+            silent=list(silent),
+            seconds=round(seconds, 3),
+            reason=rule,
+        )
+
+    def _nodes(self, number: int, nodes: tuple[str, ...], *states: AgentState) -> list[str]:
+        found = self._states.get(number, {})
+        return [_name(uid, nodes) for uid, state in sorted(found.items()) if state in states]
+
+    def _record_end(self, folder: AttemptPaths, reason: str, *, step: int) -> None:
+        """Write the end of an attempt that was still open, where commands and the report look for it."""
+        stored = StoredResult(
+            outcome=Outcome.SUPERSEDED.value,
+            reason=reason,
+            exit_code=ExitCode.REQUEUED,
+            action=RequeueAction.REQUEUE.value,
+            decision=reason,
+            step=step,
+        )
+        try:
+            stored.save(folder.result_json)
+            events = EventLog(
+                folder.events,
+                role="supervisor",
+                host=self._attempt.batch_host,
+                node=OBSERVER_NODE,
+                uid=self._uid[-21:],
+                clock=self._clock,
+            )
+            events.write("requeue_decision", action=stored.action, reason=reason)
+            events.write("attempt_ended", outcome=stored.outcome, exit_code=stored.exit_code)
+            events.close()
+        except (OSError, HpcElasticError) as error:
+            logger.error("the end of attempt %d could not be written: %s", folder.number, error)
+
+    def _notify(self) -> None:
+        """Have the agents look now. Where that is not possible they look by themselves, a little later."""
+        if not rendezvous_settings(self._spec, self._attempt).doorbell:
+            return
+        local = self._attempt.cluster == "local"
+        addresses = (LOOPBACK,) if local else tuple(candidate_addresses(self._attempt.batch_host))
+        bell = open_doorbell(
+            secret=read_secret(self._paths.secret),
+            run_uid=self._spec.uid,
+            uid=self._uid,
+            host=LOOPBACK if local else "0.0.0.0",
+            addresses=addresses,
+        )
+        if bell is not None:
+            for _, _, earlier in self._open:
+                earlier.notify(bell, self._uid)
+            bell.close()
+
+
+_AWAITED = (AgentState.ALIVE, AgentState.AWAITED)
+
+
+def why_safe(silent: Collection[str], up: Collection[str], *, seconds: float) -> str:
+    """By which rule an attempt may begin, though agents of an earlier one have not deregistered.
+
+    Args:
+        silent: Slurm's names of their nodes.
+        up: Of the nodes that Slurm reaches.
+        seconds: For how long they were waited for.
+    """
+    known, unknown = sorted(set(silent) & set(up)), sorted(set(silent) - set(up))
+    parts = []
+    if known:
+        parts.append(f"Slurm reaches {compress(known)}, and has ended the job's processes there before this attempt")
+    if unknown:
+        parts.append(
+            f"{compress(unknown)} has not answered through the files for {seconds:.0f} s, so that node is off or can't "
+            "use the run directory; its workers are ended as soon as it can"
+        )
+    return "; ".join(parts)
+
+
+def _name(uid: str, nodes: tuple[str, ...]) -> str:
+    node = node_of(uid)
+    return nodes[node] if 0 <= node < len(nodes) else host_of(uid)
+
+
+def _attempt_info(folder: AttemptPaths) -> AttemptInfo | None:
+    try:
+        return load_attempt(folder.attempt_json)
+    except UnreadableAttemptError:
+        return None

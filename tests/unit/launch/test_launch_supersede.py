@@ -1,0 +1,243 @@
+"""What an earlier attempt's agents come to, and how a new supervisor ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.supersede import (
+    END_SECONDS,
+    AgentSigns,
+    AgentState,
+    EarlierAttemptRunsError,
+    EarlierAttempts,
+    agent_state,
+    why_safe,
+)
+from hpc_elastic.outcome import Outcome
+from hpc_elastic.rendezvous.closing import close_run
+from hpc_elastic.rendezvous.ending import claim_end, goodbye_key
+from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.lease import Heartbeat
+from tests.rigs.fake_clock import FakeClock
+
+ANSWER, LEASE = 4.4, 20.0
+SPEC = RunSpec(
+    run_id="r",
+    uid="0" * 32,
+    name="x",
+    created_ns=0,
+    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+    cwd="/",
+    max_nodes=2,
+    rdzv_conf={"doorbell": "off"},
+    shutdown_timeout=30.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("ended", "answered", "up", "silent", "state"),
+    [
+        (True, False, False, 99.0, AgentState.ENDED),
+        (False, False, True, ANSWER - 0.1, AgentState.AWAITED),
+        (False, False, True, ANSWER, AgentState.SILENT),
+        (False, False, False, LEASE - 0.1, AgentState.AWAITED),
+        (False, False, False, LEASE, AgentState.SILENT),
+        (False, True, True, ANSWER, AgentState.ALIVE),
+        (False, True, False, LEASE - 0.1, AgentState.ALIVE),
+        (False, True, True, LEASE, AgentState.SILENT),
+    ],
+)
+def test_what_an_agents_signs_come_to(ended: bool, answered: bool, up: bool, silent: float, state: AgentState) -> None:
+    signs = AgentSigns(has_ended=ended, has_answered=answered, is_node_up=up, silent_for=silent)
+    assert agent_state(signs, answer=ANSWER, lease=LEASE) is state
+
+
+def test_the_rule_by_which_it_is_safe_to_go_on_is_given_for_each_node() -> None:
+    rule = why_safe(["n1", "n2", "n7"], {"n1", "n2", "n3"}, seconds=20)
+    assert rule.startswith("Slurm reaches n[1-2], and has ended the job's processes there")
+    assert "; n7 has not answered through the files for 20 s" in rule
+
+
+class Stage:
+    """A run directory with one attempt whose agents are the test's."""
+
+    def __init__(self, root: Path, *, up: frozenset[str] = frozenset()) -> None:
+        self.paths = RunPaths(root)
+        self.clock = FakeClock()
+        self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.up = up
+
+    def begin(self, *nodes: str) -> AttemptInfo:
+        claimed = claim_attempt(self.paths)
+        info = AttemptInfo(
+            number=claimed.number, cluster="slurm", nodes=nodes, batch_host=nodes[0], started_ns=0, job_id="7"
+        )
+        info.save(claimed.attempt_json)
+        return info
+
+    def store(self, number: int = 0) -> FileStore:
+        return FileStore(self.paths.attempt(number).store, clock=self.clock)
+
+    def train(self, nodes: int, number: int = 0) -> list[str]:
+        """Agents on so many nodes that have met. Returns their uids."""
+        store = self.store(number)
+        uids = [f"{node:05d}-n{node + 1}-{number + 1:016x}-0000" for node in range(nodes)]
+        for node, uid in enumerate(uids):
+            own = NodeInfo(uid=uid, node=node, host=f"n{node + 1}", local_world_size=1, addresses=(), port=0)
+            Peers(store, own, None).announce()
+            Heartbeat(store, uid, interval=1).beat_now(0)
+        record = RoundRecord(number=1, epoch="e", term=1, leader=uids[0], round=0, status=Status.JOINABLE)
+        store.put_if_absent("epoch/id", "e")
+        assert RoundLog(store, "r").append(record)
+        return uids
+
+    def earlier(self, mine: AttemptInfo) -> EarlierAttempts:
+        return EarlierAttempts(
+            self.paths,
+            SPEC,
+            mine,
+            uid="99999-boss-0000000000000001-0000",
+            site=SimpleNamespace(nodes_up=lambda: self.up),  # type: ignore[arg-type]
+            events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
+            clock=self.clock,
+        )
+
+    def outcome(self, number: int = 0) -> Outcome | None:
+        record = RoundLog(self.store(number), "r").latest()
+        assert record is not None
+        assert record.status is Status.CLOSED
+        return record.outcome
+
+    def leave(self, uid: str, number: int = 0) -> None:
+        self.store(number).put_if_absent(goodbye_key(uid), "bye")
+
+
+def test_the_first_attempt_waits_for_none(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    assert stage.earlier(stage.begin("n1")).supersede()
+    assert stage.events == []
+
+
+def test_an_attempt_whose_agents_have_all_deregistered_is_not_waited_for(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1", "n2")
+    for uid in stage.train(2):
+        stage.leave(uid)
+    close_run(stage.store(), "r", Outcome.PREEMPTED, "notice")
+    result = StoredResult(outcome="preempted", reason="", exit_code=75, action="requeue", decision="")
+    result.save(stage.paths.attempt(0).result_json)
+    assert stage.earlier(stage.begin("n1", "n2")).supersede()
+    assert stage.outcome() is Outcome.PREEMPTED
+    assert load_result(stage.paths.attempt(0).result_json) == result, "what it wrote about its end stays"
+    assert stage.events == []
+
+
+def test_a_living_attempt_is_closed_and_waited_for_until_its_agents_have_ended(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1", "n2")
+    first, second = stage.train(2)
+    earlier = stage.earlier(stage.begin("n3", "n4"))
+    assert not earlier.supersede()
+    assert stage.outcome() is Outcome.SUPERSEDED
+    assert not claim_end(stage.store(), first), "none of its agents finishes it: the job is the new attempt's"
+    stored = load_result(stage.paths.attempt(0).result_json)
+    assert stored is not None
+    assert stored.outcome == "superseded"
+    stage.leave(first)
+    beat = Heartbeat(stage.store(), second, interval=1)
+    for _ in range(120):
+        stage.clock.now += 0.25
+        beat.beat_if_due(stage.clock.now)
+        assert not earlier.look(), "it answers: its workers may still run"
+    assert earlier.awaited_nodes == ["n2"]
+    stage.leave(second)
+    assert earlier.look()
+    [(name, fields)] = stage.events
+    assert name == "attempt_superseded"
+    assert (fields["superseded"], fields["ended"], fields["silent"]) == (0, ["n1", "n2"], [])
+
+
+@pytest.mark.parametrize(("up", "least", "most"), [(frozenset({"n1"}), 4.0, 6.0), (frozenset(), 19.0, 21.0)])
+def test_an_agent_that_can_not_be_heard_of_is_waited_for_by_what_slurm_says_of_its_node(
+    tmp_path: Path, up: frozenset[str], least: float, most: float
+) -> None:
+    stage = Stage(tmp_path, up=up)
+    stage.begin("n1")
+    stage.train(1)
+    earlier = stage.earlier(stage.begin("n2"))
+    over, began = earlier.supersede(), stage.clock.now
+    while not over:
+        stage.clock.now += 0.25
+        over = earlier.look()
+    assert least <= stage.clock.now - began <= most
+    [(_, fields)] = stage.events
+    assert fields["silent"] == ["n1"]
+    assert ("Slurm reaches n1" in fields["reason"]) is bool(up)
+
+
+def test_nobody_was_silent_while_this_process_was_held_up(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    [uid] = stage.train(1)
+    earlier = stage.earlier(stage.begin("n2"))
+    assert not earlier.supersede()
+    stage.clock.now += 300  # a filesystem that hung, for the agent too
+    assert not earlier.look()
+    stage.leave(uid)
+    assert earlier.look()
+
+
+def test_an_agent_that_lives_and_does_not_end_keeps_the_next_attempt_from_starting(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    [uid] = stage.train(1)
+    earlier = stage.earlier(stage.begin("n2"))
+    earlier.supersede()
+    beat = Heartbeat(stage.store(), uid, interval=1)
+    began = stage.clock.now
+    with pytest.raises(EarlierAttemptRunsError, match="attempt 0 of this run still runs on n1") as caught:
+        while stage.clock.now < began + 500:
+            stage.clock.now += 0.25
+            beat.beat_if_due(stage.clock.now)
+            earlier.look()
+    assert stage.clock.now - began == pytest.approx(SPEC.shutdown_timeout + END_SECONDS, abs=0.5)
+    assert "pkill" in str(caught.value)
+
+
+def test_one_that_began_nothing_is_closed_and_the_one_before_it_too(tmp_path: Path) -> None:
+    """Its supervisor may have been stopped between its claim and its agents' start: they end as soon as they look."""
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    [uid] = stage.train(1)
+    stage.begin("n2")
+    earlier = stage.earlier(stage.begin("n3"))
+    assert not earlier.supersede()
+    assert stage.outcome(1) is Outcome.SUPERSEDED
+    assert stage.outcome(0) is Outcome.SUPERSEDED
+    stage.leave(uid)
+    assert earlier.look()
+
+
+def test_a_node_that_the_attempt_itself_had_lost_is_not_waited_for(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1", "n2")
+    first, _ = stage.train(2)
+    log = RoundLog(stage.store(), "r")
+    record = log.latest()
+    assert record is not None
+    assert log.append(record.successor(lost=(1,)))
+    stage.leave(first)
+    assert stage.earlier(stage.begin("n3")).supersede()
