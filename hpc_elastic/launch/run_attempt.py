@@ -176,19 +176,26 @@ def _end_earlier(
     is_interrupted: Callable[[], bool],
     undo: Callable[[], None],
 ) -> None:
-    """Wait until no worker of an earlier attempt runs any more.
+    """Wait until no worker of an earlier attempt runs any more. A filesystem that refuses is asked again.
 
     Raises:
         StartInterruptedError: a signal came first; `undo` has been called.
         EarlierAttemptRunsError: one does not end.
     """
-    over = on_disk(earlier.supersede)
-    while not over:
+    step, has_warned = earlier.supersede, False
+    while True:
+        try:
+            if on_disk(step):
+                return
+            step = earlier.look
+        except OSError as error:
+            if not has_warned:
+                logger.warning("an earlier attempt of the run can't be looked at: %s; trying again", error)
+            has_warned = True
         if is_interrupted():
             undo()
-            raise StartInterruptedError(nodes=", ".join(earlier.awaited_nodes))
+            raise StartInterruptedError(nodes=", ".join(earlier.awaited_nodes) or "the filesystem")
         clock.wait(threading.Event(), earlier.look_seconds)
-        over = on_disk(earlier.look)
 
 
 def _begin(paths: RunPaths, site: Site, facts: SiteFacts, clock: Clock) -> AttemptInfo:

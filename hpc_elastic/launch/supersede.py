@@ -25,6 +25,7 @@ from hpc_elastic.launch.site import Site
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.ending import OBSERVERS, claim_end, departed, newest_agents
+from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.pace import Pace, pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.peers import Bell, Peers
@@ -235,9 +236,12 @@ class EarlierAttempts:
     def supersede(self) -> bool:
         """Close all earlier attempts whose agents may live. Returns whether none is waited for.
 
+        May be called again after an OSError.
+
         Raises:
-            OSError, StoreError, RendezvousStateError: one of them can't be closed.
+            OSError, StoreError: one of them can't be closed.
         """
+        self._open.clear()
         for number in range(self._attempt.number - 1, -1, -1):
             folder = self._paths.attempt(number)
             if not folder.root.is_dir():
@@ -247,7 +251,13 @@ class EarlierAttempts:
             store = FileStore(folder.store, clock=self._clock)
             earlier = EarlierAttempt(store, run_id=self._spec.run_id, pace=pace, clock=self._clock)
             reason = f"superseded by attempt {self._attempt.number} on {self._attempt.batch_host}"
-            if earlier.supersede(self._uid, reason) and not folder.result_json.exists():
+            try:
+                was_open = earlier.supersede(self._uid, reason)
+            except RendezvousStateError as error:
+                # Its agents can't read their log either, and end their workers for that.
+                logger.warning("attempt %d can't be closed: %s; going on", number, error)
+                break
+            if was_open and not folder.result_json.exists():
                 self._record_end(folder, reason, step=earlier.record.memory.step if earlier.record else -1)
             self._open.append((number, info.nodes if info else (), earlier))
             if earlier.had_begun:

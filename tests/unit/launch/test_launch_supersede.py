@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.run_attempt import StartInterruptedError, _end_earlier
 from hpc_elastic.launch.supersede import (
     END_SECONDS,
     AgentSigns,
@@ -241,3 +243,54 @@ def test_a_node_that_the_attempt_itself_had_lost_is_not_waited_for(tmp_path: Pat
     assert log.append(record.successor(lost=(1,)))
     stage.leave(first)
     assert stage.earlier(stage.begin("n3")).supersede()
+
+
+def test_an_attempt_whose_log_can_not_be_understood_keeps_none_from_starting(tmp_path: Path) -> None:
+    """Its agents can't read it either, and end."""
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    stage.train(1)
+    stage.store().put_if_absent(f"log/{2:016d}", '{"v": 99}')
+    assert stage.earlier(stage.begin("n2")).supersede()
+
+
+def test_a_filesystem_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    [uid] = stage.train(1)
+    stage.leave(uid)
+    earlier = stage.earlier(stage.begin("n2"))
+    refusals = [OSError(errno.EACCES, "refused")] * 3
+    listing = FileStore.list
+
+    def refuse(store: FileStore, folder: str) -> list[str]:
+        if refusals:
+            raise refusals.pop()
+        return listing(store, folder)
+
+    monkeypatch.setattr(FileStore, "list", refuse)
+    _end_earlier(
+        earlier,
+        lambda action: action(),
+        clock=stage.clock,
+        is_interrupted=lambda: False,
+        undo=lambda: pytest.fail("it goes on"),
+    )
+    assert not refusals
+    assert stage.outcome() is Outcome.SUPERSEDED
+
+
+def test_a_signal_ends_the_wait_and_nothing_was_started(tmp_path: Path) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    stage.train(1)
+    undone: list[bool] = []
+    with pytest.raises(StartInterruptedError, match="ending on n1"):
+        _end_earlier(
+            stage.earlier(stage.begin("n2")),
+            lambda action: action(),
+            clock=stage.clock,
+            is_interrupted=lambda: stage.clock.now > 1003,
+            undo=lambda: undone.append(True),
+        )
+    assert undone == [True]
