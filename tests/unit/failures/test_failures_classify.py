@@ -114,6 +114,26 @@ def test_the_most_telling_xid(text: str, says: str) -> None:
     assert (found is not None) == bool(says)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("RuntimeError: CUDA driver error: out of memory", "the GPU's memory is full"),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", "the GPU's memory is full"),
+        ("Failed to initialize NVML: Driver/library version mismatch", "does not fit its libraries"),
+        ("Error 804: forward compatibility was attempted on non supported HW", "does not fit its libraries"),
+        ("The NVIDIA driver on your system is too old (found version 11040).", "too old for this torch"),
+        (
+            "Cuda failure 700 'an illegal memory access was encountered'\nNCCL WARN Failed to CUDA calloc 8 bytes",
+            "touched memory that is not its own",
+        ),
+    ],
+)
+def test_what_cuda_says_of_memory_and_of_its_driver(text: str, says: str) -> None:
+    found = find_known_words(text)
+    assert found is not None
+    assert says in found.says
+
+
 def test_a_star_stays_within_a_line_and_200_characters() -> None:
     assert find_known_words("TCPStore(host): the client timed out") is not None
     assert find_known_words("TCPStore(host)\nthe client timed out") is None
