@@ -116,6 +116,7 @@ WORDS: tuple[Words, ...] = (
            "time out waiting*ms for recv operation", "time out waiting*ms for send operation",
            "failed to pass monitoredbarrier", "watchdog caught collective operation timeout",
            "milliseconds before timing out", "collective operation timed out", "collective operation timeout",
+           "watchdog detected operation timeout", "nccl operation timed out",
            "timed out waiting for*barrier")),
     Words(_SYMPTOM, "another rank's collective ran into its timeout",
           ("due to a collective timeout from", "dump signal from another rank", "dump signal from other rank")),
@@ -146,7 +147,8 @@ WORDS: tuple[Words, ...] = (
     Words(_ROOT, "a CUDA call inside NCCL failed", ("unhandled cuda error", "ncclunhandledcudaerror")),
     Words(_ROOT, "NCCL failed inside", ("ncclinternalerror",)),
     Words(_SYMPTOM, "NCCL gave up after a peer was gone",
-          ("watchdog thread terminated with exception", "processgroup*aborted")),
+          ("watchdog thread terminated with exception", "processgroup*aborted", "watchdog detected operation error",
+           "nccl hit async error")),
 )
 # fmt: on
 
