@@ -43,7 +43,7 @@ class Record:
             self.file.write_text(self.table())
 
     def keep(self, name: str, found: str | Path) -> None:
-        if self.folder is None:
+        if self.folder is None or (isinstance(found, Path) and not found.exists()):
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         if isinstance(found, Path):

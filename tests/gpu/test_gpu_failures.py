@@ -96,10 +96,10 @@ def test_what_the_report_says_of(
         dumps = run.flight_recorder_dumps()
         for dump in dumps:
             keep(f"flight-recorder-{file}-{dump.name}", dump)
-        told = run.told()
-        assert case.says in told["reason"], f"{told}\n{run.explain()}"
+        cause = run.cause()
+        assert case.says in cause["reason"], f"{cause}\n{run.explain()}"
         wanted = {"failure_class": case.failure_class, "category": case.category, "retryable": case.retryable}
-        assert {key: told[key] for key in wanted} == wanted, f"{told}\n{run.explain()}"
+        assert {key: cause[key] for key in wanted} == wanted, f"{cause}\n{run.explain()}"
     dumped = f"; flight recorder: {', '.join(f'{dump.stat().st_size} bytes' for dump in dumps)}" if dumps else ""
-    verdict = f"{told['failure_class']}, {told['category']}: {told['reason']}"
+    verdict = f"{cause['failure_class']}, {cause['category']}: {cause['reason']}"
     seen(f"failure: {name}", f"{verdict}; {time.monotonic() - began:.0f} s{dumped}")

@@ -61,14 +61,14 @@ def test_a_rank_that_does_not_come_is_a_timeout(
     tmp_path: Path, way: str, seen: Callable[[str, str], None], keep: Callable[[str, str | Path], None]
 ) -> None:
     with GpuRun(tmp_path, _ONE_DOES_NOT_COME, nodes=2, arguments=(way,), options=["--max-restarts", "0"]) as run:
-        told = run.told()
+        cause = run.cause()
         for rank in range(2):
             keep(f"nccl-timeout-rank{rank}.txt", run.rank(rank).stderr)
         for dump in run.flight_recorder_dumps():
             keep(f"flight-recorder-two-ranks-{dump.name}", dump)
-        assert told["failure_class"] == "symptom", f"{told}\n{run.explain()}"
-        assert "timeout" in told["reason"], f"{told}\n{run.explain()}"
-        seen("NCCL's watchdog, a rank did not come", f"rank {told['global_rank']}: {told['reason']}")
+        assert cause["failure_class"] == "symptom", f"{cause}\n{run.explain()}"
+        assert "timeout" in cause["reason"], f"{cause}\n{run.explain()}"
+        seen("NCCL's watchdog, a rank did not come", f"rank {cause['global_rank']}: {cause['reason']}")
 
 
 def test_the_flight_recorder_dumps_when_its_pipe_is_written_to(

@@ -197,7 +197,7 @@ class GpuRun(LocalRun):
         own = (f"file {self.tmp}/", f"file {self.folder / 'home'}/")
         return [item for item in super().left() if not item.startswith(own)]
 
-    def told(self) -> dict[str, Any]:
+    def cause(self) -> dict[str, Any]:
         """What the report says of the cause, once the run has ended."""
         self.finish(within=RUN_SECONDS)
         failure = self.report()["verdict"]["failure"]
@@ -205,7 +205,7 @@ class GpuRun(LocalRun):
         return {key: failure[key] for key in ("failure_class", "reason", "category", "retryable", "global_rank")}
 
     def explain(self) -> str:
-        """All that a reader needs who can't see this machine."""
+        """The report, the job log and what the workers printed: for a reader without access to this machine."""
         verdicts = [path.read_text(errors="replace") for path in self.runs.rglob("report.json")]
         summaries = [str(json.loads(text)["verdict"]["summary"]) for text in verdicts] or ["no report"]
         texts = [f"the run says: {'; '.join(summaries)}\n{self.log_tail()}"]
