@@ -7,6 +7,7 @@
     python -m tests.check --no-slurm            all but the real-Slurm tier
     python -m tests.check --long                the minutes-long tests too; no budgets
     python -m tests.check --tier frameworks     accelerate and Lightning, which it downloads; not part of "everything"
+    python -m tests.check --tier gpu --record FILE      what needs an NVIDIA GPU, and a table of what it saw; neither
     python -m tests.check --bench               short benchmarks at the end (a crash fails, a missed figure is printed)
 
 The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
@@ -73,6 +74,7 @@ TIERS = (
     ),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
+    Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
 )
 BENCH_BUDGET = 520.0
 
@@ -171,15 +173,16 @@ def run_limited(
         raise
 
 
-def run_tier(tier: Tier, outcome: Outcome, *, long: bool) -> None:
-    """Run one tier's tests with pytest and count them from its XML."""
+def run_tier(tier: Tier, outcome: Outcome, *, long: bool, arguments: Sequence[str] = ()) -> None:
+    """Run one tier's tests with pytest, given further arguments, and count them from its XML."""
     folders = [name for name in tier.folders if any((ROOT / name).rglob("test_*.py"))]
     if not folders:
         outcome.notes.append("no tests yet")
         return
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-check-") as temporary:
         xml = Path(temporary) / "junit.xml"
-        argv = [sys.executable, "-m", "pytest", "-q", *folders, "-rfE", f"--junitxml={xml}", "--durations=3"]
+        argv = [sys.executable, "-m", "pytest", "-q", *folders, *arguments, "-rfE", f"--junitxml={xml}"]
+        argv += ["--durations=3"]
         if tier.processes > 1:
             argv += ["-n", str(tier.processes), "--dist", tier.sharing]
         if not long:
@@ -259,7 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-slurm", action="store_true", help="leave out the tier that needs a real Slurm")
     parser.add_argument("--long", action="store_true", help="also tests marked slow; budgets are not held")
     parser.add_argument("--bench", action="store_true", help="run the benchmarks at the end")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="with --tier gpu: write the table of what it saw")
     options = parser.parse_args(argv)
+    if options.record and "gpu" not in (options.tier or ()):
+        parser.error("--record: only --tier gpu has something to record")
     # Started in the background (`… &`, nohup, some CI) we inherit an ignored SIGINT, and so would pytest and all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     wanted = set(options.tier or ["checks", *(tier.name for tier in TIERS if not tier.optional)])
@@ -278,7 +284,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tier.optional:
             os.environ[f"HPC_ELASTIC_REQUIRE_{tier.name.upper().replace('-', '_')}"] = "1"
         started, outcome = time.monotonic(), Outcome(name=tier.name, budget=None if options.long else tier.budget)
-        run_tier(tier, outcome, long=options.long)
+        record = (f"--gpu-record={options.record.absolute()}",) if options.record and tier.name == "gpu" else ()
+        run_tier(tier, outcome, long=options.long, arguments=record)
         outcomes.append(finish(outcome, started))
     if options.bench:
         print("\n== bench ==", flush=True)

@@ -63,7 +63,10 @@ class AbortTorchDistributed(Abort):
 
 def _abort_nccl() -> None:
     """All at once where torch can, so that no communicator waits for another."""
-    if not hasattr(distributed_c10d, "ProcessGroupNCCL") or not dist.is_initialized():
+    # After torch 2.13 ``nccl`` is a class of its own, and the older one ``nccl-legacy``.
+    names = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
+    kinds = tuple(kind for name in names for place in (distributed_c10d, dist) if (kind := getattr(place, name, None)))
+    if not kinds or not dist.is_initialized():
         return
     import torch
 
@@ -72,7 +75,7 @@ def _abort_nccl() -> None:
             backend = group._get_backend(torch.device("cuda"))
         except RuntimeError:
             continue  # a group without GPUs
-        if isinstance(backend, distributed_c10d.ProcessGroupNCCL):
+        if isinstance(backend, kinds):
             (getattr(backend, "abort", None) or backend._shutdown)()
 
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.torch
 JOBS = {
     "gentle": "gentle_faults:3",
     "hooks": "hooks:2",
+    "counted": "counted_faults:1:device=cpu",
     "leave-finalize": "leaving:3:how=finalize:store=shared",
     "leave-health_check": "leaving:3:how=health_check:store=shared",
     "leave-interrupt": "leaving:3:how=interrupt:store=shared",
@@ -84,6 +85,11 @@ def test_hooks_run_in_order_and_their_failures_restart_all(jobs: dict[str, Job])
     others = job.results[0]
     assert others[-3:] == ["initialize 3", "check NoneType", "function 3"]
     assert others.count("abort False") == 3
+
+
+def test_a_rank_may_cause_so_many_faults(jobs: dict[str, Job]) -> None:
+    """As tests/gpu has it on a GPU."""
+    assert "rank 0 has caused 2 faults" in jobs["counted"].ranks[0].error, jobs["counted"].output
 
 
 @pytest.mark.parametrize(

@@ -10,34 +10,19 @@ import pytest
 
 from hpc_elastic.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
+from tests.rigs.torch_ranks import ALL_REDUCE
+from tests.rigs.training_scripts import SYNTHETIC, check_that_it_resumed, run_alone, run_with_a_killed_rank
 
 pytestmark = [
     pytest.mark.torch,
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
 ]
-
-# The survivors sit in a collective when the victim dies, as they would in training.
-_ALL_REDUCE = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-value = torch.tensor([2.0**RANK])
-dist.all_reduce(value)
-tell("here", total=value.item(), group=dist.get_world_size(), restarts=ROUND)
-for step in range(100000):
-    stop = torch.tensor([float(is_said("end"))])
-    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
-    if stop.item():
-        break
-    time.sleep(0.01)
-dist.destroy_process_group()
-"""
+GLOO = ("gloo", "cpu")
 
 
 @pytest.mark.parametrize(("nodes", "victims"), [(4, (0, 3)), (2, (1, 1))])
 def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes: int, victims: tuple[int, ...]) -> None:
-    with LocalRun(tmp_path, _ALL_REDUCE, nodes=nodes, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, ALL_REDUCE, nodes=nodes, arguments=GLOO, environ={"OMP_NUM_THREADS": "1"}) as run:
         for round_index, victim in enumerate((*victims, None)):
             here = run.wait_moments("here", count=nodes, round_index=round_index)
             assert [value["rank"] for value in here] == list(range(nodes))
@@ -56,7 +41,7 @@ def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes:
 
 def test_process_group_after_an_agents_death_and_on_fewer_nodes(tmp_path: Path) -> None:
     """Node 0's agent, with the TCPStore, is killed until the supervisor gives it up: node 1 goes on alone."""
-    with LocalRun(tmp_path, _ALL_REDUCE, nodes=2, min_nodes=1, environ={"OMP_NUM_THREADS": "1"}) as run:
+    with LocalRun(tmp_path, ALL_REDUCE, nodes=2, min_nodes=1, arguments=GLOO, environ={"OMP_NUM_THREADS": "1"}) as run:
         run.wait_moments("here", count=2, round_index=0)
         for _ in range(4):
             run.kill_agent_in_a_round(0)
@@ -64,3 +49,11 @@ def test_process_group_after_an_agents_death_and_on_fewer_nodes(tmp_path: Path) 
         assert [(value["rank"], value["total"]) for value in alone] == [(0, 1.0)]
         run.say("end")
         assert run.finish() == ExitCode.OK
+
+
+def test_training_that_is_killed_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    """As tests/gpu does it on a GPU."""
+    undisturbed = run_alone(SYNTHETIC, tmp_path / "alone")
+    result = run_with_a_killed_rank(SYNTHETIC, tmp_path, moved="checkpoint")
+    check_that_it_resumed(result, undisturbed)
+    assert "final: epoch=4 ranks=2 device=cpu" in result.stdout

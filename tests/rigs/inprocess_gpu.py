@@ -14,6 +14,7 @@ import torch.distributed as dist
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess.tools.inject_fault import Fault, strike
 from tests.rigs.inprocess_scenarios import Options, connect, store_of
+from tests.rigs.torch_ranks import share
 
 
 def spoilt_context(rank: int, folder: Path, options: Options) -> Any:
@@ -45,14 +46,30 @@ def busy_gpu(rank: int, folder: Path, options: Options) -> Any:
     return function()
 
 
+def counted_faults(rank: int, folder: Path, options: Options) -> Any:
+    """The function fails each time, and its device is healthy: one fault is allowed."""
+    check = inprocess.Compose(
+        inprocess.health_check.CudaHealthCheck(), inprocess.health_check.FaultCounter(max_rank_faults=1)
+    )
+
+    @inprocess.Wrapper(health_check=check, **store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> None:
+        torch.ones(1, device=options["device"]).item()
+        raise ValueError("planted")
+
+    function()
+
+
 def blocked_nccl(rank: int, folder: Path, options: Options) -> Any:
-    """The last rank raises while the others are in an all-reduce on their GPUs. Iteration, ranks, seconds."""
+    """The last rank raises while the others are in an all-reduce on their GPUs, which they may share in a way of
+    `torch_ranks.SHARING`. Iteration, ranks, seconds."""
     began: list[float] = []
 
     @inprocess.Wrapper(**store_of(folder, options))
     def function(call: inprocess.CallWrapper) -> list[Any]:
         own, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        torch.cuda.set_device(own)
+        share(options["way"], own)
+        torch.cuda.set_device(own % torch.cuda.device_count())
         store = dist.PrefixStore(f"{folder.name}/{call.iteration}", connect())
         dist.init_process_group("nccl", store=store, rank=own, world_size=world)
         value = torch.ones(1, device="cuda")

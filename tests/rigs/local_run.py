@@ -109,7 +109,7 @@ class LocalRun:
     """Python, after ``from stage import *``; the leading blanks are taken away."""
     nodes: int = 2
     min_nodes: int | None = None
-    nproc: int = 1
+    nproc: int | str = 1
     arguments: Sequence[str] = ()
     options: Sequence[str] = ()
     """Further ones of ``hpc-elastic run``."""
@@ -168,7 +168,8 @@ class LocalRun:
             "XDG_RUNTIME_DIR": str(self.tmp),
             "XDG_STATE_HOME": str(self.folder / "state"),
             "HOME": str(self.folder / "home"),
-            "PYTHONPATH": str(ROOT),
+            # Where dependencies were brought along in a folder, they stand there.
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             **self.environ,
         }
 

@@ -19,6 +19,8 @@ from tests.rigs.inprocess_ranks import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 FAULTY = ROOT / "tests" / "rigs" / "faulty_script.py"
+SYNTHETIC = str(ROOT / "tests" / "rigs" / "synthetic_training.py")
+"""Takes an example's place: nothing but torch, and ``--device``, ``--backend``."""
 EPOCHS = 4
 PATIENCE = 420.0
 """Seconds for a run with two starts of torch, on a machine that is busy with much else."""
@@ -29,14 +31,20 @@ def losses(output: str) -> dict[int, float]:
     return {int(epoch): float(loss) for epoch, loss in re.findall(r"epoch (\d+)/\d+: loss=([0-9.]+)", output)}
 
 
-def run_alone(script: str, checkpoint: Path, *, python: str = sys.executable) -> dict[int, float]:
+def _path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def run_alone(
+    script: str, checkpoint: Path, *, arguments: Sequence[str] = (), python: str = sys.executable
+) -> dict[int, float]:
     """The losses of one process without any launcher."""
     env = {
         **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_ports()),
+        "MASTER_PORT": str(free_ports()), "PYTHONPATH": _path(),
     }  # fmt: skip
     result = subprocess.run(
-        [python, str(EXAMPLES / script), "--epochs", str(EPOCHS), "--checkpoint", str(checkpoint)],
+        [python, str(EXAMPLES / script), "--epochs", str(EPOCHS), "--checkpoint", str(checkpoint), *arguments],
         env=env, cwd=checkpoint.parent, capture_output=True, text=True, timeout=PATIENCE,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
@@ -46,7 +54,13 @@ def run_alone(script: str, checkpoint: Path, *, python: str = sys.executable) ->
 
 
 def run_with_a_killed_rank(
-    script: str, folder: Path, *, moved: str, options: Sequence[str] = (), python: str = sys.executable
+    script: str,
+    folder: Path,
+    *,
+    moved: str,
+    arguments: Sequence[str] = (),
+    options: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> subprocess.CompletedProcess[str]:
     """Two local nodes; rank 0 is killed as it is about to say that the checkpoint of epoch 3 is whole.
 
@@ -54,6 +68,7 @@ def run_with_a_killed_rank(
         script: An example.
         folder: Empty; the runs and the checkpoint come into it.
         moved: Part of the name of the file whose moving into place completes a checkpoint.
+        arguments: Further ones of the script.
         options: Further ones of ``hpc-elastic run``.
         python: The workers' interpreter.
     """
@@ -61,9 +76,10 @@ def run_with_a_killed_rank(
         [
             *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--python", python),
             *("--runs-dir", str(folder / "runs"), *options, str(FAULTY), "0", moved, "3", str(EXAMPLES / script)),
-            *("--epochs", str(EPOCHS), "--checkpoint", str(folder / "checkpoint")),
+            *("--epochs", str(EPOCHS), "--checkpoint", str(folder / "checkpoint"), *arguments),
         ],
-        cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE,
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": _path()}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=PATIENCE,
     )  # fmt: skip
 
 

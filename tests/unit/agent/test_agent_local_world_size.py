@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -38,9 +40,26 @@ def test_auto_in_a_job_is_what_slurm_gave_this_node(version: str) -> None:
     assert local_world_size("auto", without) == 1
 
 
-def test_gpu_on_a_node_without_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UsageError, match=r"--nproc-per-node gpu: .*--gpus-per-node"):
-        local_world_size("gpu", {})
+@pytest.mark.parametrize(
+    ("env", "way_out"),
+    [
+        (captured_environment("22.05.8", "env-plain-step-n1-task0"), "--gpus-per-node"),
+        ({}, "/nvidia*); give the number of workers"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' names no GPU; unset it"),
+    ],
+    ids=["in a job", "outside", "hidden"],
+)
+def test_gpu_on_a_node_without_is_refused_with_the_way_out(tmp_path: Path, env: dict[str, str], way_out: str) -> None:
+    with pytest.raises(UsageError, match=rf"--nproc-per-node gpu: .*{re.escape(way_out)}"):
+        local_world_size("gpu", env, devices=tmp_path)
+
+
+def test_gpu_outside_of_slurm_is_all_that_the_machine_has(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
+        (tmp_path / name).touch()
+    assert local_world_size("gpu", {}, devices=tmp_path) == 3
+    assert local_world_size("gpu", {"CUDA_VISIBLE_DEVICES": "1"}, devices=tmp_path) == 1
+    assert local_world_size("auto", {}, devices=tmp_path) == 1, "it is the default, on workstations too"
 
 
 def test_cpu_is_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,49 @@ def test_the_most_telling_xid(text: str, says: str) -> None:
     assert (found is not None) == bool(says)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("RuntimeError: CUDA driver error: out of memory", "the GPU's memory is full"),
+        ("RuntimeError: Triton Error [CUDA]: out of memory", "the GPU's memory is full"),
+        ("Failed to initialize NVML: Driver/library version mismatch", "does not fit its libraries"),
+        ("Error 804: forward compatibility was attempted on non supported HW", "does not fit its libraries"),
+        ("The NVIDIA driver on your system is too old (found version 11040).", "too old for this torch"),
+        (
+            "Cuda failure 700 'an illegal memory access was encountered'\nNCCL WARN Failed to CUDA calloc 8 bytes",
+            "touched memory that is not its own",
+        ),
+    ],
+)
+def test_what_cuda_says_of_memory_and_of_its_driver(text: str, says: str) -> None:
+    found = find_known_words(text)
+    assert found is not None
+    assert says in found.says
+
+
+@pytest.mark.parametrize(
+    ("due_to", "says"),
+    [
+        ("timeout - timeout watchdog detected operation timeout", "a collective waited for a peer until its timeout"),
+        ("timeout - collective operation timed out", "a collective waited for a peer until its timeout"),
+        ("error - nccl hit async error: remote process exited or there was a network error", "a peer was gone"),
+        ("error - nccl hit async error: unhandled system error", "NCCL gave up after a peer was gone"),
+        ("error - timeout watchdog detected operation error", "NCCL gave up after a peer was gone"),
+        ("error - nccl hit async error: unhandled cuda error", "a CUDA call inside NCCL failed"),
+    ],
+)
+def test_how_torchs_second_nccl_group_ends_a_process(due_to: str, says: str, tmp_path: Path) -> None:
+    """By abort(), without an exception; torch's c10d/nccl2, which ``nccl`` stands for after 2.13."""
+    log = tmp_path / "stderr.log"
+    log.write_text(f"[rank1]:[E1122 10:00:00.123 ProcessGroupNCCL.cpp:1] Aborting process on rank 1 due to {due_to}\n")
+    facts = ExitFacts(
+        attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=1, pid=9, exitcode=-6, ended_ns=1
+    )
+    failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)
+    assert says in failure.reason
+    assert failure.failure_class == ("root" if "cuda" in due_to else "symptom")
+
+
 def test_a_star_stays_within_a_line_and_200_characters() -> None:
     assert find_known_words("TCPStore(host): the client timed out") is not None
     assert find_known_words("TCPStore(host)\nthe client timed out") is None

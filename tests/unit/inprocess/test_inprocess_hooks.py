@@ -122,6 +122,37 @@ def test_the_cuda_check_leaves_a_process_without_gpu_alone() -> None:
     assert inprocess.health_check.CudaHealthCheck()(state, error) == (state, error)
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("ProcessGroupNCCL", "_shutdown"), ("ProcessGroupNCCL", "abort"), ("ProcessGroupNCCL2", "abort")],
+)
+def test_nccl_is_aborted_by_each_class_that_torch_had_for_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, method: str
+) -> None:
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    aborted: list[str] = []
+    kind = type(name, (), {method: lambda self: aborted.append(name)})
+
+    class Group:
+        def __init__(self, backend: object) -> None:
+            self.backend = backend
+
+        def _get_backend(self, device: object) -> object:
+            if self.backend is None:
+                raise RuntimeError("No backend type associated with device type cuda")
+            return self.backend
+
+    monkeypatch.setattr(dist, name, kind, raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed_c10d, name, kind, raising=False)
+    groups = [Group(kind()), Group(object()), Group(None), Group(kind())]
+    monkeypatch.setattr(type(distributed_c10d._world), "pg_map", dict.fromkeys(groups))
+    inprocess.abort._abort_nccl()
+    assert aborted == [name, name]
+
+
 class Given:
     pass
 
