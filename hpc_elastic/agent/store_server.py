@@ -31,6 +31,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpc_elastic.addresses import LOOPBACK
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.file_thread import FileThread
@@ -384,6 +385,20 @@ class StoreServer:
         except TimeoutExpired:
             pass  # in the kernel's hands; it dies when they open, or with the agent
         self._process = None
+
+
+def listen_for(address: str) -> tuple[socket.socket, str]:
+    """A socket that listens on a free port for those that are told `address`, and where this node itself connects.
+
+    At that address alone, as `StoreServer.bind`; at all, where it is not this node's own.
+    """
+    family, bind_to, connect_to = _listen_address(address)
+    try:
+        listener = _bound(family, bind_to, None)
+    except OSError:
+        listener, connect_to = _bound(socket.AF_INET, "0.0.0.0", None), LOOPBACK
+    listener.listen(_BACKLOG)
+    return listener, connect_to
 
 
 def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
