@@ -31,6 +31,8 @@ class AttemptInfo:
     """The batch host's wall clock."""
     job_id: str | None = None
     """As Slurm's commands take it: ``70_1`` for an array task."""
+    slurm_job_ids: tuple[str, ...] = ()
+    """SLURM_JOB_ID of this attempt and of those before it, each once, the newest first: a follow-on job has its own."""
     restart_count: int = 0
     """SLURM_RESTART_COUNT."""
     requeue_armed: bool = False
@@ -62,6 +64,7 @@ def load_attempt(path: Path) -> AttemptInfo:
     chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
     try:
         chosen["nodes"] = tuple(chosen["nodes"])
+        chosen["slurm_job_ids"] = tuple(chosen.get("slurm_job_ids", ()))
         return AttemptInfo(**chosen)
     except (KeyError, TypeError) as error:
         raise UnreadableAttemptError(path=str(path), why=f"unreadable: {error!r}") from None

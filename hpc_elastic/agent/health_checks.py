@@ -45,7 +45,7 @@ from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.processes import tree
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import Inherited, WorkerProcess, start_worker
-from hpc_elastic.processes.tags import TAG_VARIABLE
+from hpc_elastic.processes.tags import JOB_VARIABLE, TAG_VARIABLE
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.self_command import module_command
 
@@ -286,15 +286,14 @@ class _Session:
         self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
     ) -> _Child | str:
         """Start a check's process; in words, why it could not be."""
-        token = os.urandom(8).hex()
-        env = {**environ, TOKEN_VARIABLE: token}
+        env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
         try:
             process = start_worker(
                 argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS
             )
         except WorkerStartError as error:
             return str(error)
-        child = _Child(process, token, self._cancelled)
+        child = _Child(process, env, self._cancelled)
         self._children.append(child)
         return child
 
@@ -381,9 +380,9 @@ class _Ended:
 class _Child:
     """A check's process, and whatever it starts."""
 
-    def __init__(self, process: WorkerProcess, token: str, cancelled: threading.Event) -> None:
+    def __init__(self, process: WorkerProcess, env: Mapping[str, str], cancelled: threading.Event) -> None:
         self._process = process
-        self._token = token
+        self._marks = {name: env.get(name) for name in (TOKEN_VARIABLE, JOB_VARIABLE)}
         self._cancelled = cancelled
         self.is_gone = False
 
@@ -414,12 +413,16 @@ class _Child:
         texts = [bytes(kept[fd]).decode("utf-8", "replace") for fd in (stdout_fd, stderr_fd)]
         return _Ended(exitcode=status.exitcode if status else -int(signal.SIGKILL), stdout=texts[0], stderr=texts[1])
 
+    def _is_marked(self, environ: tree.Environ) -> bool:
+        # The token alone is not enough: a job that the check submits inherits it.
+        return all(environ.get(name) == value for name, value in self._marks.items())
+
     def _end_all(self) -> None:
-        """Until nothing that carries its token lives; what sits in D state is left after a while."""
+        """Until nothing of this job that carries its token lives; what sits in D state is left after a while."""
         deadline = time.monotonic() + END_SECONDS
         self.kill()
         while time.monotonic() < deadline:
-            found = tree.own_processes_where(lambda _, environ: environ.get(TOKEN_VARIABLE) == self._token)
+            found = tree.own_processes_where(lambda _, environ: self._is_marked(environ))
             left = [proc for proc in found if not proc.is_dead]
             if not left and self._process.poll() is not None:
                 return

@@ -7,6 +7,7 @@ guardian's hand where it was killed, and where both were killed at once, with th
 from __future__ import annotations
 
 import fcntl
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "hpc-elastic-beats."
 _ALIVE = "alive"
+_MOST_ENTRIES = 100_000
+_MOST_NAMES = 5_000
+"""Of heartbeat folders, anybody's: some 20 ms."""
 _LOCAL_TYPES = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
 
 
@@ -128,10 +132,11 @@ def _make(path: Path) -> HeartbeatFolder:
 
 
 def _sweep(base: Path) -> None:
-    """Remove the folders of dead agents: those whose lock can be had. (Pids mean nothing between containers.)"""
-    for name in os.listdir(base):
-        if not name.startswith(PREFIX):
-            continue
+    """Remove the folders of dead agents: those whose lock can be had. (Pids mean nothing between containers.)
+
+    Anybody may make any number of names there, which must not hold an agent up: of very many only some are looked at.
+    """
+    for name in _own_names(base):
         try:
             check_private_dir(base / name)
             fd = os.open(base / name / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -144,6 +149,25 @@ def _sweep(base: Path) -> None:
             pass  # its agent lives
         finally:
             os.close(fd)
+
+
+def _own_names(base: Path) -> list[str]:
+    """This user's folders of heartbeats, dead agents' too."""
+    uid, looked_at = os.geteuid(), 0
+    found = []
+    with os.scandir(base) as entries:
+        for entry in itertools.islice(entries, _MOST_ENTRIES):
+            if not entry.name.startswith(PREFIX):
+                continue
+            looked_at += 1
+            if looked_at > _MOST_NAMES:
+                break
+            try:
+                if entry.stat(follow_symlinks=False).st_uid == uid:
+                    found.append(entry.name)
+            except OSError:
+                continue  # gone meanwhile
+    return found
 
 
 def _remove(path: Path) -> None:

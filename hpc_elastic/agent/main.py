@@ -46,7 +46,7 @@ from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
 from hpc_elastic.processes.spawn import Inherited, prepare_agent_process
 from hpc_elastic.processes.std_streams import Std, parse_std_streams, shown_in_job_log
-from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
+from hpc_elastic.processes.tags import JOB_VARIABLE, TAG_VARIABLE, Tag
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.ring_record import RestartWith
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
@@ -225,7 +225,12 @@ class _Me:
             node=node,
             host=host,
             uid=uid,
-            tag=Tag(run_uid=spec.uid, node_key=node_key(attempt.cluster, node), agent_uid=uid),
+            tag=Tag(
+                run_uid=spec.uid,
+                node_key=node_key(attempt.cluster, node),
+                agent_uid=uid,
+                jobs=frozenset((*filter(None, [env.get(JOB_VARIABLE)]), *attempt.slurm_job_ids)),
+            ),
             env=env,
             inherited=inherited,
         )

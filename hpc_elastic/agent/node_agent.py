@@ -21,7 +21,7 @@ from hpc_elastic.agent.heard_signals import HeardSignals
 from hpc_elastic.agent.last_duties import exit_code, finish_if_unclaimed, leave_run
 from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers
-from hpc_elastic.agent.master import open_master
+from hpc_elastic.agent.master import admit_members, open_master
 from hpc_elastic.agent.metrics import NoMetrics
 from hpc_elastic.agent.node_failure import first_word, own_failure, sum_up
 from hpc_elastic.agent.notice_watch import NoticeWatch
@@ -36,6 +36,7 @@ from hpc_elastic.outcome import Outcome
 from hpc_elastic.processes.command_path import WorkerStartError
 from hpc_elastic.processes.spawn import reap_orphans
 from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.slots import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.uid import supersedes
@@ -314,13 +315,19 @@ class NodeAgent:
         master = ""
         if record.members[0].uid == c.info.uid:
             try:
-                master = open_master(c, self._heard.is_ending)
+                master = open_master(c, record, self._heard.is_ending)
             except StoreBindError as error:
                 logger.error("%s", error)
                 self._close(Outcome.FAILED, str(error))
                 return
-        index = record.round
-        c.coordination.ask(lambda participant: participant.confirm(index, master))
+        guard = c.store_server.guard if master else None  # this round's, whenever that is carried out
+
+        def confirm(participant: Participant) -> None:
+            if guard is not None:
+                admit_members(guard, record, participant, c.doorbell)
+            participant.confirm(record.round, master)
+
+        c.coordination.ask(confirm)
 
     def _start_workers(self) -> None:
         record, c = self._record, self._

@@ -3,6 +3,7 @@
 One round, on the node of group rank 0, all calls from the agent's main thread::
 
     host, port = server.bind(address, None)   # before the port is published: it is listening from here on
+    server.guard.admit(addresses)             # from the coordination's thread, where there is one
     …                                         # spawn the workers: those that connect early wait in the backlog
     server.serve()                            # hands the socket over; the first time, starts the process
     …                                         # server.handle() whenever server.fileno() is readable
@@ -15,9 +16,11 @@ the workers start.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import json
+import logging
 import os
 import select
 import socket
@@ -28,12 +31,16 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hpc_elastic.addresses import LOOPBACK
+from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.file_thread import FileThread
 from hpc_elastic.processes.command_path import find_program
 
 if TYPE_CHECKING:
     import subprocess
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -99,6 +106,8 @@ class StoreServer:
             "OMP_NUM_THREADS": "1",
         }
         self._listener: socket.socket | None = None
+        self.guard: Guard | None = None
+        """Of the bound port; None where it has none."""
         self._target: tuple[str, int] = ("", 0)
         self._serial = 0
         self._state = StoreState.IDLE
@@ -126,13 +135,14 @@ class StoreServer:
         """Readable when there is something to `handle`, the process' death included. The same until `close`."""
         return self._readable.fileno()
 
-    def bind(self, address: str, port: int | None) -> tuple[str, int]:
+    def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         """Bind the port of a new round and listen on it; the former round's is released first.
 
         Args:
             address: What the workers will be told. An IP address is what is listened on; with a name, which may mean
                 something else on another node, all addresses of this node are.
             port: The user's own, in every round the same; None for any free one.
+            guarded: Hear nobody before `Guard.admit`, where other hosts can reach it and the kernel has filters.
 
         Returns:
             `address`, and the port.
@@ -144,12 +154,22 @@ class StoreServer:
         self.release()
         family, bind_to, connect_to = _listen_address(address)
         try:
-            listener = _listen(family, bind_to, port)
+            self.guard = _guard(family, bind_to, port) if guarded and not bind_to.startswith("127.") else None
+            listener = self.guard.listener if self.guard is not None else _bound(family, bind_to, port)
+            try:
+                listener.listen(_BACKLOG)
+            except BaseException:
+                listener.close()
+                if self.guard is not None:
+                    self.guard.close()
+                raise
         except OSError as error:
             if port is not None and error.errno == errno.EADDRINUSE:
                 raise MasterPortTakenError(address=address, port=port, reason=str(error)) from None
             raise StoreBindError(address=address, port=port or "(any)", reason=str(error)) from None
         self._listener = listener
+        if self.guard is not None:
+            self._readable.register(self.guard, select.EPOLLIN)
         self._serial += 1
         self._target = (connect_to, listener.getsockname()[1])
         self._state = StoreState.BOUND
@@ -171,6 +191,8 @@ class StoreServer:
 
     def handle(self) -> StoreState:
         """Take in what the process has said since the last call, its end included. Never blocks."""
+        if self.guard is not None:
+            self._tell_refused(self.guard)
         while self._control is not None:
             try:
                 raw = self._control.recv(_MESSAGE_LIMIT)
@@ -183,6 +205,17 @@ class StoreServer:
             else:
                 self._heard(json.loads(raw))
         return self._state
+
+    def _tell_refused(self, guard: Guard) -> None:
+        for address in guard.refuse():
+            logger.warning(
+                "the workers' TCPStore refused %s: that is no address that a node of this round has said; "
+                "if it is one, give --rdzv-conf member_filter=off",
+                address,
+            )
+        if guard.has_refused_enough:
+            with contextlib.suppress(OSError):  # it is not watched any more
+                self._readable.unregister(guard)
 
     def release(self) -> None:
         """Drop this round's store and free its port. Returns within about a second, whatever the process does.
@@ -334,6 +367,9 @@ class StoreServer:
             pass  # it was shut before
         self._listener.close()
         self._listener = None
+        if self.guard is not None:
+            self.guard.close()
+            self.guard = None
 
     def _end(self) -> None:
         if self._control is not None:
@@ -351,6 +387,20 @@ class StoreServer:
         self._process = None
 
 
+def listen_for(address: str) -> tuple[socket.socket, str]:
+    """A socket that listens on a free port for those that are told `address`, and where this node itself connects.
+
+    At that address alone, as `StoreServer.bind`; at all, where it is not this node's own.
+    """
+    family, bind_to, connect_to = _listen_address(address)
+    try:
+        listener = _bound(family, bind_to, None)
+    except OSError:
+        listener, connect_to = _bound(socket.AF_INET, "0.0.0.0", None), LOOPBACK
+    listener.listen(_BACKLOG)
+    return listener, connect_to
+
+
 def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
     """The family and address to listen on for workers that are told `address`, and where this node itself connects."""
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -364,16 +414,18 @@ def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
     return socket.AF_INET, "0.0.0.0", "127.0.0.1"
 
 
-def _listen(family: socket.AddressFamily, address: str, port: int | None) -> socket.socket:
-    """A socket that listens; its descriptor is closed on exec.
+def _bound(family: socket.AddressFamily, address: str, port: int | None, *, shared: bool = False) -> socket.socket:
+    """A socket that is bound, maybe to a port that another one of ours has; its descriptor is closed on exec.
 
     Raises:
-        OSError: as socket, bind and listen.
+        OSError: as socket and bind.
     """
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family is socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1 if address != "::" else 0)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if port is not None:
             # The former round's connections linger on the same port for a minute. Linux still refuses it while
             # anybody listens there.
@@ -383,11 +435,23 @@ def _listen(family: socket.AddressFamily, address: str, port: int | None) -> soc
             listener.bind((host, port or 0, 0, socket.if_nametoindex(scope)))
         else:
             listener.bind((address, port or 0))
-        listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise
     return listener
+
+
+def _guard(family: socket.AddressFamily, address: str, port: int | None) -> Guard | None:
+    """Of a port that both its sockets are bound to; None where the kernel can't do that.
+
+    Raises:
+        OSError: the port can't be had.
+    """
+    first = _bound(family, address, port)
+    try:
+        return Guard(first, lambda same: _bound(family, address, same, shared=True))
+    except OSError:
+        return None
 
 
 @functools.cache

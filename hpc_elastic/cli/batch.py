@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.slurm.job_environment import without_run_variables
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,4 +21,6 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError("batch takes one run directory; it is called by the script that submit makes")
     from hpc_elastic.launch.batch import run_batch, run_of_this_job
 
-    return run_batch(run_of_this_job(Path(argv[0]), os.environ))
+    # A worker of another run may have submitted this job by hand.
+    env = without_run_variables(os.environ)
+    return run_batch(run_of_this_job(Path(argv[0]), env), env)

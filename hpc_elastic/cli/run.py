@@ -23,7 +23,7 @@ from hpc_elastic.launch.earlier import earlier_run
 from hpc_elastic.launch.run_directory import create_run, why_not_shared
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.node_range import parse_nodes
 from hpc_elastic.slurm.step_gpus import step_gpu_flags
 
@@ -92,7 +92,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None
     if why is not None:
         raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
-    return run_batch(create_run_in_job(job, spec, runs_dir, env))
+    return run_batch(create_run_in_job(job, spec, runs_dir, env), without_run_variables(env))
 
 
 def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:

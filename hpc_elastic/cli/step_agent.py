@@ -21,7 +21,7 @@ from hpc_elastic.launch.step import (
     step_nodes,
 )
 from hpc_elastic.outcome import ExitCode
-from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 
 DESCRIPTION = (
     "One node's agent, as a task of an srun step in a batch script of your own: one task on each node. Task 0 also "
@@ -31,7 +31,7 @@ DESCRIPTION = (
 
 def main(argv: Sequence[str]) -> int:
     """Be an agent. Returns the run's exit code in task 0, the agent's in others."""
-    env = dict(os.environ)
+    env = without_run_variables(os.environ)
     parsed = read_command_line(argv, subcommand="agent", description=DESCRIPTION, env=env)
     if parsed is None:
         return 0

@@ -1,4 +1,5 @@
-"""Which sockets a process group has, and cutting them: what appears among the descriptors while the group is made.
+"""Which sockets a process group has, and cutting them: what appears among the descriptors while the group is made. And
+the one at which the ring's own store listens.
 
 gloo opens its connections in a constructor that says nothing about them. A socket is known by its inode: a number that
 was closed and given to another file meanwhile is left alone.
@@ -7,6 +8,7 @@ was closed and given to another file meanwhile is left alone.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -18,6 +20,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_BACKLOG = 65535  # the kernel caps it at net.core.somaxconn
 Sockets = dict[int, str]
 """Inodes (``socket:[123]``) by descriptor."""
 
@@ -71,6 +74,43 @@ def cut(fd: int, inode: str) -> bool:
         except OSError:
             return False  # not connected
     return True
+
+
+def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
+    """A listening socket for a store that the ranks find at `host`: at that address alone, if all mean the same by it.
+
+    Args:
+        host: An address, or a name. A name may mean another address elsewhere: its owner often calls it 127.0.1.1.
+        port: 0 for any.
+        one_host: Whether all ranks are on this one.
+
+    Returns:
+        None where it must listen at all addresses: a name on several hosts, or an address that is not this host's own.
+
+    Raises:
+        OSError: somebody listens there already.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except OSError:
+        if not one_host and host != "localhost":
+            return None
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError:
+            return None
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
+    return listener
 
 
 def notice_silence(port: int, seconds: float) -> None:

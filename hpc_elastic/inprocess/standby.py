@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hpc_elastic.inprocess.exception import InternalError
 from hpc_elastic.inprocess.meeting import Arrival, Meeting, count_expected, decide
 from hpc_elastic.inprocess.sockets import notice_silence
-from hpc_elastic.inprocess.store import LONGEST_PAUSE, PrefixStore, StoreMixin, TCPStore, read_value
+from hpc_elastic.inprocess.store import LONGEST_PAUSE, PrefixStore, StoreMixin, TCPStore, read_value, serve_at
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def listen(factory: type, kwargs: Mapping[str, Any], environ: Mapping[str, str])
         return None
     try:
         host = _own_address(*_address(kwargs, environ))
-        server = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, use_libuv=kwargs.get("use_libuv", True))
+        server = serve_at(host, 0, environ, use_libuv=kwargs.get("use_libuv", True))
     except (OSError, dist.DistError) as error:
         logger.warning("there is no standby store here: %s", error)
         return None

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.exception import RestartError
+from hpc_elastic.inprocess.sockets import bind_store
 from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystemStore
 
 LONGEST_PAUSE = 0.25
@@ -364,6 +365,29 @@ def _wait(store: Any, key: str, seconds: float) -> bool:
 _HOSTED = "hosted_by_the_ring"
 
 
+def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
+    """Arguments by which torch's ``TCPStore`` listens where its clients come to, and not at every address.
+
+    Args:
+        host, port: Where; 0 for any port.
+        environ: Says how many ranks there are, and how many of them on this host.
+
+    Raises:
+        OSError: somebody listens there already.
+    """
+    one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
+    listener = bind_store(host, port, one_host=one_host)
+    if listener is None:
+        return {"port": port}
+    return {"port": int(listener.getsockname()[1]), "master_listen_fd": listener.detach()}
+
+
+def serve_at(host: str, port: int, environ: Mapping[str, str], *, use_libuv: bool) -> dist.TCPStore:
+    """A server, and a first client of it. Raises as `listen_at`, and torch.distributed.DistNetworkError."""
+    listening = listen_at(host, port, environ)
+    return dist.TCPStore(host, is_master=True, wait_for_workers=False, use_libuv=use_libuv, **listening)
+
+
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
     """The default: a server at MASTER_ADDR:MASTER_PORT, in a process beside rank 0 that outlives it.
 
@@ -406,10 +430,11 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
         }
         if not self.is_client_only and int(os.environ["RANK"]) == self.TCP_STORE_HOST_RANK:
             try:
-                super().__init__(is_master=True, **arguments)
+                listening = {} if multi_tenant else listen_at(host_name, port, os.environ)
+                super().__init__(is_master=True, **{**arguments, **listening})
                 self.set(_HOSTED, "1")
                 return
-            except dist.DistNetworkError:
+            except (OSError, dist.DistNetworkError):
                 pass  # somebody serves at this port already: the agent's store, say
         super().__init__(is_master=False, **arguments)
 
@@ -426,10 +451,8 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
         port = int(os.environ["MASTER_PORT"]) if kwargs.get("port") is None else int(kwargs["port"])
         host = kwargs.get("host_name") or os.environ["MASTER_ADDR"]
         try:
-            server = dist.TCPStore(
-                host, port, is_master=True, wait_for_workers=False, use_libuv=kwargs.get("use_libuv", True)
-            )
-        except dist.DistNetworkError:
+            server = serve_at(host, port, os.environ, use_libuv=kwargs.get("use_libuv", True))
+        except (OSError, dist.DistNetworkError):
             return elsewhere
         server.set(_HOSTED, "1")
         return server

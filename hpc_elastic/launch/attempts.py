@@ -113,6 +113,18 @@ def forget_attempt(paths: RunPaths, attempt: AttemptPaths) -> None:
         _point_latest(paths.latest, begun[-1].root)
 
 
+def slurm_job_ids(paths: RunPaths, number: int, own: str) -> tuple[str, ...]:
+    """`own`, and those of the attempts before `number`: the agents end what these left on their nodes."""
+    found = dict.fromkeys([own] if own else [])
+    for before in range(number - 1, -1, -1):
+        try:
+            found |= dict.fromkeys(load_attempt(paths.attempt(before).attempt_json).slurm_job_ids)
+            break  # it names those before it
+        except UnreadableAttemptError:
+            continue  # it gave way to another one, or was never written
+    return tuple(found)
+
+
 def _point_latest(link: Path, target: Path) -> None:
     temporary = link.with_name(f".latest.{os.getpid()}")
     try:

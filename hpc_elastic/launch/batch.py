@@ -91,6 +91,7 @@ class SlurmSite:
             cluster="slurm",
             nodes=self._job.nodes,
             job_id=self._job.requeue_id,
+            slurm_job_id=self._job.job_id,
             restart_count=self._job.restart_count,
             requeue_armed=arming.is_armed,
             requeue_reason=arming.reason,
@@ -133,12 +134,13 @@ class SlurmSite:
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> SlurmLauncher:
         # The mark goes into the task's environment, not into srun's: a new agent on this host would take srun for a
-        # stranger's leftover.
-        mark = f"{NODE_TAG_VARIABLE}={spec.uid}:{node_key('slurm', 0)}"
+        # stranger's leftover. By a shell: env takes an interpreter's path with "=" in it for another variable.
+        mark = f"{spec.uid}:{node_key('slurm', 0)}"
+        marked = ["/bin/sh", "-c", f'export {NODE_TAG_VARIABLE}="$0"; exec "$@"', mark]
         agent = own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number))
         return SlurmLauncher(
             attempt.nodes,
-            ["env", mark, *agent],
+            [*marked, *agent],
             environment=self._env,
             min_nodes=spec.min_nodes,
             components=self._job.components,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hpc_elastic.launch.agent_process import AgentProcess
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.processes import tree
-from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
+from hpc_elastic.processes.tags import JOB_VARIABLE, NODE_TAG_VARIABLE
 from hpc_elastic.readable import wait_readable
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,11 @@ class LocalLauncher:
     def _wait_for_leftovers(self, seconds: float) -> None:
         """Until the guardians of killed agents have done their work: who waits for us expects nothing to be left."""
         marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
+        job = self._environment(0).get(JOB_VARIABLE)  # a job that a worker submitted may carry the mark, too
         began = time.monotonic()
-        while left := tree.own_processes_where(lambda _, environ: environ.get(NODE_TAG_VARIABLE) in marks):
+        while left := tree.own_processes_where(
+            lambda _, environ: environ.get(NODE_TAG_VARIABLE) in marks and environ.get(JOB_VARIABLE) == job
+        ):
             waited = time.monotonic() - began
             if waited > seconds or (waited > HUNG_DEAD_SECONDS and all(proc.state == "D" for proc in left)):
                 for proc in left:

@@ -22,7 +22,7 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
-from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way
+from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.last_files import HUNG_SECONDS
 from hpc_elastic.launch.output import JobOutput, say
@@ -216,6 +216,7 @@ def _begin(paths: RunPaths, site: Site, facts: SiteFacts, clock: Clock) -> Attem
         batch_host=os.uname().nodename,
         started_ns=clock.time_ns(),
         job_id=facts.job_id,
+        slurm_job_ids=slurm_job_ids(paths, attempt_paths.number, facts.slurm_job_id),
         restart_count=facts.restart_count,
         requeue_armed=facts.requeue_armed,
         requeue_reason=facts.requeue_reason,

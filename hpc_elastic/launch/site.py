@@ -23,6 +23,8 @@ class SiteFacts:
     cluster: str
     nodes: tuple[str, ...]
     job_id: str | None = None
+    slurm_job_id: str = ""
+    """SLURM_JOB_ID, which an array task's `job_id` is not; empty outside Slurm."""
     restart_count: int = 0
     requeue_armed: bool = False
     requeue_reason: str = ""

@@ -1,8 +1,8 @@
 """The guardian: a tiny process that ends what an agent leaves behind when it dies, by SIGKILL too.
 
 It is forked when the agent starts and does nothing but wait at a pipe whose other end only the agent has. At the end of
-file the agent is dead: the guardian ends every process of this node that carries the agent's tag, with all below them,
-removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
+file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
+below them, removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
 
 Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. Who has
 cleared its environment is found by the family to which it belonged at the guardian's last look (`family`), a second
@@ -97,7 +97,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
     try:
         pid = os.fork()
         if pid == 0:
-            _be_guardian(agent, read_end, str(tag), remove, stopped_limit)
+            _be_guardian(agent, read_end, tag, remove, stopped_limit)
     except OSError:
         os.close(write_end)
         raise
@@ -107,7 +107,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
     return Guardian(pid=pid, control_fd=write_end)
 
 
-def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None, stopped_limit: float | None) -> NoReturn:
+def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None) -> NoReturn:
     try:
         gc.disable()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -135,7 +135,7 @@ def _be_guardian(agent: int, read_end: int, tag: str, remove: str | None, stoppe
         os._exit(0)
 
 
-def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None, family: Family) -> bool:
+def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None, family: Family) -> bool:
     """Wait until the agent dies (True) or says goodbye (False). Meanwhile, end the workers of one that is stopped."""
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
@@ -169,11 +169,11 @@ def _agent_died(agent: int, control: int, tag: str, stopped_limit: float | None,
         return True
 
 
-def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S, family: Family | None = None) -> list[Proc]:
-    """End every process of ours that was started with the worker tag `tag`, and all below them, with SIGKILL.
+def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, family: Family | None = None) -> list[Proc]:
+    """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
 
     Args:
-        tag: As it is in the environment.
+        tag: The agent's.
         clock: For the bound and the short waits.
         bound: Seconds to keep trying.
         family: Whose remnants are ended too, tag or not.
@@ -183,7 +183,7 @@ def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S, family: Famil
     """
 
     def find(_elapsed: float) -> _Found:
-        marked = {proc.pid: proc for proc in tree.tagged(TAG_VARIABLE, tag)}
+        marked = {proc.pid: proc for proc in tree.own_processes_where(lambda _, environ: tag.is_own_worker(environ))}
         if family is not None:
             marked |= {proc.pid: proc for proc in family.remnants()}
         return _with_descendants(list(marked.values()), protected={os.getpid()}), []
@@ -194,9 +194,9 @@ def end_tagged(tag: str, *, clock: Clock, bound: float = _BOUND_S, family: Famil
 def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) -> list[Proc]:
     """End what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
 
-    A new agent calls it before it joins. Only this run's processes of this node are touched: those whose worker tag is
-    of another incarnation, older processes that carry the node's tag (the agent, its store host and its guardian), and
-    all below them. This process, its ancestors and its children are not.
+    A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched: those whose
+    worker tag is of another incarnation, older ones that carry the node's tag (the agent, its store host and its
+    guardian), and all below them. This process, its ancestors and its children are not.
 
     Args:
         tag: This agent's own.
@@ -210,6 +210,8 @@ def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) 
     born = (me.starttime, me.pid) if me is not None else (0, 0)
 
     def is_stranger(proc: Proc, environ: Environ) -> bool:
+        if not tag.is_in_own_job(environ):
+            return False
         worker_tag = environ.get(TAG_VARIABLE)
         if worker_tag is not None:
             return tag.is_of_other_incarnation(worker_tag)

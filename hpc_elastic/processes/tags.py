@@ -5,13 +5,21 @@
 - ``HPC_ELASTIC_NODE_TAG=<run uid>:<node key>`` in the agent itself, put there by whoever starts it, so that a later
   incarnation finds an earlier one that is stopped or stuck.
 
-What counts is the environment that a process was *started* with (``/proc/<pid>/environ``).
+What counts is the environment that a process was *started* with (``/proc/<pid>/environ``). A worker that submits
+another job hands its tags on to it, so a tag counts only in the run's own Slurm jobs. Slurm itself sets SLURM_JOB_ID in
+everything that it starts.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hpc_elastic.light_dataclasses import dataclass
 
+if TYPE_CHECKING:
+    from hpc_elastic.processes.tree import Environ
+
+JOB_VARIABLE = "SLURM_JOB_ID"
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 NODE_TAG_VARIABLE = "HPC_ELASTIC_NODE_TAG"
 
@@ -23,6 +31,8 @@ class Tag:
     run_uid: str
     node_key: str
     agent_uid: str
+    jobs: frozenset[str] = frozenset()
+    """SLURM_JOB_ID of this agent and of the run's earlier attempts; a requeued job keeps it. Empty outside Slurm."""
 
     def __post_init__(self) -> None:
         for name in ("run_uid", "node_key", "agent_uid"):
@@ -40,6 +50,15 @@ class Tag:
     def __str__(self) -> str:
         """The value of `TAG_VARIABLE`."""
         return f"{self.node}:{self.agent_uid}"
+
+    def is_in_own_job(self, environ: Environ) -> bool:
+        """Whether a process belongs to a job of this run; where the run is no job's, to no job at all."""
+        job = environ.get(JOB_VARIABLE)
+        return job in self.jobs if self.jobs else not job
+
+    def is_own_worker(self, environ: Environ) -> bool:
+        """Whether this very agent started the process, or what started it."""
+        return environ.get(TAG_VARIABLE) == str(self) and self.is_in_own_job(environ)
 
     def is_of_other_incarnation(self, worker_tag: str) -> bool:
         """Whether `worker_tag` marks a worker of this run's agents on this node, but not of this very agent."""

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from hpc_elastic.addresses import choose_master_address
+from hpc_elastic.agent.store_server import listen_for
 from hpc_elastic.errors import UsageError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore
 from hpc_elastic.rendezvous import errors
@@ -121,9 +122,13 @@ class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignor
 
     def _open_master(self) -> str:
         self._server = None  # the former round's
-        self._server = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False, timeout=self._timeout)
         address = choose_master_address(
             given=self._local_address, reached=self._handler.reached_addresses(), candidates=self._addresses
+        )
+        listener, own = listen_for(address)
+        port = listener.getsockname()[1]
+        self._server = dist.TCPStore(
+            own, port, None, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         return f"{address}:{self._server.port}"
 

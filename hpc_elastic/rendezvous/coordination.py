@@ -132,7 +132,8 @@ class Coordination:
                     participant = self._make_participant(self)
                 asked = bool(self._commands)
                 while self._commands:
-                    self._commands.popleft()(participant)
+                    self._commands[0](participant)
+                    self._commands.popleft()  # not before: what a filesystem refuses is tried again
                 rung = self._hear(participant) or rung
                 delay = participant.step(rung=rung or (asked and participant.looks_when_asked))
                 rung = False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
@@ -125,6 +125,14 @@ class Participant:
     def confirm(self, round_index: int, master: str) -> None:
         """This node is ready for the frozen round; `master` is ``host:port`` from the first slot, else empty."""
         self._claims.add(round_index, ClaimKind.ACK, {"master": master})
+
+    def member_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
+        """Every address of these nodes; None where one of them has not said its own. It may read files.
+
+        Raises:
+            OSError: the filesystem refuses.
+        """
+        return self._peers.all_addresses(uids)
 
     def report_failure(self, round_index: int, failure: NodeFailure) -> None:
         """A worker of this node failed: the round is over for all, as soon as the coordinator reads it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.rung_about import record_name
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
+from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, decode_node
 from hpc_elastic.rendezvous.uid import host_of, node_of
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
@@ -19,6 +19,9 @@ _FOLDER = "node"
 DIRECT_RINGS = 48
 """Nodes that are rung directly; of more, some are rung, and ring the others."""
 _MOST_ADDRESSES = 8
+"""In a name. The value has them all."""
+_MOST_READ = 256
+"""Values that are read for that."""
 
 
 class Bell(Protocol):
@@ -78,6 +81,30 @@ class Peers:
             uid, _, said = name.partition("+")
             if uid not in self._known and (node := _understood(uid, said)) is not None:
                 self._known[uid] = node
+
+    def all_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
+        """Every address of `uids`, not only of their bells; None where one is not known, or has none."""
+        self.learn(uids)
+        known = [self._known.get(uid) for uid in uids]
+        cut = [node for node in known if node is not None and len(node.addresses) == _MOST_ADDRESSES]
+        if len(cut) > _MOST_READ:
+            return None
+        full = {node.uid: self._in_full(node) for node in cut}
+        found: set[str] = set()
+        for node in known:
+            node = node and full.get(node.uid, node)
+            if node is None or not node.addresses:
+                return None
+            found.update(node.addresses)
+        return frozenset(found)
+
+    def _in_full(self, node: NodeInfo) -> NodeInfo | None:
+        """With the addresses for which its name has no room; None where they can't be read."""
+        try:
+            value = json.loads(self._store.get(f"{_FOLDER}/{announcement(node)}") or "null")
+        except ValueError:
+            return None
+        return decode_node(node.uid, value) if isinstance(value, dict) else None
 
     def names(self) -> dict[int, str]:
         """Node index → host name."""

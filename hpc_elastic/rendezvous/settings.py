@@ -40,6 +40,8 @@ class RendezvousSettings:
     where there are many nodes. At 8192 nodes three times as much."""
     doorbell: bool = True
     """Off: the files alone, slower."""
+    member_filter: bool = True
+    """Whether the workers' TCPStore serves the addresses of the round's nodes alone."""
     beat_interval: float = 1.0
     """Between two datagrams that say "alive"."""
     beat_silence: float = 3.0
@@ -62,15 +64,22 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
         UsageError: an unknown key, or a value that is no number; it is named.
     """
     allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
-    allowed |= {"beat_interval", "beat_silence", "suspect_answer", "operations_per_second", "grow_patience"}
+    allowed |= {
+        "beat_interval",
+        "beat_silence",
+        "suspect_answer",
+        "operations_per_second",
+        "grow_patience",
+        "member_filter",
+    }
     known = set(field_names(RendezvousSettings)) & allowed
     changes: dict[str, float | bool] = {}
     for key, text in conf.items():
         if key not in known:
             raise UsageError(f"--rdzv-conf: unknown key {key!r}; it knows {', '.join(sorted(known))}")
-        if key == "doorbell":
+        if key in ("doorbell", "member_filter"):
             if text.lower() not in ("on", "off", "true", "false", "1", "0"):
-                raise UsageError(f"--rdzv-conf doorbell={text}: give on or off")
+                raise UsageError(f"--rdzv-conf {key}={text}: give on or off")
             changes[key] = text.lower() in ("on", "true", "1")
             continue
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.commands import SHAPE_VARIABLES
+from hpc_elastic.slurm.job_environment import RUN_VARIABLES, WORKER_VARIABLES
 from hpc_elastic.slurm.sbatch import SbatchOptions, ScriptLines, sbatch_arguments, sbatch_line
 
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
@@ -65,12 +66,17 @@ def render_script(
         "SBATCH_LINES": "\n#SBATCH hetjob\n".join(
             "\n".join(map(sbatch_line, component)) for component in (arguments, *options.components)
         ),
-        "SHAPE_VARIABLES": " \\\n  ".join(textwrap.wrap(" ".join(SHAPE_VARIABLES), 112)),
+        "SHAPE_VARIABLES": _names(SHAPE_VARIABLES),
+        "RUN_VARIABLES": _names((*RUN_VARIABLES, *WORKER_VARIABLES)),
         "RUN_DIR": _literal(run_dir),
         "COMMAND": " ".join(map(_literal, command)),
     }
     script = _PLACEHOLDER.sub(lambda match: values[match.group(1)], template or load_template())
     return _with_lines(script, lines) if lines else script
+
+
+def _names(variables: Sequence[str]) -> str:
+    return " \\\n  ".join(textwrap.wrap(" ".join(variables), 112))
 
 
 def literal_path(path: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.slurm.hostlist import compress
-from hpc_elastic.slurm.job_environment import in_job
+from hpc_elastic.slurm.job_environment import in_job, without_run_variables
 
 SQUEUE_FORMAT = "%i|%T|%r|%M|%l|%D|%N|%R|%S|%e|%Q|%V"
 SINFO_FORMAT = "%N|%P|%T|%t|%E"
@@ -152,14 +152,14 @@ def submission_environment(env: Mapping[str, str], *, overruled: Iterable[str] =
     """`env` for sbatch, which hands it on to the job.
 
     Args:
-        env: The submitter's.
+        env: The submitter's. It may be a worker of a run; the new job gets nothing of that run.
         overruled: SBATCH_* variables to drop: sbatch lets them win over ``#SBATCH`` lines, so each would silently
             replace an option that was given to us.
     """
     dropped = {*overruled, "SBATCH_WAIT", *(_SET_BY_GRES if in_job(env) else ())}
     return {
         key: value
-        for key, value in env.items()
+        for key, value in without_run_variables(env).items()
         if key not in dropped
         and (key in _KEPT_ON_SUBMIT or not key.startswith(("SLURM_", "SLURMD_", "SRUN_", "SQUEUE_", "SINFO_")))
     }

@@ -152,6 +152,32 @@ def in_job(env: Mapping[str, str]) -> bool:
     return bool(env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID"))
 
 
+_MARKS = ("HPC_ELASTIC_TAG", "HPC_ELASTIC_NODE_TAG")
+RUN_VARIABLES = (
+    *_MARKS,
+    *(f"HPC_ELASTIC_{name}" for name in ("RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "NODE", "HOST", "LAST_ROUND")),
+    *("HPC_ELASTIC_HEALTH_TOKEN", "HPC_ELASTIC_RING_REPORTS", "HPC_ELASTIC_RING_REPLACES"),
+)
+"""What only this package sets: in an agent, a worker or a health check."""
+WORKER_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "HPC_ELASTIC_RING_WAIT"),
+    *("SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"),
+)
+"""What a worker has besides, and a user may set, too."""
+
+
+def without_run_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` without what an agent gave its worker: for a job that this worker submits.
+
+    With it, the new job's processes would carry the tags of another run, and take that run's rank, address and
+    heartbeat file for their own.
+    """
+    in_run = any(name in env for name in _MARKS)
+    dropped = {*RUN_VARIABLES, *(WORKER_VARIABLES if in_run else ())}
+    return {key: value for key, value in env.items() if key not in dropped and not key.startswith("TORCHELASTIC_")}
+
+
 class _Reader:
     """Reads variables; every error names the variable that was really there."""
 

@@ -13,6 +13,7 @@ PLACEHOLDERS = {
     "SBATCH_LINES": "the #SBATCH lines of the command line; on a line of its own, after those of the template",
     "COMMAND": "the supervisor's command, quoted for the shell; the script ends by exec of it",
     "RUN_DIR": "the run directory, quoted for the shell",
+    "RUN_VARIABLES": "variables of a run; for `unset`, where a worker of another run submitted the script",
     "SHAPE_VARIABLES": "variables that overrule srun's flags; for `unset`, if the script calls srun itself",
 }
 NEEDED = ("SBATCH_LINES", "COMMAND")

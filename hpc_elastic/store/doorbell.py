@@ -124,6 +124,11 @@ class Doorbell:
         """Invalid datagrams so far."""
         return self.rejections.total()
 
+    @property
+    def senders(self) -> frozenset[str]:
+        """From where valid datagrams came. For any thread."""
+        return frozenset(host for host, _ in tuple(self._senders))
+
     def fileno(self) -> int:
         return self._socket.fileno()
 

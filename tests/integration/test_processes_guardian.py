@@ -15,7 +15,8 @@ from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
 
 # An agent with a guardian, a worker, and the daemon that the worker made.
 _AGENT = """
-tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
+tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"],
+               jobs=frozenset(os.environ.get("JOBS", "").split()))
 limit = float(os.environ["LIMIT"]) if "LIMIT" in os.environ else None
 guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"), stopped_limit=limit)
 worker = start(DAEMON, HPC_ELASTIC_TAG=str(tag))
@@ -278,3 +279,59 @@ def test_younger_agent_is_left_to_end_us(tmp_path: Path, spawned: list[int]) -> 
         assert younger.poll() is None
         younger.kill()
         younger.wait()
+
+
+@pytest.mark.parametrize("agent_job", ["12", ""])
+def test_a_job_that_a_worker_submitted_lives_on(tmp_path: Path, spawned: list[int], agent_job: str) -> None:
+    """It carries all tags of the run that it was submitted from. Neither the guardian nor the next agent ends it."""
+    env = _env(tmp_path)
+    tag = f"{env['RUN']}:0:a1"
+    job = {"SLURM_JOB_ID": agent_job} if agent_job else {}
+    others = [
+        subprocess.Popen(["sleep", "600"], env={**env, **marks, "SLURM_JOB_ID": "13"}, start_new_session=True)
+        for marks in ({"HPC_ELASTIC_TAG": tag}, {"HPC_ELASTIC_TAG": f"{env['RUN']}:0:a0"}, {})
+    ]
+    spawned += [process.pid for process in others]
+    with StandIn(_AGENT + _WAIT, env={**env, **job, "JOBS": agent_job}) as agent:
+        facts = agent.report()
+        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        agent.kill()
+        until(lambda: not is_alive(facts["guardian"]), what="the guardian's leave")
+        assert not is_alive(facts["daemon"]), "what the agent's own job runs is ended"
+    assert [process.poll() for process in others] == [None] * 3
+    left = run_stand_in(
+        """
+        jobs = frozenset(os.environ["JOBS"].split())
+        tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
+        report(left=len(guardian.end_strangers(tag, clock=clock)))
+        """,
+        env={**env, **job, "JOBS": agent_job},
+    )
+    assert left == {"left": 0}
+    assert [process.poll() for process in others] == [None] * 3
+    for process in others:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(("before", "now"), [("12", "12"), ("12", "14 12")], ids=["requeued", "follow-on job"])
+def test_the_next_attempt_ends_what_the_last_one_left(
+    tmp_path: Path, spawned: list[int], before: str, now: str
+) -> None:
+    env = _env(tmp_path)
+    with StandIn(_AGENT + _WAIT, env={**env, "SLURM_JOB_ID": before, "JOBS": before}) as agent:
+        facts = agent.report()
+        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        os.kill(facts["guardian"], signal.SIGKILL)
+        agent.kill()
+        assert is_alive(facts["daemon"])
+    left = run_stand_in(
+        """
+        jobs = frozenset(os.environ["JOBS"].split())
+        tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
+        report(left=len(guardian.end_strangers(tag, clock=clock)))
+        """,
+        env={**env, "SLURM_JOB_ID": now.split()[0], "JOBS": now},
+    )
+    assert left == {"left": 0}
+    assert not is_alive(facts["daemon"])

@@ -76,6 +76,17 @@ def test_the_supervisor_gets_its_arguments_as_they_are(value: str, tmp_path: Pat
     assert done.stdout.strip() == ascii([value, str(run_dir)])
 
 
+@pytest.mark.parametrize("submitter", [{"HPC_ELASTIC_TAG": "a:host:b"}, {"HPC_ELASTIC_NODE_TAG": "a:host"}, {}])
+def test_a_job_that_a_worker_submitted_by_hand_is_none_of_its_run(submitter: dict[str, str], tmp_path: Path) -> None:
+    show = "import os; print(sorted(name for name in os.environ if name.startswith(('HPC', 'TORCHEL', 'RANK'))))"
+    script = tmp_path / "job.sbatch"
+    script.write_text(render_script(SbatchOptions(), run_dir=str(tmp_path), command=[sys.executable, "-c", show]))
+    env = {**submitter, "HPC_ELASTIC_NODES": "2", "RANK": "7", "TORCHELASTIC_RUN_ID": "x", "PATH": os.environ["PATH"]}
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env)
+    kept = [] if submitter else ["RANK", "TORCHELASTIC_RUN_ID"]
+    assert (done.stdout.strip(), done.stderr) == (str(["HPC_ELASTIC_NODES", *kept]), "")
+
+
 def test_what_the_node_does_not_see_is_said(tmp_path: Path) -> None:
     script = tmp_path / "job.sbatch"
     script.write_text(script_of(SbatchOptions(), str(tmp_path / "not %s here"), "-c", "echo started"))

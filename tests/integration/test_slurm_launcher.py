@@ -14,8 +14,13 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.clock import SystemClock
+from hpc_elastic.launch.batch import slurm_site
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
+from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.captures import DATA, VERSIONS
 
 NODES = ["n1", "n2", "n3", "n4"]
@@ -30,6 +35,10 @@ umask > "$FAKE/call.$n/umask"
 echo $$ > "$FAKE/call.$n/pid"
 [ -f "$FAKE/plan.$n" ] || exit 0
 . "$FAKE/plan.$n"
+"""
+MARKED = """\
+while [ "$1" != /bin/sh ]; do shift; done
+exec "$@" > "$FAKE/agent"
 """
 FOREVER = "while :; do sleep 0.02; done\n"
 LAUNCH_FAILED = """\
@@ -512,3 +521,26 @@ def test_each_component_of_a_het_job_is_launched_and_launched_again_by_itself(
     launcher.relaunch(2)
     again = srun.argv(3)
     assert again[:5] == ["--het-group=1", "-N1", "-n1", "-w", NODES[2]]
+
+
+def test_an_interpreter_whose_path_holds_an_equals_sign(
+    srun: Srun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An environment in a folder named lr=0.1, say. The agent gets its mark, and the path is not taken for one."""
+    python = tmp_path / "lr=0.1/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$HPC_ELASTIC_NODE_TAG" "$*"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    srun.plan(MARKED)
+    env = {**srun.env, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    entrypoint = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
+    spec = RunSpec(run_id="r", uid="0" * 32, name="x", created_ns=0, entrypoint=entrypoint, cwd="/")
+    attempt = AttemptInfo(number=3, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=0)
+    site = slurm_site(env, SystemClock(), umask=0o22, paths=RunPaths(tmp_path))
+    launcher = site.launcher(spec, RunPaths(tmp_path), attempt)
+    launcher.launch()
+    ended(launcher, 1)
+    said = (tmp_path / "agent").read_text()
+    assert said.startswith(f"{spec.uid}:host -c ")
+    assert said.endswith(f" agent --run-dir {tmp_path} --attempt 3\n")

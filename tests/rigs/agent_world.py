@@ -219,6 +219,7 @@ class FakeServer:
     """Stands for the TCPStore's host."""
 
     failure = ""
+    guard = None
 
     def __init__(self) -> None:
         self._port = 29500
@@ -226,7 +227,7 @@ class FakeServer:
     def fileno(self) -> int:
         return -1
 
-    def bind(self, address: str, port: int | None) -> tuple[str, int]:
+    def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         self._port += 1
         return address, self._port
 

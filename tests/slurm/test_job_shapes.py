@@ -220,3 +220,34 @@ def test_jobs_that_are_no_runs_of_this_accounts(cluster: SlurmCluster, runs: Slu
     assert cluster.job_state(own) in ("RUNNING", "PENDING")
     cluster.run(["scancel", own])
     cluster.run(["scancel", theirs], user="mallory")
+
+
+def test_a_job_that_a_worker_submits_outlives_its_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """On the same node, with all of the run's tags in its environment: sbatch hands them on."""
+    stop, other = runs.folder / "stop", runs.folder / "other.sh"
+    other.write_text("#!/bin/bash\nenv > other.env\nsleep 600 & echo $! > other.pid\nwait\n")
+    text = f"""
+import subprocess
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    argv = ["sbatch", "--parsable", "-w", "n1", "-t", "10", "-o", "/dev/null", {str(other)!r}]
+    print("submitted", subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True).stdout, flush=True)
+"""
+    script = runs.script(WAITS.replace("stop = sys.argv[1]", text + "stop = sys.argv[1]"))
+    run = runs.submit("-w", "n1", *SHORT, script, str(stop))
+    wait_file(runs.folder / "other.pid", r"\d+\n")
+    inherited = (runs.folder / "other.env").read_text()
+    assert f"HPC_ELASTIC_TAG={run.uid()}:host:" in inherited
+    found = re.search(r"submitted (\d+)", run.wait_log(lambda log: "submitted" in log))
+    assert found is not None
+
+    def sleeping() -> list[int]:
+        return [pid for pid, command in cluster.node_pids("n1", user="alice") if command == "sleep 600"]
+
+    (before,) = sleeping()
+    run.kill_agent("n1")  # its guardian ends what carries its tag; so does the next agent
+    run.wait_log(lambda log: "rank 0 of 1 gpus - round 1" in log, timeout=60)
+    stop.touch()
+    assert run.wait_end() == "COMPLETED"
+    assert cluster.job_state(found[1]) == "RUNNING"
+    assert sleeping() == [before]
+    cluster.run(["scancel", found[1]])

@@ -405,3 +405,35 @@ def test_a_planted_runs_folder_is_refused(cluster: SlurmCluster, runs: SlurmRuns
     done = runs.hpc_elastic("report", str(planted / "victim"))
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.torch
+def test_the_workers_store_hears_the_rounds_nodes_alone(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """torch's TCPStore has no password: another host of the network gets no answer, a node of the round does."""
+    text = """
+import os, socket, sys, time
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+socket.create_connection(address, timeout=60).close()
+print("reached", *address, os.environ["TORCHELASTIC_USE_AGENT_STORE"], flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+"""
+    stop = runs.folder / "stop"
+    run = runs.submit("-w", "n1,n2", "--nodes", "2", *SHORT, runs.script(text), str(stop))
+    log = run.wait_log(lambda log: log.count("reached") == 2, timeout=60)
+    found = re.search(r"reached (\S+) (\d+) True", log)
+    assert found is not None, log
+    # torch's store answers nobody who says nothing, and closes no connection: one that is closed was refused.
+    knock = f"""
+import socket
+try:
+    socket.create_connection(({found[1]!r}, {found[2]}), timeout=2).recv(1)
+except TimeoutError:
+    print("in")
+"""
+    told = {node: cluster.run(["python3", "-c", knock], node=node, cwd="/") for node in ("n1", "n2", "n3")}
+    stop.touch()
+    assert run.wait_end() == "COMPLETED", run.log
+    assert [told[node].stdout.strip() for node in ("n1", "n2", "n3")] == ["in", "in", ""]
+    assert re.search(r"refused 10\.\d+\.\d+\.\d+: that is no address that a node", run.log), run.log
+    assert "serves every address" not in run.log

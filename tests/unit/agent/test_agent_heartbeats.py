@@ -123,6 +123,28 @@ def test_what_dead_agents_left_goes_and_what_living_ones_have_stays(
     assert fcntl is not None
 
 
+def test_what_others_have_planted_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100,000 of a stranger's folders took 2 s at each start of an agent."""
+    monkeypatch.setattr(heartbeats, "candidates", lambda env: iter([tmp_path]))
+    monkeypatch.setattr(heartbeats, "_is_local", lambda base, mounts: True)
+    opened: list[Path] = []
+    judged = heartbeats.check_private_dir
+    monkeypatch.setattr(heartbeats, "check_private_dir", lambda path: opened.append(path) or judged(path))
+    for number in range(20):
+        (tmp_path / f"{PREFIX}{number}").mkdir(mode=0o700)
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    open_folder("mine", {}).remove()
+    assert opened == [], "another user's"
+    monkeypatch.setattr(os, "geteuid", lambda: own)
+    monkeypatch.setattr(heartbeats, "_MOST_NAMES", 7)
+    open_folder("mine", {}).remove()
+    assert len(opened) == 7, "of very many, some"
+    monkeypatch.setattr(heartbeats, "_MOST_ENTRIES", 3)
+    open_folder("mine", {}).remove()
+    assert len(opened) == 10
+
+
 # -- reading
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import last_duties, node_agent
+from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
@@ -201,11 +202,12 @@ class Server:
         self.state = StoreState.IDLE
         self.failure = ""
         self.refusal: Exception | None = None
+        self.guard: Guard | None = None
 
     def fileno(self) -> int:
         return -1
 
-    def bind(self, address: str, port: int | None) -> tuple[str, int]:
+    def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         if self.refusal:
             raise self.refusal
         self.calls.append("bind")
@@ -949,3 +951,32 @@ def test_an_older_rounds_hang_takes_nobodys_stacks(play: Callable[..., Play]) ->
     with_watch(p)
     p.run([frozen()], [final()], [joinable(2, hang=HangMark(7, 60.0))], [], [], [closed(Outcome.FAILED)], [])
     assert not p.workers[0].took_stacks
+
+
+class Admitted:
+    """Stands for the guard of the store's port."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def admit(self, addresses: Any) -> None:
+        self.calls.append(addresses)
+
+
+def test_the_port_is_opened_to_the_members_before_it_is_told(play: Callable[..., Play]) -> None:
+    p = play()
+    admitted = Admitted()
+    p.server.guard = admitted  # type: ignore[assignment]
+    addresses = frozenset({"10.0.0.1", "10.0.0.2"})
+    p.said.member_addresses = lambda uids: addresses if list(uids) == [ME, OTHER] else None  # type: ignore[attr-defined]
+    p.run([frozen()], lambda: admitted.calls or [], [final()], [closed()], [], [], [])
+    assert admitted.calls == [addresses]
+    assert p.said.last("confirm") == (0, "10.0.0.1 29501 1")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "127.0.0.1"), ("10.0.0.7", "10.0.0.7")])
+def test_a_round_of_one_node_meets_on_the_loopback(play: Callable[..., Play], given: str | None, expected: str) -> None:
+    p = play(master_addr=given)
+    alone = (Member(ME, 0, 2),)
+    p.run([frozen(members=alone)], [final(members=alone)], [closed()], [], [], [])
+    assert p.said.last("confirm") == (0, f"{expected} 29501 1")

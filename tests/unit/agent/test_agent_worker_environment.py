@@ -12,6 +12,7 @@ from hpc_elastic.agent import worker_environment as module
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.processes import tags
 from hpc_elastic.rendezvous.slots import RankLayout
+from hpc_elastic.slurm.job_environment import without_run_variables
 
 DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"
 LAYOUT = RankLayout(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
@@ -155,6 +156,12 @@ def test_outside_of_slurm_nothing_says_slurm() -> None:
 
 def test_what_slurm_says_in_a_worker_is_documented() -> None:
     assert set(AS_SLURM_WOULD) <= set(re.findall(r"`([A-Z][A-Z_]+)`", DOCS.read_text()))
+
+
+def test_what_a_worker_gets_of_its_run_is_left_out_of_what_it_submits() -> None:
+    env = without_run_variables({**environment(), "PATH": "/bin"})
+    defaults = {"OMP_NUM_THREADS", "PYTHONFAULTHANDLER", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    assert env.keys() - defaults == {"PATH"}
 
 
 def test_the_tag_is_the_one_that_is_looked_for() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
+from hpc_elastic.inprocess.sockets import bind_store
 from hpc_elastic.inprocess.store import (
     COMPLETED,
     INTERRUPTED,
@@ -18,6 +20,8 @@ from hpc_elastic.inprocess.store import (
     BarrierTimeout,
     PrefixStore,
     StoreMixin,
+    TCPStore,
+    serve_at,
 )
 
 pytestmark = pytest.mark.torch
@@ -194,3 +198,53 @@ def test_a_list_loses_nothing_without_append() -> None:
     store = Bare()
     together(*(lambda name=name: [store.append_item("list", f"{name}{n}") for n in range(50)] for name in "abc"))
     assert len(set(store.items("list"))) == 150
+
+
+def is_reached(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=30).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+ONE_HOST = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+SEVERAL = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("host", "environ", "elsewhere"),
+    [
+        ("127.0.0.1", {}, False),
+        ("127.0.0.1", SEVERAL, False),
+        ("localhost", SEVERAL, False),
+        (socket.gethostname(), SEVERAL, True),  # what other nodes take the name for is not known here
+    ],
+)
+def test_a_store_listens_where_its_ranks_come_to(host: str, environ: dict[str, str], elsewhere: bool) -> None:
+    """And not at every address: torch's store knows no password."""
+    server = serve_at(host, 0, environ, use_libuv=True)
+    server.set("key", "value")
+    assert is_reached("127.0.0.1", server.port)
+    assert is_reached("127.0.0.9", server.port) is elsewhere
+
+
+def test_on_one_host_a_name_is_one_address() -> None:
+    listener = bind_store(socket.gethostname(), 0, one_host=True)
+    assert listener is not None
+    assert listener.getsockname()[0] not in ("0.0.0.0", "::")
+    listener.close()
+    assert bind_store("192.0.2.1", 0, one_host=True) is None, "not this host's own: torch may know what to do"
+
+
+def test_the_ring_opens_its_store_at_the_masters_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**ONE_HOST, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    store = TCPStore(wait_for_workers=False)
+    assert store.critical_ranks == (0,)
+    assert not is_reached("127.0.0.9", store.port)
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    assert TCPStore.serve_apart("elsewhere") == "elsewhere", "somebody serves there"
+    assert TCPStore(wait_for_workers=False).critical_ranks == (0,), "and is joined"
+    monkeypatch.setenv("MASTER_PORT", "0")
+    assert not is_reached("127.0.0.9", TCPStore.serve_apart("elsewhere").port)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.attempt import AttemptInfo, load_attempt
 from hpc_elastic.launch import attempts
-from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.attempts import claim_attempt, slurm_job_ids
 from hpc_elastic.run_paths import RunPaths
 
 
@@ -74,6 +75,20 @@ def test_what_stands_in_the_way_of_latest_is_no_obstacle(tmp_path: Path) -> None
     (paths.latest / "mine").touch()
     assert claim_attempt(paths).number == 0
     assert (paths.latest / "mine").exists()
+
+
+def test_the_jobs_of_all_attempts_are_known_to_each(tmp_path: Path) -> None:
+    """A requeued job keeps its id; a follow-on job has another one, and ends what its run left on a node, too."""
+    paths = RunPaths(tmp_path)
+    for job, expected in (("12", ("12",)), ("12", ("12",)), ("15", ("15", "12")), ("", ("15", "12"))):
+        attempt = claim_attempt(paths)
+        found = slurm_job_ids(paths, attempt.number, job)
+        assert found == expected
+        AttemptInfo(
+            number=attempt.number, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, slurm_job_ids=found
+        ).save(attempt.attempt_json)
+        claim_attempt(paths)  # one that gave way, or could not be begun
+    assert load_attempt(attempt.attempt_json).slurm_job_ids == ("15", "12")
 
 
 def test_a_run_directory_that_is_gone_is_told(tmp_path: Path) -> None:

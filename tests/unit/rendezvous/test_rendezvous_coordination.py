@@ -355,3 +355,18 @@ def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
         coordination.stop(within=10)
         doorbell.close()
         other.close()
+
+
+def test_what_a_filesystem_refuses_is_tried_again(start: Callable[..., Started]) -> None:
+    tries: list[int] = []
+    done = threading.Event()
+
+    def command(_: Any) -> None:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise OSError("stale file handle")
+        done.set()
+
+    start().coordination.ask(command)
+    assert done.wait(10)
+    assert tries == [0, 1, 2]

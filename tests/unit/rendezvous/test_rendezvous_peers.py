@@ -48,6 +48,23 @@ def test_one_listing_tells_all_about_all() -> None:
     assert peers.names()[3] == "rack-3.example"
 
 
+def test_every_address_of_the_members_is_found_or_nothing_is_said() -> None:
+    store = MemoryStore()
+    many = info(2, addresses=tuple(f"10.1.0.{n}" for n in range(12)))  # more than its name has room for
+    for node in (info(1), many, info(3, addresses=())):
+        Peers(store, node, None).announce()
+    own = info(0, addresses=tuple(f"10.2.0.{n}" for n in range(9)))
+    peers = Peers(store, own, None)
+    uids = [own.uid, info(1).uid, many.uid]
+    assert peers.all_addresses(uids) == {*own.addresses, "10.0.0.2", *many.addresses}
+    assert peers.all_addresses([*uids, info(3).uid]) is None, "one has said none"
+    assert peers.all_addresses([*uids, info(4).uid]) is None, "one is not known"
+    crowd = [info(n, addresses=tuple(f"10.{n // 200}.{n % 200}.{k}" for k in range(9))) for n in range(10, 300)]
+    for node in crowd:
+        Peers(store, node, None).announce()
+    assert peers.all_addresses([node.uid for node in crowd]) is None, "so many files are not read"
+
+
 @pytest.mark.parametrize("addresses", [0, 1, 8, 30])
 def test_a_name_fits(addresses: int) -> None:
     node = info(99999, host="h" * 64, port=65535, addresses=tuple(f"10.0.0.{n}" for n in range(addresses)))

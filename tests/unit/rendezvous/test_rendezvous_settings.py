@@ -69,6 +69,7 @@ def test_slower_beats_are_missed_later() -> None:
         ({"timeout": "nan"}, ["timeout=nan"]),
         ({"timeout": "inf"}, ["timeout=inf"]),
         ({"doorbell": "maybe"}, ["doorbell=maybe", "on or off"]),
+        ({"member_filter": "2"}, ["member_filter=2", "on or off"]),
         ({"heartbeat_interval": "15"}, ["heartbeat_ttl=20", "heartbeat_interval=15", "twice"]),
         ({"heartbeat_interval": "4", "heartbeat_ttl": "6"}, ["heartbeat_ttl=6", "heartbeat_interval=4"]),
         ({"poll_interval": "4", "suspect_answer": "7"}, ["suspect_answer=7", "poll_interval=4", "twice"]),

@@ -100,6 +100,25 @@ def test_a_submission_from_inside_a_job_carries_nothing_of_that_job() -> None:
     assert commands.submission_environment(outside) == outside
 
 
+def test_a_worker_submits_nothing_of_its_run() -> None:
+    """The tags alone would have the other job's processes ended by the agents of this run."""
+    run = {
+        "HPC_ELASTIC_TAG": "run:host:agent",
+        "HPC_ELASTIC_NODE_TAG": "run:host",
+        "HPC_ELASTIC_RUN_DIR": "/runs/x",
+        "HPC_ELASTIC_HEARTBEAT": "/dev/shm/x",
+        "HPC_ELASTIC_RING_WAIT": "300",
+        "RANK": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "TORCHELASTIC_ERROR_FILE": "/runs/x/error.json",
+    }
+    own = {"HPC_ELASTIC_NODES": "4", "HPC_ELASTIC_PROFILE": "big", "HOME": "/home/alice", "OMP_NUM_THREADS": "4"}
+    assert commands.submission_environment({**run, **own}) == own
+    users = {"RANK": "low", "MASTER_ADDR": "me", "HPC_ELASTIC_RING_WAIT": "60", **own}
+    assert commands.submission_environment(users) == users, "no agent of ours has set them"
+
+
 def test_jobs_of_another_cluster() -> None:
     job = JobId("12_3", "far")
     assert commands.requeue(job) == ["scontrol", "-M", "far", "requeue", "12_3"]
