@@ -58,13 +58,52 @@ def check_private_dir(path: Path) -> None:
         )
 
 
-def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> None:
-    """Write a file whole or not at all (temporary file beside it, then ``os.replace``), mode 0600.
+def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file of this user's, or make it: not through a link, and without waiting for a FIFO's other end.
+
+    Args:
+        path: Where. Other users may be able to write into its folder.
+        flags: As of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
+        mode: Of a new file, less the umask.
+
+    Returns:
+        A descriptor that programs started from here don't inherit.
+
+    Raises:
+        UnsafePathError: it is a link, no regular file, another user's, or to be written and has a second name (a hard
+            link to a file of ours, which another user may plant).
+        OSError: as open.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnsafePathError(f"{path} is a symbolic link; give the file itself, or remove the link") from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise UnsafePathError(f"{path} is not a regular file; remove it or choose another path") from None
+        raise
+    info = os.fstat(fd)
+    problem = ""
+    if not stat.S_ISREG(info.st_mode):
+        problem = "is not a regular file; remove it or choose another path"
+    elif info.st_uid != os.geteuid():
+        problem = f"belongs to uid {info.st_uid}, not to you (uid {os.geteuid()}); choose another path"
+    elif flags & (os.O_WRONLY | os.O_RDWR) and info.st_nlink > 1:
+        problem = "has a second name (a hard link); remove it or choose another path"
+    if problem:
+        os.close(fd)
+        raise UnsafePathError(f"{path} {problem}")
+    return fd
+
+
+def write_private(path: Path, data: bytes | str, *, durable: bool = False, mode: int = 0o600) -> None:
+    """Write a file whole or not at all (temporary file beside it, then ``os.replace``).
 
     Args:
         path: Where. Its folder exists.
         data: Text is written as UTF-8.
         durable: Wait until the disk has it. Not needed for others to *see* it.
+        mode: Whatever the umask; another one for a file that another user is to read.
 
     Raises:
         OSError: the disk is full, the folder is gone …; the temporary file is removed first.
@@ -74,7 +113,7 @@ def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> No
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.fchmod(fd, 0o600)
+            os.fchmod(fd, mode)
             view = memoryview(raw)
             while view:
                 view = view[os.write(fd, view) :]
