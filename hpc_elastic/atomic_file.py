@@ -58,6 +58,32 @@ def check_private_dir(path: Path) -> None:
         )
 
 
+def why_replaceable(folder: Path | str, *, option: str) -> str | None:
+    """Say why another user could put something else in the place of what lies in a folder; None where nobody can.
+
+    A sticky bit holds back all but the folder's owner. The folders above are not looked at: projects' folders often
+    belong to somebody who is trusted.
+
+    Args:
+        folder: The folder; links are followed.
+        option: What another one is given with.
+
+    Returns:
+        What is wrong with it and the way out, to go behind its name.
+
+    Raises:
+        OSError: as stat.
+    """
+    info = os.stat(folder)
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"belongs to uid {info.st_uid}, who could replace what is in it; give a folder of your own with {option}"
+    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        is_ours = info.st_uid == os.geteuid()
+        way_out = f"run: chmod o-w {folder}" if is_ours else f"give a folder of your own with {option}"
+        return f"can be written by every user; {way_out}"
+    return None
+
+
 def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
     """Open a regular file of this user's, or make it: not through a link, and without waiting for a FIFO's other end.
 

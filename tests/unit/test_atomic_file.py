@@ -19,6 +19,7 @@ from hpc_elastic.atomic_file import (
     open_own,
     read_bytes,
     read_json,
+    why_replaceable,
     write_json,
     write_private,
 )
@@ -249,6 +250,24 @@ def test_json_comes_back_as_it_was_written(tmp_path: Path, text: str) -> None:
 def test_json_stays_readable_for_people(tmp_path: Path) -> None:
     write_json(tmp_path / "a", {"b": "ü", "a": 1})
     assert (tmp_path / "a").read_text(encoding="utf-8") == '{\n "b": "ü",\n "a": 1\n}\n'
+
+
+# Folders in which others could put something in our place
+
+
+def test_a_folder_that_everybody_writes_to_must_be_sticky(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert "chmod o-w" in (why_replaceable(tmp_path, option="--x") or "")
+    tmp_path.chmod(0o1777)
+    assert why_replaceable(tmp_path, option="--x") is None
+
+
+@as_root
+@pytest.mark.parametrize("permissions", [0o700, 0o777, 0o1777])
+def test_the_owner_of_a_folder_may_replace_what_is_in_it(tmp_path: Path, permissions: int) -> None:
+    tmp_path.chmod(permissions)
+    os.chown(tmp_path, 12345, 12345)
+    assert "belongs to uid 12345" in (why_replaceable(tmp_path, option="--x") or "")
 
 
 # Files of ours in folders that others can write to
