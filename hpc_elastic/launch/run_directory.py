@@ -112,7 +112,7 @@ def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> st
     for place in _LOCAL_PLACES:
         if real == place or real.startswith(place + "/"):
             return f"{place} is every node's own"
-    kind = _filesystem_type(real, mountinfo)
+    kind = filesystem_type(real, mountinfo=mountinfo)
     return f"it is on {kind}, in this machine's memory" if kind in _LOCAL_TYPES else None
 
 
@@ -173,8 +173,8 @@ def _remove_empty(folders: list[Path]) -> None:
             return
 
 
-def _filesystem_type(real: str, mountinfo: str) -> str | None:
-    """By the longest mount point above `real`; the last one mounted there wins."""
+def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """What `real`, a path without links, is on: the longest mount point above it, the last one mounted there."""
     best, kind = -1, None
     try:
         with open(mountinfo, encoding="utf-8", errors="surrogateescape") as file:
