@@ -131,8 +131,12 @@ class User:
         return self.run(["hpc-elastic", *map(str, arguments)], cwd=cwd, env=env, timeout=timeout, check=check)
 
     def pids(self) -> list[int]:
-        """The processes of this user, of which nobody else knows the number."""
+        """This user's processes."""
         return [pid for pid in all_pids() if _uid_of(pid) == self.uid]
+
+    def kill_all(self) -> None:
+        """End them."""
+        _kill_all(self.uid, self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,20 +206,11 @@ def _remove_user(name: str) -> None:
     except KeyError:
         return
 
-    def all_dead() -> bool:
-        pids = [pid for pid in all_pids() if _uid_of(pid) == uid]
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-        return not pids
-
     def is_gone() -> bool:
         call(["userdel", name], check=False)
         return all(entry.pw_name != name for entry in pwd.getpwall())
 
-    wait_until(all_dead, timeout=10, what=f"the processes of {name} die")
+    _kill_all(uid, name)
     # The next user who is made may get this number.
     for place in ("/dev/shm", "/tmp", "/var/tmp"):
         for path in Path(place).iterdir():
@@ -226,6 +221,19 @@ def _remove_user(name: str) -> None:
             if is_theirs:
                 call(["rm", "-rf", "--one-file-system", str(path)], check=False)
     wait_until(is_gone, timeout=10, what=f"userdel removes {name}", interval=0.2)
+
+
+def _kill_all(uid: int, name: str) -> None:
+    def all_dead() -> bool:
+        pids = [pid for pid in all_pids() if _uid_of(pid) == uid]
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        return not pids
+
+    wait_until(all_dead, timeout=10, what=f"the processes of {name} die")
 
 
 def _uid_of(pid: int) -> int | None:
