@@ -17,6 +17,18 @@ def own_command(*arguments: str) -> list[str]:
     return [*module_command("hpc_elastic.cli.main", "console_main"), *arguments]
 
 
+def worker_boot(call: str, *, module: str) -> str:
+    """What an interpreter with this package installed gets as ``-c`` to run ``main`` of one of its modules in a worker.
+
+    Modules of the working directory are found, as with ``-m``, but after all others.
+
+    Args:
+        call: As in ``main(sys.argv[1:])``.
+        module: Where ``main`` is.
+    """
+    return f"import sys; sys.path.sort(key=lambda path: path == ''); from {module} import main; {call}"
+
+
 def module_command(module: str, function: str) -> list[str]:
     """The same for a function of one of this package's modules, which takes no arguments."""
     parent = str(Path(hpc_elastic.__file__).resolve().parent.parent)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.self_command import worker_boot
 
 
 class FunctionCall:
@@ -46,7 +47,8 @@ class FunctionCall:
     def argv(self, python: str, *, round_index: int) -> list[str]:
         """The workers' command; each one's LOCAL_RANK says where its result goes."""
         results = f"{self._folder.name}/result-{round_index}"
-        return [python, "-u", "-m", "hpc_elastic.agent.function_call", str(self._call), results]
+        boot = worker_boot("main(sys.argv[1:])", module="hpc_elastic.agent.function_call")
+        return [python, "-u", "-c", boot, str(self._call), results]
 
     def result(self, *, round_index: int, local_rank: int) -> Any:
         """What the function returned there.
@@ -79,7 +81,3 @@ def main(argv: list[str]) -> None:
     with open(beside, "wb") as file:
         file.write(raw)
     os.replace(beside, result)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
