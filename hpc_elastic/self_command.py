@@ -17,16 +17,13 @@ def own_command(*arguments: str) -> list[str]:
     return [*module_command("hpc_elastic.cli.main", "console_main"), *arguments]
 
 
-def worker_boot(call: str, *, module: str) -> str:
-    """What an interpreter with this package installed gets as ``-c`` to run ``main`` of one of its modules in a worker.
+def worker_arguments(module: str) -> tuple[str, ...]:
+    """What an interpreter that has this package gets to run a module's ``main(arguments)`` in a worker.
 
-    Modules of the working directory are found, as with ``-m``, but after all others.
-
-    Args:
-        call: As in ``main(sys.argv[1:])``.
-        module: Where ``main`` is.
+    As ``-m MODULE``; but modules of the working directory, which are found too, hide no others.
     """
-    return f"import sys; sys.path.sort(key=lambda path: path == ''); from {module} import main; {call}"
+    boot = f"import sys; sys.path.sort(key=lambda path: path == ''); from {module} import main; main(sys.argv[2:])"
+    return "-u", "-c", boot, module
 
 
 def module_command(module: str, function: str) -> list[str]:

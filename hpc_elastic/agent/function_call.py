@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.self_command import worker_boot
+from hpc_elastic.self_command import worker_arguments
 
 
 class FunctionCall:
@@ -47,8 +47,7 @@ class FunctionCall:
     def argv(self, python: str, *, round_index: int) -> list[str]:
         """The workers' command; each one's LOCAL_RANK says where its result goes."""
         results = f"{self._folder.name}/result-{round_index}"
-        boot = worker_boot("main(sys.argv[1:])", module="hpc_elastic.agent.function_call")
-        return [python, "-u", "-c", boot, str(self._call), results]
+        return [python, *worker_arguments("hpc_elastic.agent.function_call"), str(self._call), results]
 
     def result(self, *, round_index: int, local_rank: int) -> Any:
         """What the function returned there.
@@ -66,7 +65,7 @@ def main(argv: list[str]) -> None:
     """Call the function, in a worker."""
     call, results = argv
     result = f"{results}-{os.environ['LOCAL_RANK']}"
-    sys.argv = sys.argv[:1]
+    sys.argv = [__file__]
     with open(call, "rb") as file:
         sys.path[:] = pickle.load(file)
         function, args = pickle.load(file)

@@ -99,9 +99,12 @@ def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
     proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
     if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
         return None
+    line = _command_line(proc.pid)
+    if not line:
+        return proc  # its execve is just under way: the kernel sets the arguments last
     root = os.path.realpath(paths.root)
-    words = _command_line(proc.pid).split(b"\0")
-    return proc if any(os.path.realpath(os.fsdecode(word)) == root for word in words if word[:1] == b"/") else None
+    given = [os.fsdecode(word) for word in line.split(b"\0") if word.startswith(b"/")]
+    return proc if any(os.path.realpath(path) == root for path in given) else None
 
 
 def _command_line(pid: int) -> bytes:

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -47,8 +48,13 @@ class _Leave(SystemExit):
     """Through the user's function, which a signal has interrupted: ``except Exception`` must not stop it."""
 
 
-def main() -> None:
-    """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted.
+
+    Args:
+        arguments: None.
+    """
+    sys.argv = [__file__, *arguments]
     place = WorkerPlace.from_env(os.environ)
     worker = _Worker(place)
     sys.exit(worker.run())
