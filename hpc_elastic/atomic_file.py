@@ -58,13 +58,78 @@ def check_private_dir(path: Path) -> None:
         )
 
 
-def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> None:
-    """Write a file whole or not at all (temporary file beside it, then ``os.replace``), mode 0600.
+def why_replaceable(folder: Path | str, *, option: str) -> str | None:
+    """Say why another user could put something else in the place of what lies in a folder; None where nobody can.
+
+    A sticky bit holds back all but the folder's owner. The folders above are not looked at: projects' folders often
+    belong to somebody who is trusted.
+
+    Args:
+        folder: The folder; links are followed.
+        option: What another one is given with.
+
+    Returns:
+        What is wrong with it and the way out, to go behind its name.
+
+    Raises:
+        OSError: as stat.
+    """
+    info = os.stat(folder)
+    if info.st_uid not in (os.geteuid(), 0):
+        return f"belongs to uid {info.st_uid}, who could replace what is in it; give a folder of your own with {option}"
+    if info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
+        is_ours = info.st_uid == os.geteuid()
+        way_out = f"run: chmod o-w {folder}" if is_ours else f"give a folder of your own with {option}"
+        return f"can be written by every user; {way_out}"
+    return None
+
+
+def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file of this user's, or make it: not through a link, and without waiting for a FIFO's other end.
+
+    Args:
+        path: Where. Other users may be able to write into its folder.
+        flags: As of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
+        mode: Of a new file, less the umask.
+
+    Returns:
+        A descriptor that programs started from here don't inherit.
+
+    Raises:
+        UnsafePathError: it is a link, no regular file, another user's, or to be written and has a second name (a hard
+            link to a file of ours, which another user may plant).
+        OSError: as open.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnsafePathError(f"{path} is a symbolic link; give the file itself, or remove the link") from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise UnsafePathError(f"{path} is not a regular file; remove it or choose another path") from None
+        raise
+    info = os.fstat(fd)
+    problem = ""
+    if not stat.S_ISREG(info.st_mode):
+        problem = "is not a regular file; remove it or choose another path"
+    elif info.st_uid != os.geteuid():
+        problem = f"belongs to uid {info.st_uid}, not to you (uid {os.geteuid()}); choose another path"
+    elif flags & (os.O_WRONLY | os.O_RDWR) and info.st_nlink > 1:
+        problem = "has a second name (a hard link); remove it or choose another path"
+    if problem:
+        os.close(fd)
+        raise UnsafePathError(f"{path} {problem}")
+    return fd
+
+
+def write_private(path: Path, data: bytes | str, *, durable: bool = False, mode: int = 0o600) -> None:
+    """Write a file whole or not at all (temporary file beside it, then ``os.replace``).
 
     Args:
         path: Where. Its folder exists.
         data: Text is written as UTF-8.
         durable: Wait until the disk has it. Not needed for others to *see* it.
+        mode: Whatever the umask; another one for a file that another user is to read.
 
     Raises:
         OSError: the disk is full, the folder is gone …; the temporary file is removed first.
@@ -74,7 +139,7 @@ def write_private(path: Path, data: bytes | str, *, durable: bool = False) -> No
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
-            os.fchmod(fd, 0o600)
+            os.fchmod(fd, mode)
             view = memoryview(raw)
             while view:
                 view = view[os.write(fd, view) :]

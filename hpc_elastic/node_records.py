@@ -12,9 +12,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc_elastic.account_folder import account_folder
-from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
-from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.account_folder import account_folder, make_account_folder
+from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.errors import UsageError
 from hpc_elastic.node_score import MOST_HOURS, Evidence, EvidenceKind
 
 VERSION = 1
@@ -98,19 +98,14 @@ def remember(
     Returns:
         None, or why it could not be remembered.
     """
-    folder = account_folder("nodes", env)
-    if folder is None:
-        return "neither XDG_STATE_HOME nor HOME is set"
     try:
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        make_private_dir(folder.parent)
-        make_private_dir(folder)
+        folder = make_account_folder("nodes", env)
         _drop_old(folder, now_ns)
         name = f"{now_ns}-{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', run_id)}-{attempt}.json"
         value = {"version": VERSION, "cluster": cluster, "evidence": [asdict(item) for item in evidence]}
         write_json(folder / name, value)
         return None
-    except (OSError, UnsafePathError) as error:
+    except (OSError, UsageError) as error:
         return str(error)
 
 

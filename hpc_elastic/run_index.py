@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.account_folder import account_folder
-from hpc_elastic.atomic_file import make_private_dir, read_json, write_json
-from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.account_folder import account_folder, make_account_folder
+from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.errors import UsageError
 from hpc_elastic.run_paths import RunPaths, task_index
 
 VERSION = 1
@@ -54,17 +54,12 @@ def record(
         None, or why it could not be remembered.
     """
     try:
-        folder = account_folder("jobs", env)
-        if folder is None:
-            return "neither XDG_STATE_HOME nor HOME is set"
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        make_private_dir(folder.parent)
-        make_private_dir(folder)
+        folder = make_account_folder("jobs", env)
         name = f"{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', job_id)}-{submitted_ns}.json"
         value = {"version": VERSION, "cluster": cluster, "job_id": job_id, "submitted_ns": submitted_ns}
         write_json(folder / name, {**value, "run_dir": str(run_dir)})
         return None
-    except (OSError, UnsafePathError) as error:
+    except (OSError, UsageError) as error:
         return str(error)
 
 

@@ -17,6 +17,15 @@ def own_command(*arguments: str) -> list[str]:
     return [*module_command("hpc_elastic.cli.main", "console_main"), *arguments]
 
 
+def worker_arguments(module: str) -> tuple[str, ...]:
+    """What an interpreter that has this package gets to run a module's ``main(arguments)`` in a worker.
+
+    As ``-m MODULE``; but modules of the working directory, which are found too, hide no others.
+    """
+    boot = f"import sys; sys.path.sort(key=lambda path: path == ''); from {module} import main; main(sys.argv[2:])"
+    return "-u", "-c", boot, module
+
+
 def module_command(module: str, function: str) -> list[str]:
     """The same for a function of one of this package's modules, which takes no arguments."""
     parent = str(Path(hpc_elastic.__file__).resolve().parent.parent)

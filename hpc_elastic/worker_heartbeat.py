@@ -242,8 +242,10 @@ class _Speaker:
 
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            if os.fstat(fd).st_size != FILE_BYTES or os.pread(fd, len(MAGIC), 0) != MAGIC:
-                raise ValueError("not a heartbeat's file")
+            info = os.fstat(fd)
+            # Another user who owns it could cut it off, and SIGBUS would kill this process.
+            if info.st_uid != os.geteuid() or info.st_size != FILE_BYTES or os.pread(fd, len(MAGIC), 0) != MAGIC:
+                raise ValueError("not a heartbeat's file of ours")
             try:
                 # Of this process, not of its children; the kernel takes it back when this process ends.
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -295,7 +297,7 @@ def notice_is_there() -> bool:
     except OSError:
         return False
     try:
-        raw = os.pread(fd, FILE_BYTES, 0)
+        raw = os.pread(fd, FILE_BYTES, 0) if os.fstat(fd).st_uid == os.geteuid() else b""
     finally:
         os.close(fd)
     return len(raw) == FILE_BYTES and read_notice(raw) is not None

@@ -14,7 +14,8 @@ The tiers: unit (pure, no process), store (one suite per protocol, and models), 
 catalogue (one case per kind of failure, each really failing, its report compared with a golden file that a person has
 read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one), slurm-next (what is marked
 ``any_release`` on a newer Debian's Slurm: only where ``--tier`` names it; HPC_ELASTIC_SLURM_RELEASE may name another
-release), docs (commands, links, pages in a browser).
+release), security (attacks by another user of the same machine; root makes two for the while), docs (commands, links,
+pages in a browser).
 
 Each tier has a time budget for two cores; a tier that takes longer fails. The last line is ``N passed, N failed[, N
 skipped]`` over everything that ran, where each check counts as one; the exit code is 1 if anything failed.
@@ -72,6 +73,7 @@ TIERS = (
         optional=True,
         environment=(("HPC_ELASTIC_SLURM_RELEASE", "trixie"), ("HPC_ELASTIC_REQUIRE_SLURM", "1")),
     ),
+    Tier(name="security", folders=("tests/security",), budget=60),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.self_command import worker_arguments
 
 
 class FunctionCall:
@@ -46,7 +47,7 @@ class FunctionCall:
     def argv(self, python: str, *, round_index: int) -> list[str]:
         """The workers' command; each one's LOCAL_RANK says where its result goes."""
         results = f"{self._folder.name}/result-{round_index}"
-        return [python, "-u", "-m", "hpc_elastic.agent.function_call", str(self._call), results]
+        return [python, *worker_arguments("hpc_elastic.agent.function_call"), str(self._call), results]
 
     def result(self, *, round_index: int, local_rank: int) -> Any:
         """What the function returned there.
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
     """Call the function, in a worker."""
     call, results = argv
     result = f"{results}-{os.environ['LOCAL_RANK']}"
-    sys.argv = sys.argv[:1]
+    sys.argv = [__file__]
     with open(call, "rb") as file:
         sys.path[:] = pickle.load(file)
         function, args = pickle.load(file)
@@ -79,7 +80,3 @@ def main(argv: list[str]) -> None:
     with open(beside, "wb") as file:
         file.write(raw)
     os.replace(beside, result)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

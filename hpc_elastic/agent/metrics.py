@@ -7,6 +7,7 @@ moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_second
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections import deque
@@ -14,9 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from hpc_elastic.atomic_file import open_own, write_private
 from hpc_elastic.clock import Clock, SystemClock
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.lazy_pattern import pattern
+
+logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], object]], None]
 """Has something done, now or by another thread."""
@@ -66,6 +70,7 @@ class JsonlMetrics:
         self._clock = clock or SystemClock()
         self._post = post or _now
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
+        self._losses = _Losses(path)
 
     def put(self, name: str, value: float) -> None:
         self._waiting.append(
@@ -76,11 +81,14 @@ class JsonlMetrics:
 
     def _write(self) -> None:
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            # Other users never write to it, whatever the umask.
+            fd = open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            with open(fd, "a", encoding="utf-8") as file:
                 while self._waiting:
                     file.write(self._waiting.popleft())
-        except OSError:
+        except (OSError, UnsafePathError) as error:
             self._waiting.clear()
+            self._losses.report(error)
 
 
 class PrometheusMetrics:
@@ -96,6 +104,7 @@ class PrometheusMetrics:
         self._labels = dict(labels or {})
         self._post = post or _now
         self._text_due = ""
+        self._losses = _Losses(path)
         self._values: dict[tuple[str, str], float] = {}
         self._states: dict[tuple[str, str], float] = {}
 
@@ -117,9 +126,10 @@ class PrometheusMetrics:
     def _write(self) -> None:
         text, self._text_due = self._text_due, ""
         try:
-            _replace(self._path, text)
-        except OSError:
-            pass
+            # The temporary file's name does not end in .prom, so the collector, another user, reads whole files only.
+            write_private(self._path, text, mode=0o644)
+        except OSError as error:
+            self._losses.report(error)
 
     def _text(self) -> str:
         lines = []
@@ -174,18 +184,17 @@ def _now(action: Callable[[], object]) -> None:
     action()
 
 
-def _replace(path: Path, text: str) -> None:
-    """Whoever reads it is another user: the one place where a file of ours is for everybody."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")  # the collector reads *.prom alone
-    try:
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        with open(fd, "w", encoding="utf-8") as file:
-            os.fchmod(fd, 0o644)
-            file.write(text)
-        os.replace(beside, path)
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
+class _Losses:
+    """Says once that figures don't reach their file, and why."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_reported = False
+
+    def report(self, error: Exception) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            logger.warning("--metrics: figures for %s are lost: %s", self._path, error)
 
 
 def _escaped(value: str) -> str:

@@ -7,6 +7,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.atomic_file import open_own
 from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
@@ -131,7 +132,7 @@ class LogTail:
             sys.stdout.buffer.flush()
             return
         try:
-            with open(self._path, "rb") as file:
+            with open(self._path, "rb", opener=open_own) as file:
                 file.seek(self._offset)
                 while chunk := file.read(_CHUNK):
                     self._offset += len(chunk)

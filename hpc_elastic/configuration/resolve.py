@@ -28,6 +28,7 @@ NOT_SETTINGS = frozenset(
             "SITE_CONFIG",
             "USER_CONFIG",
             "PROJECT_CONFIG",
+            "TRUST_COPIES",
         ),
     )
 )

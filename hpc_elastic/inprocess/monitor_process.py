@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from hpc_elastic.atomic_file import open_own
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
@@ -274,7 +276,12 @@ def _detach(*, keep: tuple[int, ...], logfile: str | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     null = os.open(os.devnull, os.O_RDWR)
-    log = null if logfile is None else os.open(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = null
+    if logfile not in (None, os.devnull):
+        try:
+            log = open_own(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        except (OSError, UnsafePathError) as error:
+            logger.warning("monitor_process_logfile=%s: the monitor goes on without it: %s", logfile, error)
     os.dup2(null, 0)
     os.dup2(log, 1)
     os.dup2(log, 2)

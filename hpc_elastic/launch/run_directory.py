@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_elastic.atomic_file import make_private_dir, write_private
+from hpc_elastic.atomic_file import make_private_dir, why_replaceable, write_private
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
@@ -112,7 +112,7 @@ def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> st
     for place in _LOCAL_PLACES:
         if real == place or real.startswith(place + "/"):
             return f"{place} is every node's own"
-    kind = _filesystem_type(real, mountinfo)
+    kind = filesystem_type(real, mountinfo=mountinfo)
     return f"it is on {kind}, in this machine's memory" if kind in _LOCAL_TYPES else None
 
 
@@ -135,14 +135,9 @@ def _check_runs_dir(runs: Path) -> None:
         raise UsageError(f"{runs} is a symbolic link to nothing; give another folder with --runs-dir") from None
     if not stat.S_ISDIR(info.st_mode):
         raise UsageError(f"{runs} is not a folder; give another with --runs-dir")
-    sticky = bool(info.st_mode & stat.S_ISVTX)
-    if info.st_uid not in (os.geteuid(), 0) and not sticky:
-        raise UsageError(
-            f"{runs} belongs to uid {info.st_uid}, who could replace what is in it; "
-            "give a folder of your own with --runs-dir"
-        )
-    if info.st_mode & stat.S_IWOTH and not sticky:
-        raise UsageError(f"{runs} can be written by every user; run: chmod o-w {runs}")
+    problem = why_replaceable(runs, option="--runs-dir")
+    if problem is not None:
+        raise UsageError(f"{runs} {problem}")
     space = os.statvfs(runs)
     free = (space.f_bavail if os.geteuid() else space.f_bfree) * space.f_frsize
     if 0 < free < _LEAST_FREE:  # none: it's full, as mkdir is about to say, or counts no blocks
@@ -178,8 +173,8 @@ def _remove_empty(folders: list[Path]) -> None:
             return
 
 
-def _filesystem_type(real: str, mountinfo: str) -> str | None:
-    """By the longest mount point above `real`; the last one mounted there wins."""
+def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """What `real`, a path without links, is on: the longest mount point above it, the last one mounted there."""
     best, kind = -1, None
     try:
         with open(mountinfo, encoding="utf-8", errors="surrogateescape") as file:

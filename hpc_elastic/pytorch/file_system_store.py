@@ -39,7 +39,8 @@ method ("pure virtual function", torch 2.4 and 2.13). Nobody says when the C++ h
 class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
     """Keys and values in the folder `path`, which every process of the job opens for itself.
 
-    A path must be fresh for each job: what is in it stays. Its parent folder exists.
+    A path must be fresh for each job: what is in it stays. Its parent folder exists, and no other user can rename what
+    is in that: torch's collectives of objects unpickle values.
     """
 
     def __init__(

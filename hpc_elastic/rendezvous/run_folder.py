@@ -11,8 +11,9 @@ import os
 import threading
 from pathlib import Path
 
-from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.atomic_file import make_private_dir, why_replaceable
 from hpc_elastic.clock import Clock
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -83,8 +84,15 @@ class RunFolder:
         return RoundLog(self.open(epoch), self._run_id).latest()
 
     def open(self, epoch: int) -> FileStore:
-        """The store of `epoch`, created where it is not there."""
+        """The store of `epoch`, created where it is not there.
+
+        Raises:
+            UnsafePathError: another user could put a store of theirs in its place.
+        """
         at = Path(self._directory)
+        problem = why_replaceable(at, option="--rdzv-endpoint")
+        if problem is not None:
+            raise UnsafePathError(f"the rendezvous folder {at} {problem}")
         for part in (self._prefix, safe_name(self._run_id)):
             if part:
                 at = at / part

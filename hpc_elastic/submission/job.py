@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission
 
+from hpc_elastic.atomic_file import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.launch.job_now import job_now
@@ -71,6 +73,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         self._paths = paths
         if not RunPaths(self._run_dir).run_json.is_file():
             raise UsageError(f"no run of job {job_id} is known in {folder}")
+        owner = os.stat(self._run_dir).st_uid
+        if owner != os.geteuid():  # none of its files would be read: `result` would wait for ever
+            raise UnsafePathError(f"{self._run_dir}, the run of job {job_id}, belongs to uid {owner}, not to you")
 
     def _register_in_watcher(self) -> None:
         if self.cluster == "slurm":
@@ -300,8 +305,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def log(self) -> str:
         """The job log: what the batch host printed, all attempts'."""
         try:
-            return self._run.job_log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            return read_bytes(self._run.job_log, limit=sys.maxsize).decode("utf-8", "replace")
+        except (OSError, UnsafePathError):
             return ""
 
     def report(self) -> str:

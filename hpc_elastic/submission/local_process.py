@@ -21,6 +21,7 @@ from hpc_elastic.self_command import module_command
 from hpc_elastic.slurm.sbatch import ScriptLines
 from hpc_elastic.submission import places
 
+_MODULE = b"hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Launchers that this process started, to be waited for when they have ended."""
@@ -37,7 +38,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
         env: For the launcher, the agents and the workers.
         cwd: Where.
     """
-    command = [*module_command("hpc_elastic.submission.local_process", "main"), str(paths.root), f"{limit}", f"{delay}"]
+    command = [*module_command(_MODULE.decode(), "main"), str(paths.root), f"{limit}", f"{delay}"]
     if lines:
         body = [*lines.setup, '"$@"', "code=$?", *lines.teardown, 'exit "$code"']
         if not lines.teardown:
@@ -65,22 +66,26 @@ def lives(paths: RunPaths) -> bool:
         return False
     if facts.get("host") != os.uname().nodename:
         return True
-    child = _children.get(int(facts["pid"]))
-    if child is not None and child.poll() is not None:
+    proc = _launcher(paths, facts)
+    if proc is None:
         return False
-    return _process(facts) is not None
+    child = _children.get(proc.pid)
+    return child is None or child.poll() is None
 
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
     """A signal for the launcher (and its shell, where it has one); False where it is not there."""
     facts = read_json(places.launcher_file(paths))
-    if isinstance(facts, str) or facts.get("host") != os.uname().nodename or _process(facts) is None:
+    if isinstance(facts, str) or facts.get("host") != os.uname().nodename:
         return False
-    pid = int(facts["pid"])
+    proc = _launcher(paths, facts)
+    if proc is None:
+        return False
+    pid = proc.pid
     try:
-        for proc in tree.subtree(tree.all_processes(), [pid]):
-            if proc.ppid == pid and proc.sid == pid and _is_launcher(proc.pid):
-                os.kill(proc.pid, number)
+        for child in tree.subtree(tree.all_processes(), [pid]):
+            if child.ppid == pid and child.sid == pid and _MODULE in _command_line(child.pid):
+                os.kill(child.pid, number)
                 return True
         os.kill(pid, number)
     except ProcessLookupError:
@@ -88,16 +93,25 @@ def send(paths: RunPaths, number: signal.Signals) -> bool:
     return True
 
 
-def _is_launcher(pid: int) -> bool:
+def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
+    """The run's own launcher, where it lives: a copied run's file may name any process of this user's."""
+    pid = facts.get("pid")
+    proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
+    if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
+        return None
+    line = _command_line(proc.pid)
+    if not line:
+        return proc  # its execve is just under way: the kernel sets the arguments last
+    root = os.path.realpath(paths.root)
+    given = [os.fsdecode(word) for word in line.split(b"\0") if word.startswith(b"/")]
+    return proc if any(os.path.realpath(path) == root for path in given) else None
+
+
+def _command_line(pid: int) -> bytes:
     try:
-        return b"hpc_elastic.submission.local_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
-
-
-def _process(facts: Mapping[str, object]) -> tree.Proc | None:
-    proc = tree.look_at(int(str(facts["pid"])))
-    return proc if proc is not None and not proc.is_dead and proc.starttime == facts["starttime"] else None
+        return b""
 
 
 class _TimeLimit(threading.Thread):

@@ -1,6 +1,7 @@
 """Python objects as files of the run directory: a line of JSON for whoever only looks, and a pickle behind it.
 
-Nothing is unpickled that another user could have written: the file must be this user's, and no link.
+Nothing is unpickled that another user could have written: the file must be this user's, no link, and no copy. A copy
+belongs to the user who copied, whatever is in it; so each file holds its own inode number, which no copy has.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import ask_about
+from hpc_elastic.atomic_file import ask_about, open_own
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError
+from hpc_elastic.launch.run_directory import filesystem_type
 
 VERSION = 1
+TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
+_MADE = "made"
 _LONGEST_HEAD = 4 << 20
 
 
@@ -46,7 +50,8 @@ def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         with open(fd, "wb") as file:
-            file.write(json.dumps({"version": VERSION, **head}).encode() + b"\n")
+            made = {"inode": os.fstat(fd).st_ino, "path": os.path.abspath(path)}
+            file.write(json.dumps({"version": VERSION, **head, _MADE: made}).encode() + b"\n")
             cloudpickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
             size = file.tell()
         os.replace(temporary, path)
@@ -71,9 +76,14 @@ def read_object(path: Path) -> Any:
 
     Raises:
         UnreadableObjectError: there is no such file, or it can't be read, or not unpickled: a module is missing here.
+        UnsafePathError: another user may have written it.
     """
     with _open(path) as file:
-        _head(path, file)
+        if not _was_made_here(path, file, _head(path, file).get(_MADE)) and not os.environ.get(TRUST_VARIABLE):
+            raise UnsafePathError(
+                f"{path} is a copy: nothing is unpickled from it, since another user may have written the original; "
+                f"if you know who did, set {TRUST_VARIABLE}=1"
+            )
         try:
             return pickle.load(file)
         except Exception as error:
@@ -83,18 +93,31 @@ def read_object(path: Path) -> Any:
 def _open(path: Path) -> BufferedReader:
     for again in (False, True):
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_own(path, os.O_RDONLY)
             break
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not again and ask_about(path.parent):
                 continue
             why = error.strerror or str(error)
             raise UnreadableObjectError(path=str(path), why=why.lower(), errno=error.errno) from None
-    info = os.fstat(fd)
-    if info.st_uid != os.geteuid() or info.st_mode & 0o022 or not stat.S_ISREG(info.st_mode):
+    if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.close(fd)
         raise UnsafePathError(f"{path} is not a file of yours alone: nothing is unpickled from it")
     return open(fd, "rb")
+
+
+def _was_made_here(path: Path, file: BufferedReader, made: object) -> bool:
+    """Whether a file is the one that `write_object` wrote, by what its head says of that."""
+    if not isinstance(made, dict):
+        return False
+    if made.get("inode") == os.fstat(file.fileno()).st_ino:
+        return True
+    # Many FUSE filesystems number their files anew on each mount (sshfs does): there the path alone is left.
+    kind = filesystem_type(os.path.realpath(path)) or ""
+    try:
+        return kind.startswith("fuse") and os.path.samefile(str(made.get("path", "")), path)
+    except (OSError, ValueError):
+        return False
 
 
 def _head(path: Path, file: BufferedReader) -> dict[str, Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import read_json
+from hpc_elastic.atomic_file import read_bytes, read_json
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.launch.attempts import begun_attempts, newest_stored
 from hpc_elastic.log_pieces import find_pieces, piece_path
 from hpc_elastic.outcome import Outcome
@@ -104,9 +106,14 @@ def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any
     for path in _exception_files(paths):
         try:
             head = read_head(path)
+        except (UnreadableObjectError, UnsafePathError):
+            continue
+        try:
             found = read_object(path)
         except UnreadableObjectError:
             continue
+        except UnsafePathError:
+            found = None  # a copy: its head is only text
         return found if isinstance(found, BaseException) else None, head
     return None
 
@@ -137,9 +144,8 @@ def report_text(paths: RunPaths) -> str:
     """The newest attempt's report; empty where there is none."""
     found = begun_attempts(paths)
     try:
-        with open(found[-1].report_text, encoding="utf-8", errors="replace") as file:
-            return file.read(_LONGEST_REPORT).strip()
-    except (IndexError, OSError):
+        return read_bytes(found[-1].report_text, limit=_LONGEST_REPORT).decode("utf-8", "replace").strip()
+    except (IndexError, OSError, UnsafePathError):
         return ""
 
 
@@ -168,7 +174,7 @@ def _whole(path: Path) -> str | None:
     parts = []
     for piece in (*pieces, path):
         try:
-            parts.append(piece.read_bytes())
-        except OSError:
-            continue  # rotated away meanwhile
+            parts.append(read_bytes(piece, limit=sys.maxsize))
+        except (OSError, UnsafePathError):
+            continue  # rotated away meanwhile, or planted in what this is a copy of
     return b"".join(parts).decode("utf-8", "replace") if parts else None

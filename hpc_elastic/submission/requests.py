@@ -17,6 +17,7 @@ from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.submit_job import Submission, Words, submission_client, submit_job
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.self_command import worker_arguments
 from hpc_elastic.slurm.node_range import parse_nodes
 from hpc_elastic.slurm.sbatch import ScriptLines
 from hpc_elastic.slurm.time_limit import check_time_option
@@ -144,7 +145,7 @@ def _calling(spec: RunSpec, request: Request) -> RunSpec:
     words = shlex.split(request.python)
     if not words:
         raise UsageError(f"python={request.python!r}: give the interpreter's path, or the command that starts it")
-    args = ("-c", _DEAF, "worker", *words, "-u", "-m", WORKER_MODULE)
+    args = ("-c", _DEAF, "worker", *words, *worker_arguments(WORKER_MODULE))
     host = {"python": words[0]} if len(words) == 1 else {}
     entrypoint = Entrypoint(kind=EntryKind.COMMAND, target="/bin/sh", args=args, **host)
     return replace(spec, entrypoint=entrypoint, preemption_signal="SIGUSR2")

@@ -1,4 +1,4 @@
-"""What every worker of a submitted function runs: ``python -m hpc_elastic.submission.worker``.
+"""What every worker of a submitted function runs.
 
 It calls the function, and leaves what it returned or raised beside the worker's logs. The agent's notice comes as
 SIGUSR2, as submitit's does, and interrupts the function wherever it is.
@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -47,8 +48,13 @@ class _Leave(SystemExit):
     """Through the user's function, which a signal has interrupted: ``except Exception`` must not stop it."""
 
 
-def main() -> None:
-    """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted."""
+def main(arguments: Sequence[str] = ()) -> None:
+    """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted.
+
+    Args:
+        arguments: None.
+    """
+    sys.argv = [__file__, *arguments]
     place = WorkerPlace.from_env(os.environ)
     worker = _Worker(place)
     sys.exit(worker.run())
@@ -92,6 +98,7 @@ class _Worker:
             os.dup2(1, 2)
         os.environ.update(submitit_variables(os.environ, self._place, terms))
         sys.path += [entry for entry in terms.sys_path if entry not in sys.path]
+        sys.path.sort(key=lambda entry: entry == "")  # what lies in the working directory hides nothing
         state = find_state(self._paths, rank=self._place.rank, before=self._place.attempt)
         self._call, self._terms = with_state(Call(_unread), terms, state)
         if state is None:
@@ -209,5 +216,5 @@ def _portable(error: BaseException) -> BaseException | None:
     return error if isinstance(copy, BaseException) else None
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # of runs that an earlier version submitted
     main()

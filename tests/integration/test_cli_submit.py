@@ -303,6 +303,10 @@ def test_a_runs_folder_or_link_of_another_user(site: Site, capsys: pytest.Captur
     code, _, err = submit(capsys, "--runs-dir=theirs", "train.py")
     assert code == 2
     assert "belongs to uid 65534, who could replace what is in it" in err
+    theirs.chmod(0o1777)  # the sticky bit holds back all but the folder's owner
+    code, _, err = submit(capsys, "--runs-dir=theirs", "train.py")
+    assert code == 2
+    assert "give a folder of your own with --runs-dir" in err
     (site.work / "mine").mkdir(mode=0o700)
     (site.work / "planted").symlink_to("mine")
     os.chown(site.work / "planted", 65534, 65534, follow_symlinks=False)

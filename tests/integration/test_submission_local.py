@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,17 @@ from typing import Any
 import pytest
 
 import hpc_elastic
+from hpc_elastic.atomic_file import write_json
+from hpc_elastic.processes import tree
+from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.submission import (
     ElasticExecutor,
     ElasticJob,
     ElasticJobFailedError,
     ElasticJobUncompletedError,
     Script,
+    local_process,
+    places,
 )
 from hpc_elastic.submission.job_errors import WorkerRaisedError
 from tests.rigs import submitted_functions as functions
@@ -241,3 +247,24 @@ def test_torchs_own_configuration_is_understood(tmp_path: Path) -> None:
     )
     result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_launcher_that_a_copied_run_names_is_not_believed(tmp_path: Path) -> None:
+    """Whoever made the original may have written the number of any process into it."""
+    paths = RunPaths(tmp_path)
+    with subprocess.Popen(["sleep", "600"]) as bystander:
+        try:
+            known = tree.look_at(bystander.pid)
+            assert known is not None
+            for facts in (
+                {"pid": bystander.pid, "starttime": known.starttime},
+                {"pid": str(bystander.pid), "starttime": known.starttime},
+                {"pid": -1, "starttime": 0},
+                {},
+            ):
+                write_json(places.launcher_file(paths), {"host": os.uname().nodename, **facts})
+                assert not local_process.lives(paths)
+                assert not local_process.send(paths, signal.SIGTERM)
+            assert bystander.poll() is None
+        finally:
+            bystander.kill()

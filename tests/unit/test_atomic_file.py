@@ -16,8 +16,10 @@ from hpc_elastic import atomic_file
 from hpc_elastic.atomic_file import (
     check_private_dir,
     make_private_dir,
+    open_own,
     read_bytes,
     read_json,
+    why_replaceable,
     write_json,
     write_private,
 )
@@ -248,3 +250,59 @@ def test_json_comes_back_as_it_was_written(tmp_path: Path, text: str) -> None:
 def test_json_stays_readable_for_people(tmp_path: Path) -> None:
     write_json(tmp_path / "a", {"b": "ü", "a": 1})
     assert (tmp_path / "a").read_text(encoding="utf-8") == '{\n "b": "ü",\n "a": 1\n}\n'
+
+
+# Folders in which others could put something in our place
+
+
+def test_a_folder_that_everybody_writes_to_must_be_sticky(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert "chmod o-w" in (why_replaceable(tmp_path, option="--x") or "")
+    tmp_path.chmod(0o1777)
+    assert why_replaceable(tmp_path, option="--x") is None
+
+
+@as_root
+@pytest.mark.parametrize("permissions", [0o700, 0o777, 0o1777])
+def test_the_owner_of_a_folder_may_replace_what_is_in_it(tmp_path: Path, permissions: int) -> None:
+    tmp_path.chmod(permissions)
+    os.chown(tmp_path, 12345, 12345)
+    assert "belongs to uid 12345" in (why_replaceable(tmp_path, option="--x") or "")
+
+
+# Files of ours in folders that others can write to
+
+
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT])
+def test_a_link_or_a_fifo_is_not_opened(tmp_path: Path, flags: int) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "fifo")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    for name, why in (("fifo", "regular file"), ("link", "symbolic link"), ("nowhere", "symbolic link")):
+        with pytest.raises(UnsafePathError, match=why):
+            open_own(tmp_path / name, flags)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_second_name_matters_to_writers_alone(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    os.link(tmp_path / "file", tmp_path / "other")
+    os.close(open_own(tmp_path / "other", os.O_RDONLY))
+    with pytest.raises(UnsafePathError, match="second name"):
+        open_own(tmp_path / "other", os.O_WRONLY | os.O_APPEND)
+
+
+@as_root
+def test_the_file_of_another_user_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.chown(tmp_path / "file", 12345, 12345)
+    for flags in (os.O_RDONLY, os.O_WRONLY | os.O_CREAT):
+        with pytest.raises(UnsafePathError, match="uid 12345"):
+            open_own(tmp_path / "file", flags)
+
+
+def test_programs_started_from_here_do_not_inherit_an_own_file(tmp_path: Path) -> None:
+    fd = open_own(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+    assert not os.get_inheritable(fd)
+    assert mode(tmp_path / "file") == 0o600
+    os.close(fd)

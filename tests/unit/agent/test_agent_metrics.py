@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -99,3 +100,28 @@ def test_while_a_disk_hangs_the_newest_state_waits(tmp_path: Path) -> None:
     sink.put("workers.default.n", 10)
     assert later.run() == 1
     assert 'hpc_elastic_workers_n{role="default"} 10' in path.read_text()
+
+
+@pytest.mark.parametrize("planted", ["link", "dangling link", "fifo", "hard link"])
+def test_json_lines_go_to_a_plain_file_alone(tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture) -> None:
+    target, path = tmp_path / "precious", tmp_path / "x.jsonl"
+    if planted != "dangling link":
+        target.write_text("kept")
+    if planted == "fifo":
+        os.mkfifo(path)
+    elif planted == "hard link":
+        os.link(target, path)
+    else:
+        path.symlink_to(target)
+    sink = JsonlMetrics(path)
+    for _ in range(3):
+        sink.put("workers.default.healthy", 1)
+    assert not target.exists() if planted == "dangling link" else target.read_text() == "kept"
+    assert len(caplog.messages) == 1
+    assert str(path) in caplog.text
+
+
+def test_a_planted_temporary_file_of_prometheus_is_not_used(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f".a.prom.{os.getpid()}")  # opening it for writing would wait for ever
+    PrometheusMetrics(tmp_path / "a.prom").put("workers.default.healthy", 1)
+    assert stat.S_IMODE((tmp_path / "a.prom").stat().st_mode) == 0o644

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import sys
@@ -14,7 +15,7 @@ import pytest
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.result import StoredResult
 from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.submission import outcome_files, places
+from hpc_elastic.submission import objects, outcome_files, places
 from hpc_elastic.submission.call import Call, CallTerms, function_name, own_sys_path, read_call, read_terms, write_call
 from hpc_elastic.submission.job_errors import (
     ElasticJobFailedError,
@@ -43,7 +44,7 @@ def test_what_can_not_travel_is_refused_with_the_functions_name(tmp_path: Path) 
     assert os.listdir(tmp_path) == [], "nothing half-written is left"
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}\n", b'{"version": 99}\n', b"no json\n", b'{"version": 1}\nno pickle'])
+@pytest.mark.parametrize("raw", [b"", b"{}\n", b'{"version": 99}\n', b"no json\n", b"[]\n", b"\xff\n"])
 def test_a_file_that_can_not_be_read_is_a_fact(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "result.pkl"
     with pytest.raises(UnreadableObjectError, match="no such file"):
@@ -62,10 +63,69 @@ def test_nothing_is_unpickled_that_others_could_have_written(tmp_path: Path) -> 
     with pytest.raises(UnsafePathError, match="nothing is unpickled"):
         read_object(path)
     path.chmod(0o600)
-    link = tmp_path / "link.pkl"
+    link, fifo = tmp_path / "link.pkl", tmp_path / "fifo.pkl"
     link.symlink_to(path)
-    with pytest.raises(UnreadableObjectError):
-        read_head(link)
+    os.mkfifo(fifo)
+    for planted in (link, fifo):
+        with pytest.raises(UnsafePathError):
+            read_head(planted)
+
+
+def test_a_torn_pickle_is_a_fact(tmp_path: Path) -> None:
+    path = tmp_path / "result.pkl"
+    write_object(path, {}, list(range(1000)))
+    os.truncate(path, path.stat().st_size - 100)
+    with pytest.raises(UnreadableObjectError, match="can't be unpickled"):
+        read_object(path)
+
+
+@pytest.mark.parametrize("forged", ["as it was", "without a word", "another inode", "no object"])
+def test_a_copy_belongs_to_its_maker_and_is_not_unpickled(
+    tmp_path: Path, forged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, copy = tmp_path / "theirs.pkl", tmp_path / "mine.pkl"
+    write_object(path, {"rank": 3}, 7)
+    head, _, pickled = path.read_bytes().partition(b"\n")
+    value = json.loads(head)
+    if forged == "without a word":
+        del value["made"]
+    elif forged != "as it was":
+        value["made"] = {"inode": 1, "path": str(copy)} if forged == "another inode" else 5
+    copy.write_bytes(json.dumps(value).encode() + b"\n" + pickled)
+    copy.chmod(0o600)
+    assert read_head(copy)["rank"] == 3, "text can be read"
+    with pytest.raises(UnsafePathError, match="is a copy") as caught:
+        read_object(copy)
+    assert str(copy) in str(caught.value)
+    monkeypatch.setenv("HPC_ELASTIC_TRUST_COPIES", "1")
+    assert read_object(copy) == 7
+
+
+def test_a_run_that_was_moved_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    write_object(tmp_path / "run" / "result.pkl", {}, 7)
+    (tmp_path / "run").rename(tmp_path / "kept")
+    assert read_object(tmp_path / "kept" / "result.pkl") == 7
+
+
+@pytest.mark.parametrize(("kind", "is_read"), [("fuse.sshfs", True), ("fuse", True), ("ext4", False), (None, False)])
+def test_where_inodes_do_not_last_the_path_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str | None, is_read: bool
+) -> None:
+    path = tmp_path / "result.pkl"
+    write_object(path, {}, 7)
+    monkeypatch.setattr(objects, "filesystem_type", lambda _: kind)
+    renumbered = path.read_bytes().replace(f'"inode": {path.stat().st_ino}'.encode(), b'"inode": 1')
+    path.write_bytes(renumbered)
+    if is_read:
+        assert read_object(path) == 7
+    else:
+        with pytest.raises(UnsafePathError):
+            read_object(path)
+    (tmp_path / "copy.pkl").write_bytes(renumbered)
+    (tmp_path / "copy.pkl").chmod(0o600)
+    with pytest.raises(UnsafePathError):
+        read_object(tmp_path / "copy.pkl")
 
 
 def test_the_submitters_modules_are_found_and_not_its_interpreters() -> None:
@@ -139,6 +199,15 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
     assert outcome_files.read_exception(run)[1]["message"] == "1"  # type: ignore[index]
     run.attempt(0).report_json.write_text('{"verdict": {"attempt": null, "round": 1, "failure": null}}')
     assert outcome_files.read_exception(run)[1]["message"] == "2"  # type: ignore[index]
+
+
+def test_the_exception_in_a_copied_run_is_text(run: RunPaths) -> None:
+    path = places.exception_file(make_round(run, 0, 0, 1).rank_dir(0))
+    write_object(path, {"type": "ValueError", "message": "m"}, ValueError("m"))
+    path.write_bytes(path.read_bytes().replace(b'"inode": ', b'"inode": 1'))
+    found = outcome_files.read_exception(run)
+    assert found is not None
+    assert (found[0], found[1]["message"]) == (None, "m")
 
 
 def test_output_is_that_of_all_attempts_and_rounds(run: RunPaths) -> None:
