@@ -26,6 +26,21 @@ UNHEALTHY_CODE = 95
 """Of an agent alone: its node failed a health check and has left the run; another agent there would find the same."""
 
 
+class GivenUp(str, Enum):
+    """Why the supervisor starts no further agent on a node: `cause` of its event ``node_given_up``."""
+
+    NOT_STARTED = "not_started"
+    """Slurm could not start one there."""
+    COULD_NOT_RUN = "could_not_run"
+    """What was started there ended before it was an agent: no interpreter, no run directory, a failing TaskProlog."""
+    DIED = "died"
+    """Its agents took part and ended, too often; or in a way that another one would repeat."""
+    UNHEALTHY = "unhealthy"
+    """It failed a health check."""
+    STORE_LOST = "store_lost"
+    """Its agent lost the run's store."""
+
+
 class ExitCode(IntEnum):
     """Of every command that ends with a run's end. A run that a signal ended: 128 + the signal's number."""
 
