@@ -29,6 +29,10 @@ _LAUNCH_TRIES = 3
 _KEPT_MESSAGES = 200
 """Lines of a step, the latest: what a node printed comes within a second of its task's end."""
 _LONGEST_MESSAGE = 350
+_COMPLAINT = re.compile(
+    r"error|exception|denied|no such|not found|cannot|can't|could not|failed|fatal|refused|read-only|no space", re.I
+)
+"""A dying interpreter prints more after the line that says why: its state, the frames of its threads."""
 
 
 class _Step:
@@ -80,7 +84,7 @@ class _Step:
             self._said.append(line.strip()[:_LONGEST_MESSAGE])
 
     def last_message(self, name: str) -> str:
-        """The last line of what was printed on a node.
+        """The last line of what was printed on a node, of those that complain where there are any.
 
         Lines carry no node. In a step of one node all are its own. In a larger one, those that name the node come
         first; that slurmstepd could not change the folder is only a warning.
@@ -89,7 +93,7 @@ class _Step:
         if len(self.nodes) > 1:
             named = re.compile(rf"(?:(?<![\w.-])|(?<=slurmstepd-)){re.escape(name)}(?![\w-])")
             lines = [line for line in lines if named.search(line) and "couldn't chdir" not in line] or lines
-        return lines[-1] if lines else ""
+        return next((line for line in reversed(lines) if _COMPLAINT.search(line)), lines[-1] if lines else "")
 
 
 class SlurmLauncher:

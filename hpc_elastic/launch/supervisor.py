@@ -508,6 +508,10 @@ class Supervisor:
         return none_is_left and (bool(self._unhealthy) or len(self._unable) == len(self._given_up))
 
     @property
+    def _is_same_everywhere(self) -> bool:
+        return is_same_everywhere(self._unable.values(), nodes=len(self._attempt.nodes))
+
+    @property
     def _unable_words(self) -> str:
         return unable_words(self._unable.values(), nodes=len(self._attempt.nodes))
 
@@ -521,7 +525,8 @@ class Supervisor:
             seconds = self._clock.monotonic() - self._started_at
             result = closed_result(record, record.outcome, signal_number=number, seconds=seconds)
             if result.outcome is Outcome.TOO_FEW_NODES and self._unable:
-                result = replace(result, reason=f"{result.reason}; {self._unable_words}")
+                retryable = result.retryable and not self._is_same_everywhere
+                result = replace(result, reason=f"{result.reason}; {self._unable_words}", retryable=retryable)
             return replace(result, requeued=self._requeued, cancelled=self._cancelled)
         if self._asked is not None:
             outcome, reason = self._asked
@@ -538,7 +543,7 @@ class Supervisor:
         return AttemptResult(
             outcome=outcome,
             reason=reason,
-            retryable=not is_same_everywhere(self._unable.values(), nodes=len(self._attempt.nodes)),
+            retryable=not self._is_same_everywhere,
             signal_number=number,
             fingerprint="",
             step=-1,

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from hpc_elastic.launch.local_launcher import describe_code
+from hpc_elastic.node_score import is_everywhere
 from hpc_elastic.outcome import ExitCode
 
 NOT_EXECUTABLE = 126
@@ -48,7 +49,7 @@ def says_no_for_good(code: int | None) -> bool:
 
 
 def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Whether every node failed alike, by something that lasts: another attempt would end the same way.
+    """Whether the nodes failed alike, by something that lasts: another attempt would end the same way.
 
     One node that fails shows nothing of the others, but where its agent itself says that the run is not usable.
 
@@ -57,10 +58,10 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
         nodes: How many the attempt has.
     """
     codes = {node.code for node in unable}
-    if len(unable) < nodes or len(codes) != 1:
-        return False
-    if nodes == 1:
+    if len(unable) == nodes == 1:
         return codes == {ExitCode.USAGE}
+    if not is_everywhere(len(unable), nodes=nodes) or len(codes) != 1:
+        return False
     return codes <= set(_LASTING) or all(_PROLOG in node.message for node in unable)
 
 
@@ -69,8 +70,9 @@ def unable_words(unable: Collection[UnableNode], *, nodes: int) -> str:
     if not unable:
         return ""
     first = next(iter(unable))
-    if len(unable) == nodes > 1:
-        return f"no node could run the agent: {first.name}: {first.reason}"
+    if is_everywhere(len(unable), nodes=nodes):
+        whose = "no node" if len(unable) == nodes else "no node but the batch host"
+        return f"{whose} could run the agent: {first.name}: {first.reason}"
     parts = [f"{node.name} could not run the agent: {node.reason}" for node in unable]
     more = f"; {len(parts) - _NAMED} more nodes could not either" if len(parts) > _NAMED else ""
     return "; ".join(parts[:_NAMED]) + more

@@ -110,9 +110,9 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
     elif fine:
         what = "No worker failed by itself."
     else:
-        what = f"None of the workers: {verdict.evidence}"
+        what = verdict.headline or f"None of the workers: {verdict.evidence}"
         facts.append(("reason", shown.reason if shown is not None and shown.reason else describe_end(shown)))
-    if verdict.cause is not Cause.NONE:
+    if verdict.cause is not Cause.NONE or verdict.headline:
         facts.append(("verdict", f"{verdict.evidence} (confidence: {verdict.confidence.value})"))
     facts += [("" if number else "then", line) for number, line in enumerate(_done(subject, shown))]
     if shown is not None:

@@ -53,6 +53,8 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         ]
     failure = verdict.failure
     if failure is None:
+        if verdict.headline:
+            return [*headline(verdict.headline, width), *wrapped("verdict", verdict.evidence, width)]
         reason = shown.reason if shown is not None and shown.reason else describe_end(shown)
         found = [f"  none of the workers: {verdict.evidence}", *wrapped("reason", reason, width)]
         ends = [end for end in shown.agent_ends if end.code != 0] if shown is not None else []

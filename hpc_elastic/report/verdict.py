@@ -13,6 +13,7 @@ from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.node_score import is_everywhere
 from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
 from hpc_elastic.report.fold import kind_of, rank_ranges
@@ -147,10 +148,14 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
     """
     if not unable:
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no worker failed by itself")
-    if len(unable) == nodes > 1:
-        what = f"no node could be used; {unable[0].summary}"
-        everywhere = f"all {nodes} nodes failed before an agent ran, so it is not one node: look for what they share"
-        evidence = f"{what}. {everywhere} (the interpreter, the run directory's mount, a TaskProlog, options of srun)"
+    if is_everywhere(len(unable), nodes=nodes):
+        here = "any node" if len(unable) == nodes else "any node but the batch host"
+        what = f"no agent ran on {here}: {unable[0].summary}"
+        whose = f"all {nodes} nodes" if len(unable) == nodes else f"all {nodes} nodes but the batch host"
+        evidence = (
+            f"{whose} failed, so it is no single node: look at what they share (the interpreter, "
+            "the run directory's mount, a TaskProlog, options for srun)"
+        )
         return Verdict(
             cause=Cause.NONE,
             confidence=Confidence.HIGH,

@@ -523,7 +523,8 @@ def test_the_last_message_of_a_node_is_what_names_it_or_what_its_own_step_printe
         "'srun: error: n3: task 2: Exited with exit code 3' "
         '"slurmstepd-n4: error: couldn\'t chdir to /x: No such file or directory: going to /tmp instead" '
         "'env: python: No such file or directory' 'srun: error: n4: task 3: Exited with exit code 127'\n" + FOREVER,
-        "printf '%s\\n' >&2 'first' 'n1.local: Permission denied' 'srun: error: n4: task 0: Exited with exit code 126'",
+        "printf '%s\\n' >&2 'first' 'n1.local: Permission denied' '  <no Python frame>' "
+        "'srun: error: n4: task 0: Exited with exit code 126'",
     )
     launcher = make()
     launcher.launch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from hpc_elastic.launch.supervisor import FRUITLESS_RELAUNCHES, MESSAGE_SECONDS, RELAUNCHES_PER_NODE
 from hpc_elastic.launch.unable_nodes import UnableNode, is_same_everywhere, unable_words
 from hpc_elastic.outcome import Outcome
-from tests.unit.launch.test_launch_supervisor import Stage, stage  # noqa: F401
+from tests.unit.launch.test_launch_supervisor import SETTINGS, Stage, stage  # noqa: F401
 
 NOT_FOUND = "/usr/bin/env: '/x/python': No such file or directory"
 
@@ -25,7 +26,7 @@ def test_what_is_said_of_one_and_of_several() -> None:
     assert node("n3", None, "").reason == "Killed"
     said = node("n3", 2, "hpc-elastic: error: n3: the run directory can't be read from this node: missing").reason
     assert said == "exit code 2: n3: the run directory can't be read from this node: missing"
-    many = unable_words([node(f"n{number}") for number in range(2, 9)], nodes=8)
+    many = unable_words([node(f"n{number}") for number in range(2, 9)], nodes=20)
     assert many.count("could not run the agent") == 4
     assert many.endswith("; 3 more nodes could not either")
 
@@ -35,6 +36,8 @@ def test_what_is_said_of_one_and_of_several() -> None:
     [
         ([node("n1"), node("n2")], 2, True),
         ([node("n1"), node("n2")], 3, False),
+        ([node("n2"), node("n3"), node("n4")], 4, True),
+        ([node("n3"), node("n4")], 4, False),
         ([node("n1"), node("n2", 126)], 2, False),
         ([node("n1", 2), node("n2", 2)], 2, True),
         ([node("n1", 1), node("n2", 1)], 2, False),
@@ -49,7 +52,8 @@ def test_all_nodes_alike_would_end_the_same_way(unable: list[UnableNode], nodes:
     """One node alone shows nothing of the others, but where the agent itself says that the run is not usable."""
     assert is_same_everywhere(unable, nodes=nodes) is expected
     if expected and nodes > 1:
-        assert unable_words(unable, nodes=nodes).startswith("no node could run the agent: n1: ")
+        whose = "no node" if len(unable) == nodes else "no node but the batch host"
+        assert unable_words(unable, nodes=nodes).startswith(f"{whose} could run the agent: {unable[0].name}: ")
 
 
 def no_agent_on(s: Stage, *nodes: int, code: int = 127) -> None:
@@ -109,6 +113,14 @@ def test_where_all_nodes_fail_alike_no_further_attempt_is_worth_it(stage: Callab
     assert result.reason == f"no node could run the agent: n0: exit code 127: {NOT_FOUND}"
     assert s.agents.relaunched == []
     assert s.world.clock.now - began < 3
+
+
+def test_nor_where_only_the_batch_host_could(stage: Callable[..., Stage]) -> None:  # noqa: F811
+    s = stage(replace(SETTINGS, max_nodes=4, expected_nodes=4))
+    no_agent_on(s, 1, 2, 3)
+    result = s.run(10.0)
+    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, False)
+    assert result.reason.endswith(f"; no node but the batch host could run the agent: n1: exit code 127: {NOT_FOUND}")
 
 
 def test_an_agent_that_took_part_is_started_again_as_often_as_ever_and_its_node_is_not_unable(

@@ -126,6 +126,7 @@ COULD_NOT = "exit code 127: /usr/bin/env: 'python': No such file or directory"
 
 def too_few(tmp_path: Path, *unable: int, nodes: int = 4, seconds: float = 3.0) -> RunBuilder:
     """An attempt that some nodes could not run the agent of, and that had too few without them."""
+    tmp_path.mkdir(exist_ok=True)
     builder = RunBuilder(tmp_path / "run", nodes=nodes)
     builder.attempt(0)
     for node in range(nodes):
@@ -173,11 +174,20 @@ def test_where_all_nodes_fail_alike_none_is_blamed(tmp_path: Path) -> None:
     assert found(builder) == []
     history = collect_run(builder.root)
     text = " ".join(render_text(history, max_lines=None).split())
-    assert f"no node could be used; node n1 could not run the agent: {COULD_NOT}" in text
-    assert "so it is not one node" in text
+    assert f"no agent ran on any node: node n1 could not run the agent: {COULD_NOT}" in text
+    assert "so it is no single node: look at what they share" in text
+    assert "so it is no single node" in render_html(history)
     verdict = render_json(history)["verdict"]
     assert (verdict["cause"], verdict["category"]) == ("none", "input")
-    assert verdict["summary"].startswith("no node could be used")
+    assert verdict["summary"].startswith("no agent ran on any node")
+
+
+def test_nor_where_the_batch_host_alone_could(tmp_path: Path) -> None:
+    """Of three nodes the other two may both be bad; of four it is what they share."""
+    builder = too_few(tmp_path / "four", 1, 2, 3)
+    assert found(builder) == []
+    assert "all 4 nodes but the batch host failed" in " ".join(render_text(collect_run(builder.root)).split())
+    assert found(too_few(tmp_path / "three", 1, 2, nodes=3)) == [("n2", LOST), ("n3", LOST)]
 
 
 def test_of_an_attempt_of_one_node_another_may_do_better(tmp_path: Path) -> None:
