@@ -202,7 +202,14 @@ class AttemptBuilder:
         earlier = [index for index in cut_short.get(loss.node, ()) if index < loss.round]
         if len(earlier) >= len(ends) or loss.left:
             return replace(loss, host=host)
-        return replace(loss, host=host, detail=_end_text(ends[len(earlier)]))
+        detail = _end_text(ends[len(earlier)])
+        given_up = self.given_up.get(loss.node)
+        if given_up is not None and given_up.reason != ends[len(earlier)].detail and not self._is_back(loss):
+            detail += f"; given up after that: {given_up.reason}"
+        return replace(loss, host=host, detail=detail)
+
+    def _is_back(self, loss: NodeLoss) -> bool:
+        return any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
 
 
 def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:

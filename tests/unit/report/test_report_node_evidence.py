@@ -228,3 +228,14 @@ def test_a_node_that_never_joined_counts_where_the_others_had_waited(tmp_path: P
     silent.event(0, "supervisor", -1, 20, "attempt_ended", outcome="too_few_nodes", exit_code=1)
     assert found(silent) == [("n2", LOST)]
     assert "node n2 never joined the run" in render_text(collect_run(silent.root))
+
+
+def test_of_a_node_that_was_lost_and_then_could_not_run_the_agent_both_are_told(tmp_path: Path) -> None:
+    """As one whose mounts went away in mid-run: the loss came first, and why nothing came after it is the cause."""
+    builder = run(tmp_path)
+    builder.event(0, "supervisor", 2, 9, "agent_ended", name="n3", code=-9, detail="Killed", started=True)
+    builder.event(0, "agent", 0, 12, "node_lost", round=0, node=2, host="n3", age=2.0)
+    builder.event(0, "supervisor", 2, 11, "node_given_up", name="n3", cause="died", reason=COULD_NOT)
+    builder.round(0, 1, at=13, without=(2,))
+    (loss,) = collect_run(builder.root).attempts[0].rounds[0].lost_nodes
+    assert loss.detail == f"its agent was ended by SIGKILL; given up after that: {COULD_NOT}"
