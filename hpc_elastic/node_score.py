@@ -18,6 +18,7 @@ BAD = 1.0
 DEFAULT_HOURS = 24.0
 DEFAULT_SHARE = 1 / 3
 MOST_HOURS = 24.0 * 365
+_FEW = 3
 _AHEAD_NS = 3600 * 10**9
 """So far ahead of now the time of something that happened may be: hosts' clocks differ. Beyond, it tells nothing."""
 
@@ -183,6 +184,15 @@ def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:
         if left < BAD <= total:
             break
     return NodeScore(node=node, score=total, evidence=tuple(items), until_ns=until + life_ns)
+
+
+def is_everywhere(unable: int, *, nodes: int) -> bool:
+    """Whether so many nodes of an attempt could not run the agent that it is what they share, and speaks against none.
+
+    The batch host, where the supervisor runs, has the interpreter and the run directory in any case: of four nodes or
+    more, all the others are as good as all. One node alone shows nothing.
+    """
+    return nodes > 1 and unable >= nodes - (1 if nodes > _FEW else 0)
 
 
 def choose_excluded(

@@ -31,6 +31,21 @@ UNCONFIRMED_CODE = 96
 """Of the process in which an agent would finish an attempt: Slurm did not confirm that this node belongs to the job."""
 
 
+class GivenUp(str, Enum):
+    """Why the supervisor starts no further agent on a node: `cause` of its event ``node_given_up``."""
+
+    NOT_STARTED = "not_started"
+    """Slurm could not start one there."""
+    COULD_NOT_RUN = "could_not_run"
+    """What was started there ended before it was an agent: no interpreter, no run directory, a failing TaskProlog."""
+    DIED = "died"
+    """Its agents took part and ended, too often; or in a way that another one would repeat."""
+    UNHEALTHY = "unhealthy"
+    """It failed a health check."""
+    STORE_LOST = "store_lost"
+    """Its agent lost the run's store."""
+
+
 class ExitCode(IntEnum):
     """Of every command that ends with a run's end. A run that a signal ended: 128 + the signal's number."""
 

@@ -53,6 +53,13 @@ class Launcher(Protocol):
         """What has ended since the last call."""
         ...
 
+    def last_message(self, node: int) -> str:
+        """The last line that the newest start on a node printed as an error; empty where that is not known.
+
+        It may come a moment after the end that it explains.
+        """
+        ...
+
     def running(self) -> bool:
         """Whether some agent may still run."""
         ...

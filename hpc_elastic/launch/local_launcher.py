@@ -101,6 +101,9 @@ class LocalLauncher:
             return False
         return time.monotonic() - self._dead_since.setdefault(pid, time.monotonic()) >= HUNG_DEAD_SECONDS
 
+    def last_message(self, node: int) -> str:
+        return ""  # agents print where this process does
+
     def running(self) -> bool:
         return bool(self._agents)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.launch.launcher import AgentEnded
@@ -24,6 +26,13 @@ from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun
 logger = logging.getLogger(__name__)
 
 _LAUNCH_TRIES = 3
+_KEPT_MESSAGES = 200
+"""Lines of a step, the latest: what a node printed comes within a second of its task's end."""
+_LONGEST_MESSAGE = 350
+_COMPLAINT = re.compile(
+    r"error|exception|denied|no such|not found|cannot|can't|could not|failed|fatal|refused|read-only|no space", re.I
+)
+"""A dying interpreter prints more after the line that says why: its state, the frames of its threads."""
 
 
 class _Step:
@@ -52,6 +61,7 @@ class _Step:
         self.stderr = self.process.stderr.fileno()
         os.set_blocking(self.stderr, False)
         self._partial = b""
+        self._said: deque[str] = deque(maxlen=_KEPT_MESSAGES)
         self.is_silent = False
         """Whether it has closed its standard error: nothing comes any more but its end."""
 
@@ -66,6 +76,24 @@ class _Step:
         if not raw and self._partial:
             whole, self._partial = [self._partial], b""
         return [line.decode("utf-8", "replace") for line in whole]
+
+    def keep_message(self, line: str, event: SrunEvent | None) -> None:
+        """Keep what a task or its slurmstepd printed; what srun itself says of tasks comes as events."""
+        is_end = event is not None and event.kind is SrunEventKind.CANCELLED
+        if line.strip() and not line.startswith("srun: ") and not is_end:
+            self._said.append(line.strip()[:_LONGEST_MESSAGE])
+
+    def last_message(self, name: str) -> str:
+        """The last line of what was printed on a node, of those that complain where there are any.
+
+        Lines carry no node. In a step of one node all are its own. In a larger one, those that name the node come
+        first; that slurmstepd could not change the folder is only a warning.
+        """
+        lines = list(self._said)
+        if len(self.nodes) > 1:
+            named = re.compile(rf"(?:(?<![\w.-])|(?<=slurmstepd-)){re.escape(name)}(?![\w-])")
+            lines = [line for line in lines if named.search(line) and "couldn't chdir" not in line] or lines
+        return next((line for line in reversed(lines) if _COMPLAINT.search(line)), lines[-1] if lines else "")
 
 
 class SlurmLauncher:
@@ -168,6 +196,7 @@ class SlurmLauncher:
 
     def _read_line(self, step: _Step, line: str) -> list[AgentEnded]:
         event = parse_srun_line(line)
+        step.keep_message(line, event)
         # Everything goes on into the job log: it is what a person who knows Slurm looks for.
         try:
             print(line, file=sys.stderr, flush=True)
@@ -236,6 +265,10 @@ class SlurmLauncher:
         self._steps.remove(step)
         assert step.process.stderr is not None
         step.process.stderr.close()
+
+    def last_message(self, node: int) -> str:
+        step = self._newest.get(node)
+        return step.last_message(self._nodes[node]) if step is not None else ""
 
     def running(self) -> bool:
         return bool(self._steps)

@@ -23,15 +23,21 @@ from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
 from hpc_elastic.launch.site import Allocation
-from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
+from hpc_elastic.launch.unable_nodes import UnableNode, is_same_everywhere, says_no_for_good, unable_words
+from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.uid import node_of
 from hpc_elastic.store.base import StoreWipedError
 
 logger = logging.getLogger(__name__)
 
 RELAUNCHES_PER_NODE = 3
+FRUITLESS_RELAUNCHES = 1
+"""The same where no agent has ever come of it. The second is in a step of its own: what it prints is the node's."""
+MESSAGE_SECONDS = 1.0
+"""Beyond `SETTLE_SECONDS`: how long the message that explains an end may take to come."""
 SETTLE_SECONDS = 0.3
 """Between an agent's end and its restart: the news of the run's end may just be on its way."""
 NEWS_SECONDS = 10.0
@@ -74,6 +80,8 @@ class _Relaunch:
     look: int
     """The look at the log that has to come first: the agent may have ended because the run has."""
     ended: AgentEnded
+    has_waited: bool = False
+    """For the message that explains the end."""
 
 
 _WHY = {
@@ -138,8 +146,12 @@ class Supervisor:
         self._lost = LostNodes()
         self._have_trained: set[int] = set()
         """Nodes that have been members: one that never came may just be slow to start."""
-        self._refused: set[int] = set()
-        """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
+        self._announced: frozenset[str] = frozenset()
+        """Uids of all agents that have ever said in the store that they are there."""
+        self._announced_by_end: dict[int, int] = {}
+        """How many of them were a node's when its last end was dealt with."""
+        self._unable: dict[int, UnableNode] = {}
+        """Nodes that were given up because what was started there never became an agent."""
         self._unhealthy: set[int] = set()
         """Nodes whose agent found them unfit."""
         self._agents_heard = ""
@@ -308,6 +320,7 @@ class Supervisor:
             elif isinstance(notice, tuple):
                 if notice[0] == "looked_anew":
                     self._looks_done = notice[1]["serial"]
+                    self._announced |= notice[1]["announced"]
                 elif notice[0] == "end_claimed":
                     self._is_end_settled = True
                 elif notice[0] == "end_taken_over":
@@ -386,8 +399,8 @@ class Supervisor:
             self._launcher.relaunch(node)
 
     def _is_still_lost(self, ended: AgentEnded) -> bool:
-        """Whether that only says that a lost node is not back yet."""
-        if ended.started or ended.gone or self._is_ending() or not self._lost.is_on_trial(ended.node):
+        """Whether that only says that a lost node is not back yet, or not with all its mounts."""
+        if ended.gone or self._is_ending() or not self._lost.is_on_trial(ended.node):
             return False
         pause = self._lost.failed(ended.node, now=self._clock.monotonic())
         if pause is not None:
@@ -395,7 +408,7 @@ class Supervisor:
         return pause is not None
 
     def _handle_ended(self, ended: AgentEnded) -> None:
-        if self._is_still_lost(ended):
+        if not ended.started and self._is_still_lost(ended):
             return
         name = self._attempt.nodes[ended.node]
         self._events.write(
@@ -405,19 +418,17 @@ class Supervisor:
             return
         if not ended.started:
             logger.warning("no agent on %s: %s", name, ended.detail)
-            self._give_up(ended.node)
-        elif ended.code == ExitCode.USAGE:
-            self._refused.add(ended.node)
-            self._give_up(ended.node)  # it said why; it would say it again
+            self._give_up(ended.node, GivenUp.NOT_STARTED, ended.detail)
         elif ended.code == UNHEALTHY_CODE:
             logger.warning("%s has left the run: it failed a health check", name)
             self._unhealthy.add(ended.node)
-            self._give_up(ended.node)
+            self._give_up(ended.node, GivenUp.UNHEALTHY, "it failed a health check")
         elif ended.code == STORE_LOST_CODE:
             logger.error("the agent on %s has lost the run's store", name)
             self._has_lost_store = True
             self._coordination.ask(lambda participant: participant.doubt_store())
-            self._give_up(ended.node)  # never with a new one: it would take an empty folder for a run that begins
+            # Never with a new one: it would take an empty folder for a run that begins.
+            self._give_up(ended.node, GivenUp.STORE_LOST, "its agent has lost the run's store")
         else:
             look = self._looks_asked = self._looks_asked + 1
             self._due[ended.node] = _Relaunch(at=self._clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
@@ -431,23 +442,54 @@ class Supervisor:
                 return
             if now < self._relaunch_at(due):
                 continue
-            del self._due[node]
-            ended = due.ended
-            used = self._relaunches.get(node, 0)
-            name = self._attempt.nodes[node]
-            if used >= RELAUNCHES_PER_NODE:
-                logger.error("the agent on %s ended %d times (%s); giving the node up", name, used + 1, ended.detail)
-                self._give_up(node)
+            message = self._launcher.last_message(node)
+            if not (message or due.has_waited or self._has_come(due)):
+                self._due[node] = replace(due, at=now + MESSAGE_SECONDS, has_waited=True)
                 continue
-            self._relaunches[node] = used + 1
-            logger.warning("the agent on %s ended (%s); starting it again", name, ended.detail)
-            self._events.write("agent_relaunched", node=node, name=name, reason=f"it ended: {ended.detail}")
-            self._launcher.relaunch(node)
+            del self._due[node]
+            self._relaunch_or_give_up(due, message)
+
+    def _relaunch_or_give_up(self, due: _Relaunch, message: str) -> None:
+        node, ended = due.ended.node, due.ended
+        name, used = self._attempt.nodes[node], self._relaunches.get(node, 0)
+        is_fruitless, announced = not self._has_come(due), self._announcements(node)
+        self._announced_by_end[node] = announced
+        if is_fruitless and self._is_still_lost(ended):
+            return
+        unable = UnableNode(name=name, code=ended.code, detail=ended.detail, message=message if is_fruitless else "")
+        never_came = is_fruitless and announced == 0
+        most = FRUITLESS_RELAUNCHES if never_came else RELAUNCHES_PER_NODE
+        if used >= most or says_no_for_good(ended.code) or (never_came and self._fails_everywhere()):
+            logger.error("giving %s up after %d starts: its agent ended (%s)", name, used + 1, unable.reason)
+            if never_came:
+                self._unable[node] = unable
+            self._give_up(node, GivenUp.COULD_NOT_RUN if never_came else GivenUp.DIED, unable.reason)
+            return
+        self._relaunches[node] = used + 1
+        logger.warning("the agent on %s ended (%s); starting it again", name, unable.reason)
+        self._events.write("agent_relaunched", node=node, name=name, reason=f"it ended: {unable.reason}")
+        self._launcher.relaunch(node)
+
+    def _announcements(self, node: int) -> int:
+        return sum(1 for uid in self._announced if node_of(uid) == node)
+
+    def _has_come(self, due: _Relaunch) -> bool:
+        """Whether what has ended was an agent that took part; also where the store does not say."""
+        node = due.ended.node
+        return due.look > self._looks_done or self._announcements(node) > self._announced_by_end.get(node, 0)
+
+    def _fails_everywhere(self) -> bool:
+        """Whether what was started on most nodes never became an agent: it is not the nodes, and no start helps."""
+        failing = 1 + len(self._unable) + sum(1 for due in self._due.values() if not self._has_come(due))
+        return failing > 1 and 2 * failing > len(self._attempt.nodes)
 
     def _relaunch_at(self, due: _Relaunch) -> float:
         return due.at + (NEWS_SECONDS if due.look > self._looks_done else 0.0)
 
-    def _give_up(self, node: int) -> None:
+    def _give_up(self, node: int, cause: GivenUp, reason: str) -> None:
+        """No further agent is started there, and the others need not wait for one."""
+        name = self._attempt.nodes[node]
+        self._events.write("node_given_up", node=node, name=name, cause=cause.value, reason=reason)
         self._given_up.add(node)
         self._lost.forget(node)
         self._coordination.ask(lambda participant: participant.give_up_node(node))
@@ -525,13 +567,23 @@ class Supervisor:
     def _orphans_wait(self) -> float:
         """Seconds from the last agent's end to what is done next where nobody says how it ended."""
         wiped = WIPED_SECONDS if self._has_lost_store else 0.0
-        if self._are_all_unfit:
+        if self._are_all_unfit:  # no agent is left that could have said something
             return max(wiped, UNFIT_SECONDS)
         return max(wiped, ORPHANED_SECONDS) + (CLOSE_SECONDS if self._has_closed_for_orphans else 0.0)
 
     @property
     def _are_all_unfit(self) -> bool:
-        return bool(self._unhealthy) and len(self._given_up) == len(self._attempt.nodes)
+        """No node is left, and not one because its agent died: there is no verdict to wait for."""
+        none_is_left = len(self._given_up) == len(self._attempt.nodes)
+        return none_is_left and (bool(self._unhealthy) or len(self._unable) == len(self._given_up))
+
+    @property
+    def _is_same_everywhere(self) -> bool:
+        return is_same_everywhere(self._unable.values(), nodes=len(self._attempt.nodes))
+
+    @property
+    def _unable_words(self) -> str:
+        return unable_words(self._unable.values(), nodes=len(self._attempt.nodes))
 
     def result(self) -> AttemptResult:
         """How the attempt ended, as far as it is known."""
@@ -542,6 +594,9 @@ class Supervisor:
                 number = None  # it came later, or after a notice: something else has ended the attempt
             seconds = self._clock.monotonic() - self._started_at
             result = closed_result(record, record.outcome, signal_number=number, seconds=seconds)
+            if result.outcome is Outcome.TOO_FEW_NODES and self._unable:
+                retryable = result.retryable and not self._is_same_everywhere
+                result = replace(result, reason=f"{result.reason}; {self._unable_words}", retryable=retryable)
             return replace(result, requeued=self._requeued, cancelled=self._cancelled)
         if self._asked is not None:
             outcome, reason = self._asked
@@ -552,13 +607,13 @@ class Supervisor:
         elif len(self._given_up) == len(self._attempt.nodes):
             outcome = Outcome.TOO_FEW_NODES
             unfit = f"no node is left: {len(self._unhealthy)} of {len(self._given_up)} failed a health check"
-            reason = unfit if self._unhealthy else "no agent could be started"
+            reason = unfit if self._unhealthy else self._unable_words or "no agent could be started"
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(
             outcome=outcome,
             reason=reason,
-            retryable=len(self._refused) < len(self._attempt.nodes),  # another attempt would hear the same
+            retryable=not self._is_same_everywhere,
             signal_number=number,
             fingerprint="",
             step=-1,

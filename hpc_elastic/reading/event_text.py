@@ -102,6 +102,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
         else f"ended, exit code {e['code']}"
     ),
     "agent_relaunched": lambda e: f"the agent on {e['name']} is started again",
+    "node_given_up": lambda e: f"{e['name']} is given up ({str(e['cause']).replace('_', ' ')})",
     "notice": lambda e: f"{e['signal']}: somebody asks for the end",
     "signal_heard": lambda e: f"{_round(e)}: the supervisor is asked what a signal means",
     "signal_decided": lambda e: (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hpc_elastic.light_dataclasses import dataclass, field, replace
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
@@ -39,6 +39,8 @@ class Proposal:
     """Nodes that took themselves out, with their reason."""
     replaced: Sequence[tuple[Member, Member]] = ()
     """(gone, come): whose place is taken by whom."""
+    missing: Collection[int] = ()
+    """Nodes that had not come in time, where this closes the run."""
     dead_spares: Sequence[str] = ()
     """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
@@ -152,12 +154,13 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
                 f"{_named(away, view)}",
             )
     if timed_out:
-        return _close(
+        closed = _close(
             record,
             Outcome.TOO_FEW_NODES,
             f"{len(awaited) + len(away)} of {settings.expected_nodes} nodes had not joined after "
             f"{settings.timeout:g} s{_named(awaited | away, view)}",
         )
+        return replace(closed, missing=awaited)
     return None
 
 

@@ -87,6 +87,8 @@ def consequences(
             events.append(("node_missing", {**fields, "reason": reason}))
         else:
             events.append(("node_lost", {**fields, **_silence(life.last_sign(member.uid))}))
+    for node in sorted(proposal.missing):
+        events.append(("node_missing", {"round": record.round, "node": node, "host": "", "reason": "it has not come"}))
     for gone, come in proposal.replaced:
         fields = {"round": record.round, "group_rank": record.rank(come.uid), "node": come.node, "host": host(come)}
         fields["reason"] = f"{host(gone) or f'node {gone.node}'} is no member any more, and {host(come) or 'it'} waited"

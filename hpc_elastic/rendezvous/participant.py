@@ -174,7 +174,10 @@ class Participant:
         self._own_life.doubt_store()
 
     def look_anew(self, serial: int) -> None:
-        """Look at the log past all caches; the listener hears ``looked_anew`` with the serial when that is done."""
+        """Look at the log past all caches, and at who has ever announced itself.
+
+        The listener hears ``looked_anew`` with the serial, and with all uids as ``announced``, when that is done.
+        """
         self._look_anew = serial
 
     def say_goodbye(self) -> None:
@@ -349,8 +352,10 @@ class Participant:
         """Returns whether it did."""
         if self._look_anew:
             self._store.stir("log")
+            self._store.stir("node")
             self._take_newest()
-            self._listener.on_event("looked_anew", {"serial": self._look_anew})
+            announced = frozenset(self._peers.all_uids())
+            self._listener.on_event("looked_anew", {"serial": self._look_anew, "announced": announced})
             self._look_anew = 0
         number = self._rung_about.newest_record
         news = number > self._newest_number

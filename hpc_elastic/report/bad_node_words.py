@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from hpc_elastic.node_score import NodeScore
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.render_text_words import clean_line, fit, plural
+from hpc_elastic.report.render_text_words import clean_line, plural, split_words
 
 
 def bad_node_lines(history: RunHistory, width: int, *, cap: int | None) -> list[str]:
-    """One line for each, the worst first.
+    """The worst first, each in as many lines as its reason needs, three at most.
 
     Args:
         history: The run.
@@ -16,10 +16,10 @@ def bad_node_lines(history: RunHistory, width: int, *, cap: int | None) -> list[
         cap: At most so many; None: all.
     """
     shown = history.bad_nodes[:cap]
-    lines = [
-        fit(f"{'Bad nodes:' if index == 0 else '          '} {bad_node_words(history, score)}", width)
-        for index, score in enumerate(shown)
-    ]
+    lines = []
+    for index, score in enumerate(shown):
+        head = "Bad nodes:" if index == 0 else "          "
+        lines += split_words(f"{head} {bad_node_words(history, score)}", width)
     if (more := len(history.bad_nodes) - len(shown)) > 0:
         lines.append(f"           and {plural(more, 'more')} (--all shows them)")
     return lines

@@ -115,7 +115,9 @@ def _missing_words(builder: AttemptBuilder) -> list[str]:
     has_begun = bool(words.heard or builder.ended_ns)
     if has_begun and not builder.is_supervised:
         found.append("the supervisor's events are missing")
-    silent = [name for node, name in enumerate(builder.nodes) if node not in words.heard]
+    # A node that was given up may never have had an agent, which then has said nothing that could be missing.
+    told = words.heard | set(builder.given_up)
+    silent = [name for node, name in enumerate(builder.nodes) if node not in told]
     if silent and has_begun:
         found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {_some(silent)}")
     if words.missing:

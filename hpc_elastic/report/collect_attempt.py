@@ -12,11 +12,22 @@ from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBu
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of
 from hpc_elastic.report.collect_words import WholeWords
-from hpc_elastic.report.history import AgentEnd, AttemptHistory, NodeLoss, RestartDecision, RoundHistory, RoundNode
+from hpc_elastic.report.history import (
+    AgentEnd,
+    AttemptHistory,
+    GivenUpNode,
+    NodeLoss,
+    RestartDecision,
+    RoundHistory,
+    RoundNode,
+)
 from hpc_elastic.report.output_losses import OutputLoss, read_loss
 from hpc_elastic.report.timeline_times import TimesBuilder
 
 _MOST_WORDS = 300
+_MOST_REASON = 400
+_NEVER_JOINED_NS = 10 * 10**9
+"""An attempt that ended sooner tells nothing against a node that was still to come."""
 
 
 @dataclass(slots=True)
@@ -40,6 +51,9 @@ class AttemptBuilder:
     """By node: what its agents said of their own failures, where they still could."""
     relaunched: list[str] = field(default_factory=list)
     unstarted: dict[str, str] = field(default_factory=dict)
+    given_up: dict[int, GivenUpNode] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    """Nodes that the others did not wait for any longer."""
     notices: list[str] = field(default_factory=list)
     output_lost: list[OutputLoss] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -112,12 +126,29 @@ class AttemptBuilder:
             agent_ends=tuple(self.agent_ends),
             relaunched=tuple(self.relaunched),
             unstarted=tuple(self.unstarted.items()),
+            given_up=tuple(sorted((*self.given_up.values(), *self._never_joined()), key=lambda one: one.node)),
             notices=tuple(dict.fromkeys(self.notices)),
             output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
             times=self.times.build(),
             clocks=clocks,
         )
+
+    def _never_joined(self) -> list[GivenUpNode]:
+        """Nodes that the others had waited for and that nothing was ever heard of, though an agent was started."""
+        lasted = (self.ended_ns or 0) - (self.started_ns or 0)
+        known = {*self.words.heard, *self.given_up}
+        return [
+            GivenUpNode(
+                node=node,
+                name=self.name_of(node),
+                cause="never_joined",
+                reason="its agent was started, and nothing was heard of it",
+                seen_ns=self.ended_ns or 0,
+            )
+            for node in sorted(self.missing)
+            if node not in known and lasted >= _NEVER_JOINED_NS
+        ]
 
     def _tell_once_who_left(self) -> None:
         """A node's own word stands in the round that it was in last; the coordinator's, in the one after it."""
@@ -171,7 +202,14 @@ class AttemptBuilder:
         earlier = [index for index in cut_short.get(loss.node, ()) if index < loss.round]
         if len(earlier) >= len(ends) or loss.left:
             return replace(loss, host=host)
-        return replace(loss, host=host, detail=_end_text(ends[len(earlier)]))
+        detail = _end_text(ends[len(earlier)])
+        given_up = self.given_up.get(loss.node)
+        if given_up is not None and given_up.reason != ends[len(earlier)].detail and not self._is_back(loss):
+            detail += f"; given up after that: {given_up.reason}"
+        return replace(loss, host=host, detail=detail)
+
+    def _is_back(self, loss: NodeLoss) -> bool:
+        return any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
 
 
 def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:
@@ -251,6 +289,20 @@ def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int)
     builder.replaced_ends += [end for end in reversed(builder.agent_ends) if end.name == name][:1]
 
 
+def _node_given_up(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    node = integer(event.get("node"))
+    if node is not None and node >= 0:
+        name = text_of(event.get("name")) or builder.name_of(node)
+        cause, reason = text_of(event.get("cause")), text_of(event.get("reason"))[:_MOST_REASON]
+        builder.given_up[node] = GivenUpNode(node=node, name=name, cause=cause, reason=reason, seen_ns=when)
+
+
+def _node_missing(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    node = integer(event.get("node"))
+    if node is not None and node >= 0:
+        builder.missing.add(node)
+
+
 def _notice(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
     builder.notices.append(text_of(event.get("signal")))
 
@@ -281,10 +333,12 @@ _HANDLERS = {
     ("supervisor", "attempt_started"): _attempt_started,
     ("supervisor", "agent_ended"): _agent_ended,
     ("supervisor", "agent_relaunched"): _agent_relaunched,
+    ("supervisor", "node_given_up"): _node_given_up,
     ("supervisor", "notice"): _notice,
     ("supervisor", "verdict"): _verdict,
     ("supervisor", "requeue_decision"): _requeue_decision,
     ("supervisor", "attempt_ended"): _attempt_ended,
     ("agent", "agent_failed"): _agent_failed,
+    ("agent", "node_missing"): _node_missing,
     ("agent", "output_lost"): _output_lost,
 }

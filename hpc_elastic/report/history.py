@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.node_score import NodeScore
-from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
+from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.output_losses import OutputLoss
 from hpc_elastic.report.ring import RingRestart
 from hpc_elastic.report.timeline_times import AttemptTimes
@@ -36,6 +36,9 @@ class NodeLoss:
     """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
     broke: str = ""
     """What of this package failed there, by that node's own clock: the node went on. Empty: the node did not."""
+    unable: str = ""
+    """Why the attempt had no agent there, as ``could not run the agent: exit code 127``; then `round` is -1, since no
+    round was begun with it, and `seen_ns` is by the supervisor's clock. Empty: there was one."""
     observer: int | None = None
     """The node by whose clock `seen_ns` is, or `clocks.SUPERVISOR`; None: not known."""
 
@@ -46,7 +49,16 @@ class NodeLoss:
             return f"{self.broke} (on {self.host})"
         if self.left:
             return f"{self.host} left: {self.left}"
+        if self.unable:
+            return f"node {self.host} {self.unable}"
         return f"the agent on {self.host} died" if self.agent_only else f"node {self.host} was lost"
+
+    @property
+    def whose_clock(self) -> str:
+        """By which clock `gone_ns` is, in words."""
+        if self.left or self.broke:
+            return f"{self.host}'s clock"
+        return "the supervisor's clock" if self.unable else "last sign of it, by its observer's clock"
 
     @property
     def gone_ns(self) -> int:
@@ -171,6 +183,37 @@ class AgentEnd:
     """What it said itself, where it failed and still could: ``MemoryError (node_agent.py:12 in run)``."""
 
 
+_UNABLE = {
+    "could_not_run": "could not run the agent: {reason}",
+    "not_started": "got no agent: {reason}",
+    "never_joined": "never joined the run: {reason}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUpNode:
+    """A node on which no further agent is started."""
+
+    node: int
+    name: str
+    cause: str
+    """A value of `hpc_elastic.outcome.GivenUp`; ``never_joined`` where its agent was started, and nothing was heard of
+    it until the attempt's end."""
+    reason: str
+    seen_ns: int
+    """By the supervisor's clock."""
+
+    @property
+    def loss(self) -> NodeLoss | None:
+        """The same as a loss, where no agent of the node ever took part; else a round tells it."""
+        said = _UNABLE.get(self.cause, "").format(reason=self.reason)
+        if not said:
+            return None
+        return NodeLoss(
+            round=-1, node=self.node, host=self.name, seen_ns=self.seen_ns, unable=said, observer=SUPERVISOR
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptHistory:
     """One execution of the job."""
@@ -193,6 +236,8 @@ class AttemptHistory:
     """Names of the nodes whose agent was started again."""
     unstarted: tuple[tuple[str, str], ...] = ()
     """Names of the nodes where no agent could be started, each with the reason."""
+    given_up: tuple[GivenUpNode, ...] = ()
+    """By node: those that the attempt went on without, or could not go on without."""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
     output_lost: tuple[OutputLoss, ...] = ()
@@ -203,6 +248,11 @@ class AttemptHistory:
     """When each node did what."""
     clocks: Clocks = NO_CLOCKS
     """What its agents measured of each other's."""
+
+    @property
+    def unable(self) -> tuple[NodeLoss, ...]:
+        """Nodes of which no agent ever took part, with the reason."""
+        return tuple(loss for node in self.given_up if (loss := node.loss) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

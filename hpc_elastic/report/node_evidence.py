@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from hpc_elastic.failures.kinds import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.node_score import Evidence, EvidenceKind
+from hpc_elastic.node_score import Evidence, EvidenceKind, is_everywhere
+from hpc_elastic.outcome import GivenUp
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
 
-_WORDS = 200
+_WORDS = 400
 
 
 def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
@@ -31,16 +32,21 @@ def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
 
 
 def _unstarted(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidence]:
-    """Where no agent could be started. Where that is so on every node, it is not the nodes that are broken."""
-    named = {name: why for name, why in attempt.unstarted if name in attempt.nodes}
-    if len(named) == len(attempt.nodes):
+    """Where no agent could be started, or none came of it. Where that is so on every node, it is not the nodes."""
+    named = {name: f"no agent could be started there: {why}" for name, why in attempt.unstarted}
+    could_not = sum(1 for node in attempt.given_up if node.cause == GivenUp.COULD_NOT_RUN.value)
+    if not is_everywhere(could_not, nodes=len(attempt.nodes)):
+        named |= {loss.host: loss.unable for loss in attempt.unable if loss.host not in named}
+    named = {name: why for name, why in named.items() if name in attempt.nodes}
+    is_known_of_all = len(attempt.nodes) > 1 or bool(attempt.unstarted)
+    if len(named) == len(attempt.nodes) and is_known_of_all:
         return
     for name, why in named.items():
         yield Evidence(
             node=name,
             kind=EvidenceKind.LOST,
             at_ns=attempt.ended_ns or attempt.started_ns or 0,
-            why=f"no agent could be started there: {why}"[:_WORDS],
+            why=" ".join(why.split())[:_WORDS],
             code=history.name,
             run_id=history.run_id,
             attempt=attempt.number,

@@ -18,7 +18,7 @@ from hpc_elastic.report.render_text_cause import describe_class, describe_end
 from hpc_elastic.report.render_text_done import describe_after_round, describe_decision
 from hpc_elastic.report.render_text_past import describe_outcome
 from hpc_elastic.report.ring import ring_lines
-from hpc_elastic.report.subject import Subject, verdict_of
+from hpc_elastic.report.subject import Subject, failure_count, nodes_done_without, verdict_of
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
 from hpc_elastic.report.verdict import Cause
 
@@ -51,7 +51,7 @@ class TextRoom:
 def head_part(history: RunHistory, shown: AttemptHistory | None, *, zone: str) -> Markup:
     """Which run, and how it ended."""
     outcome = describe_outcome(history, shown)
-    broken = sum(1 for a in history.attempts for part in a.rounds if verdict_of(part).cause is not Cause.NONE)
+    broken = failure_count(history)
     ended = shown.outcome if shown is not None else ""
     tone = "good" if ended == "succeeded" else "bad" if ended else "warn"
     sign = {"good": "\u2713 ", "bad": "\u2715 ", "warn": "\u2026 "}[tone]
@@ -87,10 +87,11 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
     where = ""
     if subject.round is not None and subject.attempt is not None:
         where = f", in round {subject.round.index} of attempt {subject.attempt.number}"
+    elif subject.attempt is not None:
+        where = f", in attempt {subject.attempt.number}"
     if loss is not None:
         what = loss.summary
-        whose = f"{loss.host}'s clock" if loss.left or loss.broke else "last sign of it, by its observer's clock"
-        facts.append(("time", f"{clock_time(loss.gone_ns, date=True)} ({whose})"))
+        facts.append(("time", f"{clock_time(loss.gone_ns, date=True)} ({loss.whose_clock})"))
         facts.append(("host", f"{loss.host} (node {loss.node}){where}"))
     elif failure is not None:
         what = failure.headline or "(no message)"
@@ -109,12 +110,13 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
     elif fine:
         what = "No worker failed by itself."
     else:
-        what = f"None of the workers: {verdict.evidence}"
+        what = verdict.headline or f"None of the workers: {verdict.evidence}"
         facts.append(("reason", shown.reason if shown is not None and shown.reason else describe_end(shown)))
-    if verdict.cause is not Cause.NONE:
+    if verdict.cause is not Cause.NONE or verdict.headline:
         facts.append(("verdict", f"{verdict.evidence} (confidence: {verdict.confidence.value})"))
     facts += [("" if number else "then", line) for number, line in enumerate(_done(subject, shown))]
     if shown is not None:
+        facts += [("did without", line) for line in nodes_done_without(subject, shown)]
         facts += [("output lost", line) for line in describe_losses(shown.output_lost)]
     problems = [*history.problems, *(shown.problems if shown is not None else ())]
     if problems:

@@ -160,6 +160,10 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
             for end in attempt.agent_ends
         ],
         "agents_relaunched": list(attempt.relaunched),
+        "nodes_given_up": [
+            {"node": one.node, "name": one.name, "cause": one.cause, "reason": one.reason, "seen_ns": one.seen_ns}
+            for one in attempt.given_up
+        ],
         "problems": list(attempt.problems),
         "clocks": _clocks(attempt),
         "rounds": [_round(part, nodes) for part in attempt.rounds],
@@ -275,11 +279,12 @@ def _loss(loss: NodeLoss) -> dict[str, Any]:
     return {
         "node": loss.node,
         "host": loss.host,
-        "round": loss.round,
+        "round": loss.round if loss.round >= 0 else None,
         "seen_ns": loss.seen_ns,
         "silent_seconds": loss.age,
         "detail": loss.detail or None,
         "agent_only": loss.agent_only,
         "left": loss.left or None,
         "broke": loss.broke or None,
+        "unable": loss.unable or None,
     }

@@ -9,8 +9,8 @@ from hpc_elastic.report.render_text_cause import cause_lines
 from hpc_elastic.report.render_text_done import done_lines
 from hpc_elastic.report.render_text_others import other_lines, stack_lines
 from hpc_elastic.report.render_text_past import describe_outcome, past_lines
-from hpc_elastic.report.render_text_words import clean_line, fit
-from hpc_elastic.report.subject import choose_subject, verdict_of
+from hpc_elastic.report.render_text_words import clean_line, fit, split_words
+from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without
 from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Cause
 
@@ -47,8 +47,8 @@ def render_text(
     width = max(_NARROWEST, width)
     everything = max_lines is None
     shown = _attempt_shown(history, attempt)
-    survived = _broken_rounds(history, attempt) if shown is not None and shown.outcome == "succeeded" else 0
-    head = _head(history, shown, width, survived=survived)
+    survived = failure_count(history, attempt=attempt) if shown is not None and shown.outcome == "succeeded" else 0
+    head = _head(history, subject, shown, width, survived=survived)
     done = done_lines(history, subject, shown, width)
     measured = goodput or goodput_of(history)
     done += bad_node_lines(history, width, cap=None if everything else _BAD_NODES)
@@ -75,16 +75,13 @@ def _attempt_shown(history: RunHistory, attempt: int | None) -> AttemptHistory |
     return next((part for part in history.attempts if part.number == attempt), None)
 
 
-def _broken_rounds(history: RunHistory, attempt: int | None) -> int:
-    parts = [part for part in history.attempts if attempt is None or part.number == attempt]
-    return sum(1 for part in parts for item in part.rounds if verdict_of(item).cause is not Cause.NONE)
-
-
 def _is_fine(attempt: AttemptHistory | None) -> bool:
     return attempt is None or attempt.outcome in ("", "succeeded")
 
 
-def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, survived: int) -> list[str]:
+def _head(
+    history: RunHistory, subject: Subject, attempt: AttemptHistory | None, width: int, *, survived: int
+) -> list[str]:
     status = describe_outcome(history, attempt)
     if attempt is not None and attempt.outcome:
         status = status.upper()
@@ -99,6 +96,8 @@ def _head(history: RunHistory, attempt: AttemptHistory | None, width: int, *, su
     elif survived:
         lines.append(f"  {survived} failures were survived, of which the last is told here; the run succeeded.")
     if attempt is not None:
+        for line in nodes_done_without(subject, attempt):
+            lines += split_words(f"  did without  : {clean_line(line)}", width)
         lines += [fit(f"  output lost  : {clean_line(line)}", width) for line in describe_losses(attempt.output_lost)]
     problems = [*history.problems, *(attempt.problems if attempt is not None else ())]
     if problems:

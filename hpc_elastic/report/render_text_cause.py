@@ -44,20 +44,17 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
     verdict, where = subject.verdict, _where(subject)
     if verdict.lost_node is not None:
         loss = verdict.lost_node
-        whose = (
-            f"{clean_line(loss.host)}'s clock"
-            if loss.left or loss.broke
-            else "last sign of it, by its observer's clock"
-        )
         return [
             *headline(loss.summary, width),
-            text_field("time", f"{time_text(loss.gone_ns)} ({whose})"),
+            text_field("time", f"{time_text(loss.gone_ns)} ({clean_line(loss.whose_clock)})"),
             text_field("host", f"{clean_line(loss.host)} (node {loss.node}){where}"),
             *_last_words(subject.round, loss.node, width),
             *wrapped("verdict", verdict.evidence, width),
         ]
     failure = verdict.failure
     if failure is None:
+        if verdict.headline:
+            return [*headline(verdict.headline, width), *wrapped("verdict", verdict.evidence, width)]
         reason = shown.reason if shown is not None and shown.reason else describe_end(shown)
         found = [f"  none of the workers: {verdict.evidence}", *wrapped("reason", reason, width)]
         ends = [end for end in shown.agent_ends if end.code != 0] if shown is not None else []
@@ -115,8 +112,10 @@ def describe_end(attempt: AttemptHistory | None) -> str:
 
 
 def _where(subject: Subject) -> str:
-    if subject.round is None or subject.attempt is None:
+    if subject.attempt is None:
         return ""
+    if subject.round is None:
+        return f", in attempt {subject.attempt.number}"
     return f", in round {subject.round.index} of attempt {subject.attempt.number}"
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.outcome import Outcome
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
+from hpc_elastic.report.verdict import Cause, Verdict, decide_start_verdict, decide_verdict
+
+_WITHOUT = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +24,7 @@ class Subject:
 
 
 def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subject:
-    """The last round that something broke, of one attempt or, going back, of any.
+    """The last round that something broke, of one attempt or, going back, of any; or the nodes that it began without.
 
     Args:
         history: The run.
@@ -33,8 +36,11 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
             verdict = verdict_of(item)
             if verdict.cause is not Cause.NONE:
                 return Subject(attempt=part, round=item, verdict=verdict)
-    nothing = Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no worker failed by itself")
-    return Subject(attempt=candidates[-1] if candidates else None, round=None, verdict=nothing)
+        if _had_too_few_nodes(part):
+            start = decide_start_verdict(part.unable, nodes=len(part.nodes))
+            return Subject(attempt=part, round=None, verdict=start)
+    last = candidates[-1] if candidates else None
+    return Subject(attempt=last, round=None, verdict=decide_start_verdict((), nodes=0))
 
 
 def verdict_of(part: RoundHistory) -> Verdict:
@@ -49,6 +55,26 @@ def verdict_of(part: RoundHistory) -> Verdict:
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )
+
+
+def failure_count(history: RunHistory, *, attempt: int | None = None) -> int:
+    """How many rounds something broke, and attempts that never had enough nodes; of one attempt, or of all."""
+    parts = [part for part in history.attempts if attempt is None or part.number == attempt]
+    broken = sum(1 for part in parts for item in part.rounds if verdict_of(item).cause is not Cause.NONE)
+    return broken + sum(1 for part in parts if not part.rounds and _had_too_few_nodes(part))
+
+
+def _had_too_few_nodes(part: AttemptHistory) -> bool:
+    return bool(part.unable) and part.outcome == Outcome.TOO_FEW_NODES.value
+
+
+def nodes_done_without(subject: Subject, shown: AttemptHistory) -> list[str]:
+    """Nodes of which no agent took part in the attempt that is shown, where the verdict does not name them."""
+    if subject.round is None and subject.attempt is shown and subject.verdict.category is not None:
+        return []
+    said = [loss.summary for loss in shown.unable]
+    more = len(said) - _WITHOUT
+    return said[:_WITHOUT] + ([f"{more} more nodes"] if more > 0 else [])
 
 
 def consequences(part: RoundHistory) -> int:

@@ -13,6 +13,7 @@ from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.node_score import is_everywhere
 from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
 from hpc_elastic.report.fold import kind_of, rank_ranges
@@ -75,6 +76,8 @@ class Verdict:
     """Global ranks that failed in the same way, the root cause's included."""
     candidates: tuple[WorkerFailure, ...] = ()
     """The other failures that are no consequence, by time; without those of the same kind."""
+    headline: str = ""
+    """What happened, where it was no failure of a worker's and no single node's."""
     resolution_ns: int | None = None
     """How close it and the next candidate may be before their order means nothing; None: not known, or no candidate."""
 
@@ -84,7 +87,7 @@ class Verdict:
         if self.lost_node is not None:
             return self.lost_node.summary
         if self.failure is None:
-            return "no worker failed by itself"
+            return self.headline or "no worker failed by itself"
         return f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
 
 
@@ -134,6 +137,48 @@ def decide_verdict(
         evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
     return verdict if retryable else replace(verdict, retryable=False)
+
+
+def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
+    """Name the root cause where an attempt had too few nodes and no round of it was broken.
+
+    Args:
+        unable: Nodes of which no agent ever took part.
+        nodes: How many the attempt had.
+    """
+    if not unable:
+        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no worker failed by itself")
+    if is_everywhere(len(unable), nodes=nodes):
+        here = "any node" if len(unable) == nodes else "any node but the batch host"
+        what = f"no agent ran on {here}: {unable[0].summary}"
+        whose = f"all {nodes} nodes" if len(unable) == nodes else f"all {nodes} nodes but the batch host"
+        evidence = (
+            f"{whose} failed, so it is no single node: look at what they share (the interpreter, "
+            "the run directory's mount, a TaskProlog, options for srun)"
+        )
+        return Verdict(
+            cause=Cause.NONE,
+            confidence=Confidence.HIGH,
+            evidence=evidence,
+            headline=what,
+            category=Category.INPUT,
+            fingerprint="node_unable",
+        )
+    first, *others = unable
+    parts = ["no agent of it ever took part"]
+    if len(unable) < nodes:
+        parts.append(f"{_count(nodes - len(unable), 'other node')} could")
+    parts += [loss.summary for loss in others[:_HOSTS]]
+    if len(others) > _HOSTS:
+        parts.append(f"{_count(len(others) - _HOSTS, 'more node')} could not either")
+    return Verdict(
+        cause=Cause.NODE,
+        confidence=Confidence.HIGH,
+        evidence="; ".join(parts),
+        lost_node=first,
+        category=Category.INFRASTRUCTURE,
+        fingerprint="node_unable",
+    )
 
 
 def _of_worker(

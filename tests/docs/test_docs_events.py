@@ -51,7 +51,7 @@ def test_events_are_described() -> None:
 
 DECISIONS = {
     "agent_ended", "agent_relaunched", "attempt_superseded", "closed", "coordinator_changed", "end_taken_over", "hang",
-    "health_check_failed", "health_warning", "node_left", "node_lost", "node_missing", "node_replaced",
+    "health_check_failed", "health_warning", "node_given_up", "node_left", "node_lost", "node_missing", "node_replaced",
     "nodes_asked", "nodes_waiting", "notice_given", "output_lost", "platform_failure", "requeue_decision",
     "round_confirmed", "round_frozen", "round_opened", "spare_lost", "step_agreed", "verdict",
     "workers_stopping",

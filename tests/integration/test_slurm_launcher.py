@@ -544,3 +544,29 @@ def test_an_interpreter_whose_path_holds_an_equals_sign(
     said = (tmp_path / "agent").read_text()
     assert said.startswith(f"{spec.uid}:host -c ")
     assert said.endswith(f" agent --run-dir {tmp_path} --attempt 3\n")
+
+
+def test_the_last_message_of_a_node_is_what_names_it_or_what_its_own_step_printed_last(
+    srun: Srun, make: Callable[..., SlurmLauncher]
+) -> None:
+    """Lines carry no node; that the folder could not be changed is only a warning."""
+    srun.plan(
+        "printf '%s\\n' >&2 'slurmstepd-n3: error: TaskProlog failed status=3' "
+        "'srun: error: n3: task 2: Exited with exit code 3' "
+        '"slurmstepd-n4: error: couldn\'t chdir to /x: No such file or directory: going to /tmp instead" '
+        "'env: python: No such file or directory' 'srun: error: n4: task 3: Exited with exit code 127'\n" + FOREVER,
+        "printf '%s\\n' >&2 'first' 'n1.local: Permission denied' '  <no Python frame>' "
+        "'srun: error: n4: task 0: Exited with exit code 126'",
+    )
+    launcher = make()
+    launcher.launch()
+    ended: list[AgentEnded] = []
+    until(lambda: ended.extend(launcher.take()) or len(ended) == 2, "two ends")  # type: ignore[func-returns-value]
+    assert [launcher.last_message(node) for node in (2, 3)] == [
+        "slurmstepd-n3: error: TaskProlog failed status=3",
+        "env: python: No such file or directory",
+    ]
+    launcher.relaunch(3)
+    until(lambda: ended.extend(launcher.take()) or len(ended) == 3, "the third")  # type: ignore[func-returns-value]
+    until(lambda: launcher.take() or launcher.last_message(3) == "n1.local: Permission denied", "its message")
+    assert launcher.last_message(2) == "slurmstepd-n3: error: TaskProlog failed status=3", "still"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,12 @@ SITE_DELAY = 120
 """Seconds before which Slurm by itself lets no requeued job begin, where the site has not set it."""
 WAITED = ((0, "attempt_ended"), (1, "attempt_started"))
 
+PRINTS = """
+import os
+env = os.environ
+print("seat", env["RANK"], "of", env["WORLD_SIZE"], "round", env["TORCHELASTIC_RESTART_COUNT"], "in attempt",
+      env["HPC_ELASTIC_ATTEMPT"], flush=True)
+"""
 # Waits in attempt 0 until it is told to end: by a node's loss, a notice, or a file that has rank 0 killed.
 STAYS = """
 import os, pathlib, signal, time
@@ -40,6 +48,20 @@ while env["HPC_ELASTIC_ATTEMPT"] == "0":
 @pytest.fixture
 def runs(cluster: SlurmCluster) -> SlurmRuns:
     return SlurmRuns(cluster)
+
+
+@pytest.fixture
+def hide(cluster: SlurmCluster) -> Iterator[Callable[[str, Path], None]]:
+    """Mount an empty folder over one on a node, until the test's end."""
+    hidden: list[tuple[str, str]] = []
+
+    def mount(node: str, path: Path) -> None:
+        cluster.run(["mount", "-t", "tmpfs", "none", str(path)], user="root", node=node, check=True)
+        hidden.append((node, str(path)))
+
+    yield mount
+    for node, path in hidden:
+        cluster.run(["umount", "--lazy", path], user="root", node=node, check=True)
 
 
 def _seated(run: Run, world: int, *, round_index: int = 0, timeout: float = 40) -> None:
@@ -98,6 +120,48 @@ def _lose_a_node_and_go_on(cluster: SlurmCluster, run: Run) -> None:
     assert f"job {run.job} is requeued without n3 and may begin when this attempt is gone" in log
     assert re.search(r"Bad nodes: +n3 \(node n3 was lost\): left out of later attempts", log), log
     cluster.start_node("n3", wait=False)  # else the job waits until Slurm has found the node dead
+
+
+def test_a_node_without_the_interpreter_is_named_with_what_it_said_and_left_out_of_the_next_attempt(
+    cluster: SlurmCluster, runs: SlurmRuns, hide: Callable[[str, Path], None]
+) -> None:
+    assert cluster.environment is not None
+    hide("n3", cluster.environment.bin)
+    done = runs.submit_and_follow("--nodes", "3", *SHORT, runs.script(PRINTS))
+    assert done.done is not None
+    assert done.done.returncode == 0, done.done.stderr + done.log
+    assert [_nodes(done, attempt) for attempt in (0, 1)] == [["n1", "n2", "n3"], ["n1", "n2", "n4"]]
+    starts = [event for event in done.events(0) if event["event"] == "agent_ended" and event.get("name") == "n3"]
+    assert [event["code"] for event in starts] == [127, 127], "a second start, in a step of its own, and no more"
+    (given_up,) = [event for event in done.events(0) if event["event"] == "node_given_up"]
+    assert (given_up["name"], given_up["cause"]) == ("n3", "could_not_run")
+    assert re.fullmatch(r"exit code 127: .*env: .*python.*: No such file or directory", given_up["reason"])
+    report = done.report(0)
+    assert report["verdict"]["summary"] == f"node n3 could not run the agent: {given_up['reason']}"
+    assert report["verdict"]["lost_node"]["host"] == "n3"
+    assert [(node["node"], node["excluded"]) for node in report["bad_nodes"]] == [("n3", True)]
+
+
+def test_a_range_goes_on_at_once_without_nodes_that_can_not_run_the_agent(
+    cluster: SlurmCluster, runs: SlurmRuns, hide: Callable[[str, Path], None]
+) -> None:
+    """One whose TaskProlog fails, and one where the run directory is not mounted."""
+    prolog = cluster.shared / "prolog.sh"
+    prolog.write_text('#!/bin/sh\n[ "$(hostname)" != n3 ] || exit 3\n')
+    prolog.chmod(0o755)
+    cluster.reconfigure({"TaskProlog": str(prolog)})
+    hide("n4", runs.folder)
+    done = runs.submit_and_follow("--nodes", "2-4", *SHORT, *ALL_COME, runs.script(PRINTS))
+    assert done.done is not None
+    assert done.done.returncode == 0, done.done.stderr + done.log
+    assert not (done.root / "attempt-001").exists()
+    assert done.log.count("of 2 round 0 in attempt 0") == 2
+    given_up = {event["name"]: event for event in done.events(0) if event["event"] == "node_given_up"}
+    assert {name: event["cause"] for name, event in given_up.items()} == dict.fromkeys(("n3", "n4"), "could_not_run")
+    assert given_up["n3"]["reason"] == "exit code 3: slurmstepd-n3: error: TaskProlog failed status=3"
+    assert given_up["n4"]["reason"].startswith("exit code 2: n4: the run directory can't be read from this node: ")
+    assert {node["node"] for node in done.report(0)["bad_nodes"]} == {"n3", "n4"}
+    assert "did without  : node n3 could not run the agent: exit code 3: " in done.log
 
 
 def test_after_a_shrink_the_whole_range_is_asked_for_again(cluster: SlurmCluster, runs: SlurmRuns) -> None:

@@ -151,6 +151,8 @@ class Agents:
         self.silent = False
         """The launcher never says that somebody has ended."""
         self.hears_all_ends = True
+        self.messages: dict[int, str] = {}
+        """Node → what the launcher knows that it printed last."""
         self.powerless: set[int] = set()
         """Nodes on which no agent can be started."""
 
@@ -206,6 +208,9 @@ class Agents:
 
     def running(self) -> bool:
         return bool(self.of)
+
+    def last_message(self, node: int) -> str:
+        return self.messages.get(node, "")
 
     def terminate(self) -> None:
         self.terminated.append(self._world.clock.now)
@@ -676,6 +681,9 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
 
         def running(self) -> bool:
             return not self.gone
+
+        def last_message(self, node: int) -> str:
+            return ""
 
         def terminate(self) -> None:
             pass
@@ -1155,7 +1163,7 @@ def test_the_end_of_all_agents_is_dealt_with_without_polling(stage: Callable[...
         at.append(s.world.clock.now)
         s.look.hangs = True
         for node in (0, 1, 2):
-            s.agents.kill(node, 2)
+            s.agents.kill(node, None, started=False)
         taken = s.agents.take
 
         def last() -> list[AgentEnded]:

@@ -9,6 +9,7 @@ from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.view import View
+from tests.rigs.rendezvous_world import World
 
 A, B = "00000-a-0000000000000001-0000", "00001-b-0000000000000001-0000"
 
@@ -52,3 +53,17 @@ def test_too_few_nodes(least: int, give_up: bool) -> None:
         assert proposal.record.outcome is Outcome.TOO_FEW_NODES
     else:
         assert proposal is None
+
+
+def test_where_the_time_is_over_the_nodes_that_never_came_are_named_as_missing() -> None:
+    world = World(RendezvousSettings(min_nodes=3, max_nodes=3, expected_nodes=3, timeout=30))
+    for node in (0, 1):
+        world.start(node)
+
+    def is_closed() -> bool:
+        record = world.newest()
+        return record is not None and record.status is Status.CLOSED
+
+    assert world.run(is_closed)
+    missing = [fields for _, event, fields in world.events if event == "node_missing"]
+    assert missing == [{"round": 0, "node": 2, "host": "", "reason": "it has not come"}]

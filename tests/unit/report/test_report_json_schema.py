@@ -34,6 +34,7 @@ LOSS: dict[str, Any] = {
     "agent_only": BOOL,
     "left": "str?",
     "broke": "str?",
+    "unable": "str?",
 }
 FAILURE: dict[str, Any] = {
     **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),
@@ -130,6 +131,7 @@ ATTEMPT: dict[str, Any] = {
     ],
     "agents_ended": [{"node": INT, "name": TEXT, "code": "int?", "detail": "str?", "seen_ns": INT}],
     "agents_relaunched": [TEXT],
+    "nodes_given_up": [{"node": INT, "name": TEXT, "cause": TEXT, "reason": TEXT, "seen_ns": INT}],
     "problems": [TEXT],
     "clocks": (
         {
@@ -230,6 +232,7 @@ def everything(root: Path) -> RunBuilder:
     builder.event(0, "supervisor", 3, 61, "agent_ended", name="n4", code=137)
     builder.event(0, "supervisor", 3, 61, "agent_relaunched", name="n4")
     builder.event(0, "supervisor", -1, 61, "notice", signal="SIGTERM")
+    builder.event(0, "supervisor", 3, 61, "node_given_up", name="n4", cause="died", reason="SIGKILL")
     streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]
     lost = {"reason": "the disk is full", "not_in_files": 4, "not_in_job_log": 4, "streams": streams}
     builder.event(0, "agent", 1, 62, "output_lost", **lost)

@@ -117,3 +117,125 @@ def test_bad_nodes_stand_in_every_form_of_the_report(tmp_path: Path) -> None:
         {"kind": "lost", "why": "node n3 was <lost>", "at_ns": START_NS, "run_id": "run", "attempt": 0, "round": 0}
     ]
     assert (second["node"], second["excluded"]) == ("n2", False)
+
+
+# -- nodes that can't run the agent
+
+COULD_NOT = "exit code 127: /usr/bin/env: 'python': No such file or directory"
+
+
+def too_few(tmp_path: Path, *unable: int, nodes: int = 4, seconds: float = 3.0) -> RunBuilder:
+    """An attempt that some nodes could not run the agent of, and that had too few without them."""
+    tmp_path.mkdir(exist_ok=True)
+    builder = RunBuilder(tmp_path / "run", nodes=nodes)
+    builder.attempt(0)
+    for node in range(nodes):
+        name = f"n{node + 1}"
+        if node in unable:
+            builder.event(0, "supervisor", node, 1, "agent_ended", name=name, code=127, detail="Exited", started=True)
+            given_up = {"name": name, "cause": "could_not_run", "reason": COULD_NOT}
+            builder.event(0, "supervisor", node, 2, "node_given_up", **given_up)
+        else:
+            builder.event(0, "agent", node, 1, "agent_started", pid=1, version="1")
+    builder.event(0, "supervisor", -1, seconds, "verdict", outcome="too_few_nodes", reason="too few are left")
+    builder.event(0, "supervisor", -1, seconds, "attempt_ended", outcome="too_few_nodes", exit_code=75)
+    return builder
+
+
+def test_a_node_that_could_not_run_the_agent_is_the_cause_and_is_bad(tmp_path: Path) -> None:
+    builder = too_few(tmp_path, 2)
+    assert found(builder) == [("n3", LOST)]
+    history = collect_run(builder.root)
+    said = f"node n3 could not run the agent: {COULD_NOT}"
+    text = render_text(history)
+    assert said in text
+    assert "host      : n3 (node 2), in attempt 0" in text
+    assert "incomplete" not in text, "it has no events that could be missing"
+    assert "none of the workers" not in text
+    assert "could not run the agent: exit code 127" in render_html(history)
+    verdict = render_json(history)["verdict"]
+    assert (verdict["cause"], verdict["summary"], verdict["retryable"]) == ("node", said, True)
+    assert (verdict["lost_node"]["host"], verdict["lost_node"]["round"]) == ("n3", None)
+    assert verdict["lost_node"]["unable"] == f"could not run the agent: {COULD_NOT}"
+    (given_up,) = render_json(history)["attempts"][0]["nodes_given_up"]
+    assert (given_up["name"], given_up["cause"], given_up["reason"]) == ("n3", "could_not_run", COULD_NOT)
+
+
+def test_of_several_all_are_named(tmp_path: Path) -> None:
+    builder = too_few(tmp_path, 1, 2)
+    assert found(builder) == [("n2", LOST), ("n3", LOST)]
+    text = render_text(collect_run(builder.root))
+    assert "node n2 could not run the agent" in text
+    assert "2 other nodes could; node n3 could not run the agent" in " ".join(text.split())
+
+
+def test_where_all_nodes_fail_alike_none_is_blamed(tmp_path: Path) -> None:
+    builder = too_few(tmp_path, 0, 1, 2, 3)
+    assert found(builder) == []
+    history = collect_run(builder.root)
+    text = " ".join(render_text(history, max_lines=None).split())
+    assert f"no agent ran on any node: node n1 could not run the agent: {COULD_NOT}" in text
+    assert "so it is no single node: look at what they share" in text
+    assert "so it is no single node" in render_html(history)
+    verdict = render_json(history)["verdict"]
+    assert (verdict["cause"], verdict["category"]) == ("none", "input")
+    assert verdict["summary"].startswith("no agent ran on any node")
+
+
+def test_nor_where_the_batch_host_alone_could(tmp_path: Path) -> None:
+    """Of three nodes the other two may both be bad; of four it is what they share."""
+    builder = too_few(tmp_path / "four", 1, 2, 3)
+    assert found(builder) == []
+    assert "all 4 nodes but the batch host failed" in " ".join(render_text(collect_run(builder.root)).split())
+    assert found(too_few(tmp_path / "three", 1, 2, nodes=3)) == [("n2", LOST), ("n3", LOST)]
+
+
+def test_of_an_attempt_of_one_node_another_may_do_better(tmp_path: Path) -> None:
+    assert found(too_few(tmp_path, 0, nodes=1)) == [("n1", LOST)]
+
+
+def test_a_range_that_went_on_without_a_node_tells_it_all_the_same(tmp_path: Path) -> None:
+    builder = run(tmp_path)
+    given_up = {"name": "n4", "cause": "could_not_run", "reason": COULD_NOT}
+    builder.event(0, "supervisor", 3, 2, "node_given_up", **given_up)
+    builder.event(0, "supervisor", -1, 60, "attempt_ended", outcome="succeeded", exit_code=0)
+    assert found(builder) == [("n4", LOST)]
+    history = collect_run(builder.root)
+    text = render_text(history)
+    assert "No worker failed by itself." in text
+    assert f"did without  : node n4 could not run the agent: {COULD_NOT}" in text
+    assert "node n4 could not run the agent" in render_html(history)
+
+
+def test_a_node_whose_agents_took_part_and_died_is_not_unable(tmp_path: Path) -> None:
+    builder = run(tmp_path)
+    builder.event(0, "supervisor", 3, 2, "node_given_up", name="n4", cause="died", reason="SIGKILL")
+    assert found(builder) == []
+
+
+def test_a_node_that_never_joined_counts_where_the_others_had_waited(tmp_path: Path) -> None:
+    """As one whose Python hangs at its imports; a short attempt, or one that nobody waited in, tells nothing."""
+    builder = too_few(tmp_path, seconds=20)
+    assert found(builder) == []
+    builder.event(0, "agent", 0, 19, "node_missing", round=0, node=3, host="", reason="it has not come")
+    assert found(builder) == [], "it had said that it is there"
+    silent = RunBuilder(tmp_path / "silent", nodes=2)
+    silent.attempt(0)
+    silent.event(0, "agent", 0, 1, "agent_started", pid=1, version="1")
+    silent.event(0, "agent", 0, 8, "node_missing", round=0, node=1, host="", reason="it has not come")
+    silent.event(0, "supervisor", -1, 9, "attempt_ended", outcome="too_few_nodes", exit_code=1)
+    assert found(silent) == []
+    silent.event(0, "supervisor", -1, 20, "attempt_ended", outcome="too_few_nodes", exit_code=1)
+    assert found(silent) == [("n2", LOST)]
+    assert "node n2 never joined the run" in render_text(collect_run(silent.root))
+
+
+def test_of_a_node_that_was_lost_and_then_could_not_run_the_agent_both_are_told(tmp_path: Path) -> None:
+    """As one whose mounts went away in mid-run: the loss came first, and why nothing came after it is the cause."""
+    builder = run(tmp_path)
+    builder.event(0, "supervisor", 2, 9, "agent_ended", name="n3", code=-9, detail="Killed", started=True)
+    builder.event(0, "agent", 0, 12, "node_lost", round=0, node=2, host="n3", age=2.0)
+    builder.event(0, "supervisor", 2, 11, "node_given_up", name="n3", cause="died", reason=COULD_NOT)
+    builder.round(0, 1, at=13, without=(2,))
+    (loss,) = collect_run(builder.root).attempts[0].rounds[0].lost_nodes
+    assert loss.detail == f"its agent was ended by SIGKILL; given up after that: {COULD_NOT}"
