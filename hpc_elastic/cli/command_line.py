@@ -32,7 +32,10 @@ def read_command_line(
     given = parse(argv, options, refused=REFUSED, env={})
     if not given.help:
         here = current_directory(env)
-        return resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
+        parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
+        for line in parsed.executed:
+            say(line)
+        return parsed
     usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
     sys.stdout.write(render_help(usage, description, options, GROUPS))
     return None

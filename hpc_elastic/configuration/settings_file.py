@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.atomic_file import TrustedFile
 from hpc_elastic.configuration.keys import Keys, key_of, texts_of
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnsafePathError, UsageError
 
 PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 256 << 10
+_MAX_SEARCHED = 4 << 20
+"""Bytes of a pyproject.toml that may not mention us."""
+_MAX_DEPTH = 16
+"""Parts of a dotted key. tomllib keeps each beginning of one: 20 kB of dots took 400 MB (Python 3.11)."""
+_PART_AND_DOT = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*"""
+_TOO_DEEP = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_PART_AND_DOT}){{{_MAX_DEPTH}}}")
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
 
@@ -39,23 +46,31 @@ class SettingsFile:
     default_profile: str | None = None
 
 
-def read_settings(path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...] = ((),)) -> SettingsFile | None:
-    """Read a file.
+def read_settings(
+    path: Path,
+    keys: Keys,
+    *,
+    tables: tuple[tuple[str, ...], ...] = ((),),
+    any_owner: bool = False,
+) -> SettingsFile | None:
+    """Read a file. It is opened once, and not parsed before its owner is known.
 
     Args:
         path: Of a TOML file.
         keys: What may stand in it.
         tables: Where in the file our keys are, by the path of the table: the first that is there.
+        any_owner: As `TrustedFile` takes it.
 
     Returns:
         None where the file has no such table.
 
     Raises:
-        UsageError: it can't be read, is no TOML, or says something that can't be right; with file and line.
+        UnsafePathError: it is not trusted, no regular file, or can't be read.
+        UsageError: it is no TOML, or says something that can't be right; with file and line.
+        FileNotFoundError: there is none.
     """
-    data = read_bytes(path)
-    # A pyproject.toml that does not mention us need not be understood.
-    if not any(not table or table[-1].encode() in data for table in tables):
+    data = _read(path, tables, any_owner=any_owner)
+    if data is None:
         return None
     value = _parse(path, data)
     for table in tables:
@@ -69,15 +84,24 @@ def read_settings(path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...]
     return None
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file, which is no larger than a person writes. Raises UsageError; FileNotFoundError is the caller's."""
+def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -> bytes | None:
+    """The file, which is no larger than a person writes; None: it does not mention us, so need not be understood."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise
+        with TrustedFile(path, any_owner=any_owner) as file:
+            if () in tables:
+                file.check()
+            data = file.read(limit=_MAX_SEARCHED + 1)
+            is_searched = len(data) <= _MAX_SEARCHED
+            if is_searched and not any(not table or table[-1].encode() in data for table in tables):
+                return None
+            file.check()
+    except UnsafePathError as error:
+        owner = {"owner": error.owner} if "owner" in error.facts else {}
+        raise UnsafePathError(f"the configuration {error}, so it is not read", **owner) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(str(path)) from None
     except OSError as error:
-        raise UsageError(f"the configuration {path} can't be read: {error.strerror}") from None
+        raise UnsafePathError(f"the configuration {path} can't be read: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise UsageError(f"the configuration {path} is larger than {_MAX_BYTES} bytes")
     return data
@@ -91,7 +115,12 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        value: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        deep = _TOO_DEEP.search(text)
+        if deep:
+            line = text.count("\n", 0, deep.start()) + 1
+            raise UsageError(f"{path}:{line}: nested too deeply: a key has more than {_MAX_DEPTH} parts")
+        value: dict[str, Any] = tomllib.loads(text)
         return value
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
