@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json
-from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, is_job_id, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.node_records import load_record
@@ -209,6 +209,6 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
         "exit_code": value["exit_code"],
     }
     next_job = value.get("next_job")
-    if value["exit_code"] == ExitCode.REQUEUED and isinstance(next_job, str) and next_job:
+    if value["exit_code"] == ExitCode.REQUEUED and is_job_id(next_job):
         found["job_id"] = next_job  # the run goes on in another job
     return found

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json, write_json
@@ -60,44 +61,66 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
 
 def lives(paths: RunPaths) -> bool:
     """Whether the run's launcher is there. On another machine's nothing can be said: yes."""
-    facts = read_json(places.launcher_file(paths))
-    if isinstance(facts, str):
+    facts = _launcher(paths)
+    if facts is None:
         return False
-    if facts.get("host") != os.uname().nodename:
+    if facts.host != os.uname().nodename:
         return True
-    child = _children.get(int(facts["pid"]))
+    child = _children.get(facts.pid)
     if child is not None and child.poll() is not None:
         return False
-    return _process(facts) is not None
+    return facts.is_running(paths)
 
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
     """A signal for the launcher (and its shell, where it has one); False where it is not there."""
-    facts = read_json(places.launcher_file(paths))
-    if isinstance(facts, str) or facts.get("host") != os.uname().nodename or _process(facts) is None:
+    facts = _launcher(paths)
+    if facts is None or facts.host != os.uname().nodename or not facts.is_running(paths):
         return False
-    pid = int(facts["pid"])
     try:
-        for proc in tree.subtree(tree.all_processes(), [pid]):
-            if proc.ppid == pid and proc.sid == pid and _is_launcher(proc.pid):
+        for proc in tree.subtree(tree.all_processes(), [facts.pid]):
+            if proc.ppid == facts.pid and proc.sid == facts.pid and _launches(proc.pid, paths):
                 os.kill(proc.pid, number)
                 return True
-        os.kill(pid, number)
+        os.kill(facts.pid, number)
     except ProcessLookupError:
         return False
     return True
 
 
-def _is_launcher(pid: int) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Launcher:
+    """What launcher.json says."""
+
+    pid: int
+    starttime: int
+    host: str
+
+    def is_running(self, paths: RunPaths) -> bool:
+        """Whether the process is there, and launches this run: another user may have prepared the file."""
+        proc = tree.look_at(self.pid)
+        is_same = proc is not None and not proc.is_dead and proc.starttime == self.starttime
+        return is_same and _launches(self.pid, paths)
+
+
+def _launcher(paths: RunPaths) -> _Launcher | None:
+    value = read_json(places.launcher_file(paths))
+    if isinstance(value, str):
+        return None
+    pid, starttime, host = value.get("pid"), value.get("starttime"), value.get("host")
+    if type(pid) is not int or pid <= 1 or type(starttime) is not int or not isinstance(host, str):
+        return None
+    return _Launcher(pid, starttime, host)
+
+
+def _launches(pid: int, paths: RunPaths) -> bool:
+    """Whether a process, by its arguments, is the launcher of this run, or its shell."""
     try:
-        return b"hpc_elastic.submission.local_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
     except OSError:
         return False
-
-
-def _process(facts: Mapping[str, object]) -> tree.Proc | None:
-    proc = tree.look_at(int(str(facts["pid"])))
-    return proc if proc is not None and not proc.is_dead and proc.starttime == facts["starttime"] else None
+    is_launcher = any("hpc_elastic.submission.local_process" in word for word in words)
+    return is_launcher and any(os.path.basename(word) == paths.root.name for word in words)
 
 
 class _TimeLimit(threading.Thread):
