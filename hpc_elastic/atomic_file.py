@@ -10,11 +10,13 @@ import errno
 import json
 import os
 import stat
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.lazy_pattern import pattern
 
 
 def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
@@ -96,17 +98,35 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -
     write_private(path, json_text(value, indent=1) + "\n", durable=durable)
 
 
-def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """JSON that any reader decodes: readable text, but ASCII escapes where a value holds bytes that are no UTF-8.
+DECEPTIVE = (
+    "\x7f-\x9f"  # controls of eight bits, which steer a terminal as an escape does
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # the direction of writing
+    "\u2028\u2029"  # line ends
+    "\u00ad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # not to be seen
+)
+"""Characters, as the inside of a pattern's brackets, with which a text shows something that is not there."""
+_DECEPTIVE = pattern(f"[{DECEPTIVE}]")
 
-    Python keeps such bytes (of an argument, a path, a worker's message) as lone surrogates, which UTF-8 cannot hold.
+
+def escaped(char: str) -> str:
+    """A character as JSON and Python escape it."""
+    return "".join(f"\\u{unit:04x}" for (unit,) in struct.iter_unpack(">H", char.encode("utf-16-be", "surrogatepass")))
+
+
+def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """JSON that any reader decodes and any terminal may show.
+
+    Readable text, but escapes for what is deceptive, and ASCII where a value holds bytes that are no UTF-8: Python
+    keeps such bytes (of an argument, a path, a worker's message) as lone surrogates, which UTF-8 cannot hold.
     """
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+    if text.isascii() and "\x7f" not in text:
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
         return json.dumps(value, indent=indent, default=str)
-    return text
+    return _DECEPTIVE.sub(lambda found: escaped(found[0]), text)
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from hpc_elastic.cli.screen import tell
 from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
 from hpc_elastic.configuration.option_table import Parsed, parse, render_help
@@ -43,5 +44,4 @@ def read_command_line(
 
 def say(text: str) -> None:
     """One line for the person, on stderr: stdout is for what was asked for."""
-    sys.stderr.write(f"hpc-elastic: {text}\n")
-    sys.stderr.flush()
+    tell(text)
