@@ -7,9 +7,11 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.atomic_file import open_regular
 from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.launch.attempts import newest_stored
 from hpc_elastic.launch.job_now import job_now
 from hpc_elastic.outcome import ExitCode
@@ -131,12 +133,12 @@ class LogTail:
             sys.stdout.buffer.flush()
             return
         try:
-            with open(self._path, "rb") as file:
+            with open(open_regular(Path(self._path)), "rb") as file:
                 file.seek(self._offset)
                 while chunk := file.read(_CHUNK):
                     self._offset += len(chunk)
                     sys.stdout.buffer.write(chunk)
-        except FileNotFoundError:
+        except (FileNotFoundError, UnsafePathError):
             return
         sys.stdout.buffer.flush()
 

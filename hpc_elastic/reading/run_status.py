@@ -22,6 +22,9 @@ from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.store.file_store import FileStore
 
+_LARGEST_RECORD = 16 << 20
+"""Bytes."""
+
 
 class RunState(str, Enum):
     """What a run is doing, in one word."""
@@ -179,7 +182,7 @@ def _newest_attempt(paths: RunPaths) -> int | None:
 def _newest_record(attempt: AttemptPaths, run_id: str, clock: Clock) -> RoundRecord | None:
     if not attempt.store.is_dir():
         return None  # nor is it made here
-    return RoundLog(FileStore(attempt.store, clock=clock), run_id).latest()
+    return RoundLog(FileStore(attempt.store, clock=clock, largest=_LARGEST_RECORD), run_id).latest()
 
 
 def _round(record: RoundRecord, nodes: Sequence[str]) -> Mapping[str, Any]:

@@ -96,7 +96,7 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
         builder.started_ns = integer(info.get("started_ns"))
     for path in event_files(paths.events):
         builder.words.begin_file()
-        for event in read_event_file(path):
+        for event in read_event_file(path, tell=builder.problems.append):
             try:
                 builder.take(event)
             except (TypeError, ValueError, OverflowError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission
 
+from hpc_elastic.atomic_file import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.launch.job_now import job_now
@@ -300,8 +302,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def log(self) -> str:
         """The job log: what the batch host printed, all attempts'."""
         try:
-            return self._run.job_log.read_text(encoding="utf-8", errors="replace")
-        except OSError:
+            return read_bytes(self._run.job_log, limit=sys.maxsize).decode("utf-8", "replace")
+        except (OSError, UnsafePathError):
             return ""
 
     def report(self) -> str:

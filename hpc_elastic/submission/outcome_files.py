@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import read_json
+from hpc_elastic.atomic_file import read_bytes, read_json
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.launch.attempts import begun_attempts, newest_stored
 from hpc_elastic.log_pieces import find_pieces, piece_path
 from hpc_elastic.outcome import Outcome
@@ -137,9 +139,8 @@ def report_text(paths: RunPaths) -> str:
     """The newest attempt's report; empty where there is none."""
     found = begun_attempts(paths)
     try:
-        with open(found[-1].report_text, encoding="utf-8", errors="replace") as file:
-            return file.read(_LONGEST_REPORT).strip()
-    except (IndexError, OSError):
+        return read_bytes(found[-1].report_text, limit=_LONGEST_REPORT).decode("utf-8", "replace").strip()
+    except (IndexError, OSError, UnsafePathError):
         return ""
 
 
@@ -168,7 +169,7 @@ def _whole(path: Path) -> str | None:
     parts = []
     for piece in (*pieces, path):
         try:
-            parts.append(piece.read_bytes())
-        except OSError:
-            continue  # rotated away meanwhile
+            parts.append(read_bytes(piece, limit=sys.maxsize))
+        except (OSError, UnsafePathError):
+            continue  # rotated away meanwhile, or none of ours
     return b"".join(parts).decode("utf-8", "replace") if parts else None
