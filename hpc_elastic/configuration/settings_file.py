@@ -18,7 +18,8 @@ _MAX_SEARCHED = 4 << 20
 """Bytes of a pyproject.toml that may not mention us."""
 _MAX_DEPTH = 16
 """Parts of a dotted key. tomllib keeps each beginning of one: 20 kB of dots took 400 MB (Python 3.11)."""
-_PART_AND_DOT = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*')[ \t]*\.[ \t]*"""
+_PART_AND_DOT = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.){0,256}"|'[^'\n]{0,256}')[ \t]*\.[ \t]*"""
+"""Of a part in quotes so much: a key of longer ones has few, and the search stays quick."""
 _TOO_DEEP = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_PART_AND_DOT}){{{_MAX_DEPTH}}}")
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
@@ -188,7 +189,7 @@ class _Reader:
         return f"{self._path}:{line}" if line else str(self._path)
 
 
-_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
 _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic import atomic_file
-from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic.configuration import job_options, settings_file, worker_options
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
 from hpc_elastic.configuration.defaults import default_of
 from hpc_elastic.configuration.keys import Keys, key_of, variable_of
@@ -435,6 +436,17 @@ def test_a_file_that_would_take_much_memory_is_refused(place: Place, text: str, 
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + " " * 250_000, '"' + '\\\\"' * 100_000, "'a" * 100_000, "a" * 250_000, "a " * 100_000]
+)
+def test_a_file_of_nonsense_takes_no_time(place: Place, text: str) -> None:
+    place.write("user", text)
+    began = time.process_time()
+    assert "config.toml" in place.refused()
+    settings_file._lines_of_keys(text)
+    assert time.process_time() - began < 5
 
 
 def test_a_large_pyproject_of_another_purpose_is_not_refused(place: Place) -> None:
