@@ -93,7 +93,7 @@ for switches, an array of strings for what may be repeated. In `runs-dir`, `chdi
 What files say is executed in your name. So a file, and each link that leads to it, must belong to you or to root, and
 not everybody may be allowed to write to it; another one is refused with one line, and not skipped in silence. A
 variable that names a file (`HPC_ELASTIC_PROJECT_CONFIG=/home/colleague/project/hpc_elastic.toml`) says that you trust
-it. Root reads root's files only. A stranger's `pyproject.toml` that does not mention this program is left alone. A file
+it. Root reads root's files only. A stranger's `pyproject.toml` without a table of ours is left alone. A file
 has at most 256 KiB, and a key at most 16 parts. Where a file decides what is executed (`python`, `template`,
 `health-check`, `chdir`, `module`, `no-python`, `sbatch-arg`, `srun-arg`), `submit` and `run` show on stderr its name,
 the line and the value.

@@ -95,7 +95,12 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
             is_searched = len(data) <= _MAX_SEARCHED
             if is_searched and not any(not table or table[-1].encode() in data for table in tables):
                 return None
-            file.check()
+            try:
+                file.check()
+            except UnsafePathError:
+                if not _has_table(data, tables):
+                    return None  # our name is that of a dependency, say
+                raise
     except UnsafePathError as error:
         owner = {"owner": error.owner} if "owner" in error.facts else {}
         raise UnsafePathError(f"the configuration {error}, so it is not read", **owner) from None
@@ -106,6 +111,12 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
     if len(data) > _MAX_BYTES:
         raise UsageError(f"the configuration {path} is larger than {_MAX_BYTES} bytes")
     return data
+
+
+def _has_table(data: bytes, tables: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether one of the tables is there, as far as can be said of a file that is not parsed."""
+    keys = _lines_of_keys(data[:_MAX_BYTES].decode("utf-8", "replace"))
+    return any(key[: len(table)] == table for key in keys for table in tables)
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:

@@ -405,8 +405,14 @@ def test_a_strangers_pyproject_that_does_not_mention_us_is_left_alone(
     own(STRANGER, path)
     monkeypatch.setattr(atomic_file.os, "geteuid", lambda: ME)
     assert place.resolve().parsed.values == {}
-    path.write_text("[tool.hpc-elastic]\nnodes = 3\n")
-    assert f"{path} belongs to uid 4321" in place.refused()
+    path.write_text("[project]\ndependencies = ['hpc-elastic']\n[project.scripts]\nhpc-elastic = 'x:y'\n[tool.other]\n")
+    assert place.resolve().parsed.values == {}
+    for text in (
+        "[tool.hpc-elastic]\nnodes = 3\n", "[tool . 'hpc_elastic' . profile.x]\n", "[tool]\nhpc-elastic.nodes = 3\n",
+        "tool.hpc-elastic = {nodes = 3}\n",
+    ):  # fmt: skip
+        path.write_text(text)
+        assert f"{path} belongs to uid 4321" in place.refused(), text
 
 
 def test_once_a_projects_file_is_read_those_above_are_not_looked_at(place: Place) -> None:
