@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json, write_json
@@ -22,6 +21,7 @@ from hpc_elastic.self_command import module_command
 from hpc_elastic.slurm.sbatch import ScriptLines
 from hpc_elastic.submission import places
 
+_MODULE = b"hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Launchers that this process started, to be waited for when they have ended."""
@@ -38,7 +38,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
         env: For the launcher, the agents and the workers.
         cwd: Where.
     """
-    command = [*module_command("hpc_elastic.submission.local_process", "main"), str(paths.root), f"{limit}", f"{delay}"]
+    command = [*module_command(_MODULE.decode(), "main"), str(paths.root), f"{limit}", f"{delay}"]
     if lines:
         body = [*lines.setup, '"$@"', "code=$?", *lines.teardown, 'exit "$code"']
         if not lines.teardown:
@@ -61,66 +61,54 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
 
 def lives(paths: RunPaths) -> bool:
     """Whether the run's launcher is there. On another machine's nothing can be said: yes."""
-    facts = _launcher(paths)
-    if facts is None:
+    facts = read_json(places.launcher_file(paths))
+    if isinstance(facts, str):
         return False
-    if facts.host != os.uname().nodename:
+    if facts.get("host") != os.uname().nodename:
         return True
-    child = _children.get(facts.pid)
-    if child is not None and child.poll() is not None:
+    proc = _launcher(paths, facts)
+    if proc is None:
         return False
-    return facts.is_running(paths)
+    child = _children.get(proc.pid)
+    return child is None or child.poll() is None
 
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
     """A signal for the launcher (and its shell, where it has one); False where it is not there."""
-    facts = _launcher(paths)
-    if facts is None or facts.host != os.uname().nodename or not facts.is_running(paths):
+    facts = read_json(places.launcher_file(paths))
+    if isinstance(facts, str) or facts.get("host") != os.uname().nodename:
         return False
+    proc = _launcher(paths, facts)
+    if proc is None:
+        return False
+    pid = proc.pid
     try:
-        for proc in tree.subtree(tree.all_processes(), [facts.pid]):
-            if proc.ppid == facts.pid and proc.sid == facts.pid and _launches(proc.pid, paths):
-                os.kill(proc.pid, number)
+        for child in tree.subtree(tree.all_processes(), [pid]):
+            if child.ppid == pid and child.sid == pid and _MODULE in _command_line(child.pid):
+                os.kill(child.pid, number)
                 return True
-        os.kill(facts.pid, number)
+        os.kill(pid, number)
     except ProcessLookupError:
         return False
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Launcher:
-    """What launcher.json says."""
-
-    pid: int
-    starttime: int
-    host: str
-
-    def is_running(self, paths: RunPaths) -> bool:
-        """Whether the process is there, and launches this run: another user may have prepared the file."""
-        proc = tree.look_at(self.pid)
-        is_same = proc is not None and not proc.is_dead and proc.starttime == self.starttime
-        return is_same and _launches(self.pid, paths)
-
-
-def _launcher(paths: RunPaths) -> _Launcher | None:
-    value = read_json(places.launcher_file(paths))
-    if isinstance(value, str):
+def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
+    """The run's own launcher, where it lives: a copied run's file may name any process of this user's."""
+    pid = facts.get("pid")
+    proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
+    if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
         return None
-    pid, starttime, host = value.get("pid"), value.get("starttime"), value.get("host")
-    if type(pid) is not int or pid <= 1 or type(starttime) is not int or not isinstance(host, str):
-        return None
-    return _Launcher(pid, starttime, host)
+    root = os.path.realpath(paths.root)
+    words = _command_line(proc.pid).split(b"\0")
+    return proc if any(os.path.realpath(os.fsdecode(word)) == root for word in words if word[:1] == b"/") else None
 
 
-def _launches(pid: int, paths: RunPaths) -> bool:
-    """Whether a process, by its arguments, is the launcher of this run, or its shell."""
+def _command_line(pid: int) -> bytes:
     try:
-        words = [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
-        return False
-    is_launcher = any("hpc_elastic.submission.local_process" in word for word in words)
-    return is_launcher and any(os.path.basename(word) == paths.root.name for word in words)
+        return b""
 
 
 class _TimeLimit(threading.Thread):

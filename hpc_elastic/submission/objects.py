@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import OPEN_TO_READ, ask_about
+from hpc_elastic.atomic_file import ask_about
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError
 
 VERSION = 1
@@ -83,7 +83,7 @@ def read_object(path: Path) -> Any:
 def _open(path: Path) -> BufferedReader:
     for again in (False, True):
         try:
-            fd = os.open(path, OPEN_TO_READ)
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             break
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not again and ask_about(path.parent):

@@ -106,9 +106,14 @@ def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any
     for path in _exception_files(paths):
         try:
             head = read_head(path)
+        except (UnreadableObjectError, UnsafePathError):
+            continue
+        try:
             found = read_object(path)
         except UnreadableObjectError:
             continue
+        except UnsafePathError:
+            found = None  # a copy: its head is only text
         return found if isinstance(found, BaseException) else None, head
     return None
 
@@ -171,5 +176,5 @@ def _whole(path: Path) -> str | None:
         try:
             parts.append(read_bytes(piece, limit=sys.maxsize))
         except (OSError, UnsafePathError):
-            continue  # rotated away meanwhile, or none of ours
+            continue  # rotated away meanwhile, or planted in what this is a copy of
     return b"".join(parts).decode("utf-8", "replace") if parts else None

@@ -142,7 +142,7 @@ def test_an_argument_that_is_none_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "facts",
     [
-        {"pid": -1}, {"pid": 0}, {"pid": 1}, {"pid": "12"}, {"pid": None}, {"starttime": "x"}, {"host": 3},
+        {"pid": -1}, {"pid": 0}, {"pid": 1}, {"pid": "12"}, {"pid": None}, {"starttime": "x"},
         {"pid": True},
     ],
 )  # fmt: skip
@@ -165,7 +165,6 @@ def test_another_process_of_the_users_gets_no_signal_for_a_launcher(tmp_path: Pa
     paths.root.mkdir()
     program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); signal.pause()"
     for argv, is_ours in (
-        (["another", str(paths.root)], False),
         (["hpc_elastic.submission.local_process", "/elsewhere/another-run"], False),
         (["hpc_elastic.submission.local_process", str(paths.root)], True),
     ):
