@@ -16,11 +16,15 @@ PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
 _MAX_BYTES = 256 << 10
 _MAX_SEARCHED = 4 << 20
 """Bytes of a pyproject.toml that may not mention us."""
-_MAX_DEPTH = 16
-"""Parts of a dotted key. tomllib keeps each beginning of one: 20 kB of dots took 400 MB (Python 3.11)."""
-_PART_AND_DOT = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.){0,256}"|'[^'\n]{0,256}')[ \t]*\.[ \t]*"""
-"""Of a part in quotes so much: a key of longer ones has few, and the search stays quick."""
-_TOO_DEEP = re.compile(rf"(?<![A-Za-z0-9_-])(?:{_PART_AND_DOT}){{{_MAX_DEPTH}}}")
+_MAX_PARTS, _MAX_BRACKETS = 16, 64
+"""Of a dotted key, and open at once. tomllib keeps each beginning of a key: 20 kB of dots took 400 MB (Python 3.11)."""
+_TOKEN = re.compile(
+    r"""#[^\n]*|(?P<part>\"{3}(?:[^"\\]|\\.|"(?!""))*(?:"{3,5}|\Z)|'{3}(?:[^']|'(?!''))*(?:'{3,5}|\Z)"""
+    r"""|"(?:[^"\\\n]|\\.)*(?:"|$|\Z)|'[^'\n]*(?:'|$|\Z)|[A-Za-z0-9_-]+)|[ \t]+|.""",
+    re.DOTALL | re.MULTILINE,
+)
+"""Each begins where the one before ends, and one without an end goes on to the line's or the file's: so the search for
+them takes no longer than the text."""
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
 
@@ -128,10 +132,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         import tomli as tomllib
     try:
         text = data.decode("utf-8")
-        deep = _TOO_DEEP.search(text)
-        if deep:
-            line = text.count("\n", 0, deep.start()) + 1
-            raise UsageError(f"{path}:{line}: nested too deeply: a key has more than {_MAX_DEPTH} parts")
+        _check_depth(path, text)
         value: dict[str, Any] = tomllib.loads(text)
         return value
     except UnicodeDecodeError as error:
@@ -144,6 +145,29 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         raise UsageError(f"{where}: no TOML: {why}; strings stand in quotes") from None
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply") from None
+
+
+def _check_depth(path: Path, text: str) -> None:
+    """Refuse what would take much memory to parse.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    parts = brackets = 0
+    after_dot = False
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        if token["part"] is not None:
+            parts, after_dot = (parts + 1 if after_dot else 1), False
+        elif word == "." and parts:
+            after_dot = True
+        elif not word.isspace() or word == "\n":
+            parts, after_dot = 0, False
+            brackets += (word in "[{") - (word in "]}")
+        if parts > _MAX_PARTS or brackets > _MAX_BRACKETS:
+            line = text.count("\n", 0, token.start()) + 1
+            what = f"a key has more than {_MAX_PARTS} parts" if parts > _MAX_PARTS else "[ and { in each other"
+            raise UsageError(f"{path}:{line}: nested too deeply: {what}")
 
 
 class _Reader:

@@ -427,8 +427,10 @@ def test_once_a_projects_file_is_read_those_above_are_not_looked_at(place: Place
         ("a" + ".a" * 10_000 + " = 1\n", ":1: nested too deeply: a key has more than 16 parts"),
         ("nodes = 1\n[" + "a . " * 10_000 + "a]\n", ":2: nested too deeply: a key has more than 16 parts"),
         ("'a'" + '."a\\""' * 10_000 + " = 1\n", ":1: nested too deeply: a key has more than 16 parts"),
-        ("a = " + "[" * 10_000, ": nested too deeply"),
-        ("a = " + "{a = " * 10_000, ": nested too deeply"),
+        (("a." * 14 + "'" + "x" * 300 + "'.") * 700 + "a = 1\n", ":1: nested too deeply: a key has more than 16 parts"),
+        ('x = """\n# \'\n"""\n' + "a." * 10_000 + "a = 1\n", ":4: nested too deeply: a key has more than 16"),
+        ("a = " + "[" * 10_000, ":1: nested too deeply: [ and {"),
+        ("a = " + "{a = " * 10_000, ":1: nested too deeply: [ and {"),
         ("# " + "x" * 300_000, " is larger than 262144 bytes"),
     ],
 )
@@ -453,6 +455,17 @@ def test_a_file_of_nonsense_takes_no_time(place: Place, text: str) -> None:
     assert "config.toml" in place.refused()
     settings_file._lines_of_keys(text)
     assert time.process_time() - began < 5
+
+
+def test_dots_and_brackets_in_strings_and_comments_are_no_depth(place: Place) -> None:
+    dots, brackets = "a." * 100, "[{" * 100
+    place.write(
+        "user",
+        f'# {dots} {brackets}\njob-name = \'{dots}{brackets}\'\nmem = "{dots}\\"{brackets}" # {dots}\n'
+        f'comment = """\n{dots} "" {brackets}\n"""\n'
+        f"sbatch-arg = [{', '.join([repr(dots)] * 100)}]\nrestart-window = 1.5\n",
+    )
+    assert place.resolve().parsed.get("job_name") == f"{dots}{brackets}"
 
 
 def test_a_large_pyproject_of_another_purpose_is_not_refused(place: Place) -> None:
