@@ -90,8 +90,13 @@ In files, keys are written with `-` or `_`, and values are TOML's: strings in qu
 for switches, an array of strings for what may be repeated. In `runs-dir`, `chdir`, `python` and `template`, `~` and
 `$NAME` are expanded; in the project's file they are relative to that file, in the others to the working directory.
 
-What files say is executed in your name. So a file must belong to you, to root, or to whom its folder belongs; another
-one is refused with one line, and not skipped in silence.
+What files say is executed in your name. So a file, and each link that leads to it, must belong to you or to root, and
+not everybody may be allowed to write to it; another one is refused with one line, and not skipped in silence. A
+variable that names a file (`HPC_ELASTIC_PROJECT_CONFIG=/home/colleague/project/hpc_elastic.toml`) says that you trust
+it. Root reads root's files only. A stranger's `pyproject.toml` without a table of ours is left alone. A file
+has at most 256 KiB, and a key at most 16 parts. Where a file decides what is executed (`python`, `template`,
+`health-check`, `chdir`, `module`, `no-python`, `sbatch-arg`, `srun-arg`), `submit` and `run` show on stderr its name,
+the line and the value.
 
 Agents and workers read none of this: what holds for a run is in its run.json, on every node and in every attempt.
 

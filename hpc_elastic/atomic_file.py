@@ -10,11 +10,13 @@ import errno
 import json
 import os
 import stat
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.lazy_pattern import pattern
 
 
 def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
@@ -161,17 +163,35 @@ def write_json(path: Path, value: Mapping[str, Any], *, durable: bool = False) -
     write_private(path, json_text(value, indent=1) + "\n", durable=durable)
 
 
-def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
-    """JSON that any reader decodes: readable text, but ASCII escapes where a value holds bytes that are no UTF-8.
+DECEPTIVE = (
+    "\x7f-\x9f"  # controls of eight bits, which steer a terminal as an escape does
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # the direction of writing
+    "\u2028\u2029"  # line ends
+    "\u00ad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # not to be seen
+)
+"""Characters, as the inside of a pattern's brackets, with which a text shows something that is not there."""
+_DECEPTIVE = pattern(f"[{DECEPTIVE}]")
 
-    Python keeps such bytes (of an argument, a path, a worker's message) as lone surrogates, which UTF-8 cannot hold.
+
+def escaped(char: str) -> str:
+    """A character as JSON and Python escape it."""
+    return "".join(f"\\u{unit:04x}" for (unit,) in struct.iter_unpack(">H", char.encode("utf-16-be", "surrogatepass")))
+
+
+def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """JSON that any reader decodes and any terminal may show.
+
+    Readable text, but escapes for what is deceptive, and ASCII where a value holds bytes that are no UTF-8: Python
+    keeps such bytes (of an argument, a path, a worker's message) as lone surrogates, which UTF-8 cannot hold.
     """
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=str)
+    if text.isascii() and "\x7f" not in text:
+        return text
     try:
         text.encode()
     except UnicodeEncodeError:
         return json.dumps(value, indent=indent, default=str)
-    return text
+    return _DECEPTIVE.sub(lambda found: escaped(found[0]), text)
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:
@@ -181,24 +201,140 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
         UnsafePathError: it is not a regular file, or another user owns it.
         OSError: as open and read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    fd = open_regular(path)
     try:
         info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise UnsafePathError(f"{path} is not a regular file")
         if info.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
             raise UnsafePathError(f"{path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})")
-        chunks: list[bytes] = []
-        left = limit
-        while left > 0:
-            chunk = os.read(fd, min(left, 1 << 20))
-            if not chunk:
-                break
-            chunks.append(chunk)
-            left -= len(chunk)
-        return b"".join(chunks)
+        return _read(fd, limit)
     finally:
         os.close(fd)
+
+
+OPEN_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+"""How a file is opened that another user may have planted: no link is followed, and no FIFO is waited for."""
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, for reading.
+
+    Raises:
+        UnsafePathError: it is not a regular file.
+        OSError: as open; ELOOP where it is a link.
+    """
+    fd = os.open(path, OPEN_TO_READ)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise UnsafePathError(f"{path} is not a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read(fd: int, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    left = limit
+    while left > 0:
+        chunk = os.read(fd, min(left, 1 << 20))
+        if not chunk:
+            break
+        chunks.append(chunk)
+        left -= len(chunk)
+    return b"".join(chunks)
+
+
+def is_trusted_owner(uid: int) -> bool:
+    """Whether what `uid` wrote may decide what is executed here: this process' own user, or root."""
+    return uid in (0, os.geteuid())
+
+
+class TrustedFile:
+    """A file that decides what is executed, opened once: it is judged and read by one descriptor.
+
+    By path, another file could come in between the two. A context manager.
+    """
+
+    def __init__(self, path: Path, *, any_owner: bool = False) -> None:
+        """Open it. Nothing is read, and no FIFO is waited for.
+
+        Args:
+            path: May be a link, or a chain of links, of trusted owners.
+            any_owner: The user has named this file, and trusts it whosever it is.
+
+        Raises:
+            UnsafePathError: it is not a regular file, or a link of another user leads to it.
+            OSError: as open.
+        """
+        self._path, self._any_owner = path, any_owner
+        self._fd = _open_through_links(path, any_owner=any_owner)
+
+    def __enter__(self) -> TrustedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def check(self) -> None:
+        """Refuse what another user wrote, or could have written.
+
+        Raises:
+            UnsafePathError: with one line that says why.
+        """
+        info = os.fstat(self._fd)
+        if self._any_owner:
+            return
+        if not is_trusted_owner(info.st_uid):
+            raise UnsafePathError(
+                f"{self._path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})", owner=info.st_uid
+            )
+        if info.st_mode & stat.S_IWOTH:
+            # Who may write to a file of root's may also link it to another name.
+            raise UnsafePathError(f"{self._path} can be written by every user; run: chmod o-w {self._path}")
+
+    def read(self, *, limit: int) -> bytes:
+        """At most `limit` bytes.
+
+        Raises:
+            UnsafePathError: the kernel makes the content up as it is read, as in /proc: in a file of root's may stand
+                what another user chose (the arguments of a process).
+            OSError: as read.
+        """
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        data = _read(self._fd, limit)
+        if len(data) > os.fstat(self._fd).st_size:
+            raise UnsafePathError(f"{self._path} is made up by the kernel, and no file on a disk")
+        return data
+
+
+_MOST_LINKS = 8
+
+
+def _open_through_links(path: Path, *, any_owner: bool) -> int:
+    """`open_regular` of what a chain of links leads to, each of a trusted owner."""
+    here = path
+    for _ in range(_MOST_LINKS):
+        try:
+            return open_regular(here)
+        except UnsafePathError:
+            raise UnsafePathError(f"{path} is not a regular file") from None
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+        # The link itself, opened: its owner and its target are of one descriptor, too.
+        link = os.open(here, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            info = os.fstat(link)
+            if stat.S_ISLNK(info.st_mode):
+                if not (any_owner or is_trusted_owner(info.st_uid)):
+                    raise UnsafePathError(
+                        f"{here} is a symbolic link that belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})",
+                        owner=info.st_uid,
+                    )
+                here = here.parent / os.readlink("", dir_fd=link)
+        finally:
+            os.close(link)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def ask_about(folder: Path) -> bool:

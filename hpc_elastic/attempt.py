@@ -8,9 +8,20 @@ from typing import Any
 
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
+from hpc_elastic.lazy_pattern import pattern
 from hpc_elastic.light_dataclasses import asdict, dataclass, field, field_names
 
 VERSION = 1
+_JOB_ID = pattern(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
+
+
+def is_job_id(value: object) -> bool:
+    """Whether it is a Slurm job's id: ``70``, an array's task ``70_3``, a component of a het job ``70+1``.
+
+    Ids stand in files that another user may have prepared, and go to Slurm's commands, where ``--user=root`` would be
+    an option: what is read is passed on only if it is one.
+    """
+    return isinstance(value, str) and _JOB_ID.match(value) is not None
 
 
 class UnreadableAttemptError(UnreadableFileError):
@@ -63,8 +74,12 @@ def load_attempt(path: Path) -> AttemptInfo:
     known = set(field_names(AttemptInfo))
     chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
     try:
+        if not (chosen.get("job_id") is None or is_job_id(chosen["job_id"])):
+            raise ValueError(f"job_id {chosen['job_id']!r} is no job's id")
         chosen["nodes"] = tuple(chosen["nodes"])
         chosen["slurm_job_ids"] = tuple(chosen.get("slurm_job_ids", ()))
         return AttemptInfo(**chosen)
     except (KeyError, TypeError) as error:
         raise UnreadableAttemptError(path=str(path), why=f"unreadable: {error!r}") from None
+    except ValueError as error:
+        raise UnreadableAttemptError(path=str(path), why=f"unreadable: {error}") from None

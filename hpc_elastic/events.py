@@ -11,13 +11,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import ask_about, json_text, make_private_dir
+from hpc_elastic.atomic_file import ask_about, json_text, make_private_dir, open_regular
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.file_thread import FileThread
@@ -25,7 +24,10 @@ from hpc_elastic.file_thread import FileThread
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
 _READ_AT_ONCE = 1 << 20
-_LONGEST_LINE = 64 << 20
+_LONGEST_LINE = LONGEST_EVENT = 4 << 20
+"""Bytes; a line of 64 MiB takes two gigabytes when it is decoded."""
+LARGEST_FILE = 64 << 20
+"""Bytes of one writer's file that are read: of a larger one the first half of these, and the last."""
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """A filesystem that knows nothing of it."""
@@ -190,30 +192,47 @@ def event_files(folder: Path) -> list[Path]:
     return [folder / name for name in names if name.endswith(".jsonl") and not name.startswith(".")]
 
 
-def read_event_file(path: Path) -> Iterator[dict[str, Any]]:
-    """One writer's events in their order, as far as the file can be read. Torn and foreign lines are left out."""
-    rest = b""
+def read_event_file(path: Path, *, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[dict[str, Any]]:
+    """One writer's events in their order, as far as the file can be read. Torn and foreign lines are left out.
+
+    Args:
+        path: The file.
+        tell: Is given a sentence for what a bound leaves out.
+    """
+    rest, position, skipped = b"", 0, 0
     try:
         with open(path, "rb", buffering=0, opener=_open_file) as file:
+            size = os.fstat(file.fileno()).st_size
             while chunk := file.read(_READ_AT_ONCE):
+                position += len(chunk)
                 block = rest + chunk
                 end = block.rfind(b"\n") + 1
                 yield from _read_lines(block[:end])
                 rest = block[end:]
                 if len(rest) > _LONGEST_LINE:
+                    tell(describe_left_out(path, size - position + len(rest), f"a line is longer than {_LONGEST_LINE}"))
                     return  # nothing that we wrote
+                if not skipped and position >= LARGEST_FILE // 2 and size - position > LARGEST_FILE // 2:
+                    skipped = size - LARGEST_FILE // 2 - position
+                    position = file.seek(size - LARGEST_FILE // 2)
+                    rest = b""
+                    tell(describe_left_out(path, skipped, f"it is larger than {LARGEST_FILE}"))
     except OSError:
         pass
     yield from _read_lines(rest)
 
 
+def describe_left_out(path: Path, count: int, why: str) -> str:
+    """For the reader of an event file that is not read whole."""
+    return f"{path.parent.name}/{path.name}: {count} bytes were left out: {why} bytes"
+
+
 def _open_file(path: str, flags: int) -> int:
     """A FIFO, or a link that somebody planted, is none of ours: nobody waits for what comes out of it."""
-    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise OSError(errno.EINVAL, "not a regular file", path)
+    try:
+        return open_regular(Path(path))
+    except UnsafePathError as error:
+        raise OSError(errno.EINVAL, str(error), path) from None
 
 
 def _read_lines(raw: bytes) -> Iterator[dict[str, Any]]:

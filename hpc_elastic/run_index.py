@@ -16,14 +16,14 @@ from typing import Any
 
 from hpc_elastic.account_folder import account_folder, make_account_folder
 from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.attempt import is_job_id
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run_paths import RunPaths, task_index
 
 VERSION = 1
 DEFAULT_RUNS_DIR = "runs"
 _CANDIDATES = 5
-_JOB_ID = re.compile(r"\d+(_\d+)?\Z", re.ASCII)
-_TASK_OF = re.compile(r"(.+)_(\d+)\Z", re.ASCII)
+_TASK_OF = re.compile(r"(.+)_(\d{1,10})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -110,6 +110,8 @@ def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEn
 
 
 def _entry(value: Mapping[str, Any]) -> JobEntry | None:
+    if not is_job_id(value.get("job_id")):
+        return None
     try:
         return JobEntry(
             cluster=str(value["cluster"]),
@@ -188,11 +190,6 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
     )
 
 
-def is_job_id(text: str) -> bool:
-    """``70`` or ``70_3``."""
-    return _JOB_ID.match(text) is not None
-
-
 def array_tasks(paths: RunPaths) -> tuple[int, ...]:
     """The tasks of the array of runs at `paths`, ascending; none where it is a single run, or can't be read."""
     try:
@@ -204,7 +201,7 @@ def array_tasks(paths: RunPaths) -> tuple[int, ...]:
 
 def _by_task_of_run(text: str, runs: Path) -> Path | None:
     match = _TASK_OF.match(text)
-    if match is None or _JOB_ID.match(text):
+    if match is None or is_job_id(text):
         return None
     array = _by_run_id(match.group(1), runs)
     task = None if array is None else RunPaths(array).task(int(match.group(2)))
@@ -215,7 +212,7 @@ def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
     """By the whole id, or by how it begins; what could be a job id is taken for a beginning with `digits` alone."""
     if RunPaths(runs / text).run_json.is_file():
         return runs / text
-    if _JOB_ID.match(text) and not digits:
+    if is_job_id(text) and not digits:
         return None
     try:
         names = sorted(name for name in os.listdir(runs) if name.startswith(text))

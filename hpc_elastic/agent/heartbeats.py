@@ -214,7 +214,7 @@ class RoundBeats:
         offset, raw = pack_notice(notice)
         for path in self.paths:
             try:
-                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except OSError:
                 continue
             try:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_elastic.account_folder import account_folder
+from hpc_elastic.cli.screen import tell
 from hpc_elastic.errors import UsageError
 from hpc_elastic.node_records import account_evidence, forget, forget_in
 from hpc_elastic.node_score import NodeScore, score_nodes
@@ -31,7 +32,7 @@ def show_account(env: Mapping[str, str] | None = None, *, now_ns: int | None = N
     for score in scores:
         sys.stdout.write(one_line(_line(score)) + "\n")
     if not scores:
-        sys.stderr.write(f"hpc-elastic: nothing is known against any node (in {account_folder('nodes', env)})\n")
+        tell(f"nothing is known against any node (in {account_folder('nodes', env)})")
     return 0
 
 

@@ -8,6 +8,7 @@ import sys
 from hpc_elastic.cli.run_job import RunJob, add_arguments, find_run_job, slurm_client
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState
+from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.run_index import array_tasks
 from hpc_elastic.slurm.client import SlurmClient
 
@@ -21,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: there is nothing to cancel.
         SlurmError: Slurm did not do it.
     """
-    sys.stdout.write(cancel(find_run_job(args, arrays=True), slurm_client()) + "\n")
+    sys.stdout.write(one_line(cancel(find_run_job(args, arrays=True), slurm_client())) + "\n")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from hpc_elastic.cli.screen import tell
 from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
 from hpc_elastic.configuration.option_table import Parsed, parse, render_help
@@ -32,7 +33,10 @@ def read_command_line(
     given = parse(argv, options, refused=REFUSED, env={})
     if not given.help:
         here = current_directory(env)
-        return resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
+        parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
+        for line in parsed.executed:
+            say(line)
+        return parsed
     usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
     sys.stdout.write(render_help(usage, description, options, GROUPS))
     return None
@@ -40,5 +44,4 @@ def read_command_line(
 
 def say(text: str) -> None:
     """One line for the person, on stderr: stdout is for what was asked for."""
-    sys.stderr.write(f"hpc-elastic: {text}\n")
-    sys.stderr.flush()
+    tell(text)

@@ -17,6 +17,7 @@ from hpc_elastic.configuration.option_table import Option, explaining, parse, re
 from hpc_elastic.configuration.resolve import Origin, Resolved, resolve
 from hpc_elastic.configuration.run_request import check_values, current_directory
 from hpc_elastic.errors import UsageError
+from hpc_elastic.reading.screen_text import each_line
 
 DESCRIPTION = (
     "Shows what submit and run would work with when they are given the same options here and now, and where each "
@@ -50,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if given.flag("json"):
         sys.stdout.write(json.dumps(_as_json(found, shown, env), indent=2) + "\n")
     else:
-        sys.stdout.write(_as_text(found, shown, env, everything=given.flag("all") or bool(given.command)))
+        sys.stdout.write(each_line(_as_text(found, shown, env, everything=given.flag("all") or bool(given.command))))
     return 0
 
 

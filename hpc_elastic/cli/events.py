@@ -21,6 +21,7 @@ from hpc_elastic.reading.event_files import EventParser, ReadEvent, event_files,
 from hpc_elastic.reading.event_text import KNOWN_EVENTS, describe_event, describe_time
 from hpc_elastic.reading.follow_files import FollowedFiles
 from hpc_elastic.reading.log_streams import read_layouts
+from hpc_elastic.reading.output_reader import OutputReader
 from hpc_elastic.reading.screen_text import harmless
 
 _BAD = {"worker_failed", "hang", "node_lost", "agent_failed", "health_check_failed", "output_lost", "events_dropped"}
@@ -138,7 +139,7 @@ def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Ite
             continue
         found = True
         attempt = asked.paths.attempt(number)
-        for event in merged_events(attempt, clock_offsets_ns(attempt), names=choice.names):
+        for event in merged_events(attempt, clock_offsets_ns(attempt), names=choice.names, tell=tell):
             if choice.wanted(event, nodes):
                 yield event
     if problem is not None and not found:
@@ -181,6 +182,7 @@ class _Follower:
         self._clock = clock
         self._files: FollowedFiles[Path] = FollowedFiles()
         self._parsers: dict[Path, tuple[EventParser, int]] = {}
+        self._readers: dict[Path, OutputReader] = {}
         self._nodes: dict[int, frozenset[int] | None] = {}
         self._files_at = clock.monotonic()
 
@@ -204,6 +206,9 @@ class _Follower:
                 self._clock.wait(stop, _LAST_WAIT_S)
             self._find_files()
             self._look(everything=True)
+        for path, reader in self._readers.items():
+            for sentence in self._parsers[path][0].left_out(reader):
+                tell(sentence)
         return end
 
     def _find_files(self) -> None:
@@ -216,7 +221,8 @@ class _Follower:
                 if path not in self._parsers:
                     offsets = clock_offsets_ns(attempt) if offsets is None else offsets
                     self._parsers[path] = (EventParser(number, path, offsets, names=self._choice.names), number)
-                    self._files.add(path, event_reader(path))
+                    self._readers[path] = event_reader(path)
+                    self._files.add(path, self._readers[path])
 
     def _look(self, *, everything: bool = False, tail: int | None = None) -> None:
         """What is new, in time order as far as it came together."""

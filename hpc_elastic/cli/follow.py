@@ -11,6 +11,7 @@ from hpc_elastic.atomic_file import open_own
 from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.launch.attempts import newest_stored
 from hpc_elastic.launch.job_now import job_now
 from hpc_elastic.outcome import ExitCode
@@ -137,7 +138,7 @@ class LogTail:
                 while chunk := file.read(_CHUNK):
                     self._offset += len(chunk)
                     sys.stdout.buffer.write(chunk)
-        except FileNotFoundError:
+        except (FileNotFoundError, UnsafePathError):
             return
         sys.stdout.buffer.flush()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_elastic.cli import bad_nodes
 from hpc_elastic.cli.run_argument import runs_folder
+from hpc_elastic.cli.screen import tell
 from hpc_elastic.cli.status_text import status_json
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
@@ -68,12 +69,12 @@ def run(args: argparse.Namespace) -> int:
         if args.name and args.name not in status.name and args.name not in status.run_id:
             continue
         if shown == most:
-            sys.stderr.write("hpc-elastic: there are more; --limit all shows them\n")
+            tell("there are more; --limit all shows them")
             break
         sys.stdout.write((_as_json(status) if args.json else status_line(status)) + "\n")
         shown += 1
     if not shown:
-        sys.stderr.write(f"hpc-elastic: no such run in {folder}\n")
+        tell(f"no such run in {folder}")
     return 0
 
 

@@ -9,7 +9,7 @@ from hpc_elastic.cli.screen import BOLD, DIM, painted, rank_colour
 from hpc_elastic.processes.log_lines import with_prefix
 from hpc_elastic.reading.event_text import describe_time
 from hpc_elastic.reading.log_streams import LogStream
-from hpc_elastic.reading.screen_text import harmless
+from hpc_elastic.reading.screen_text import harmless, one_line
 
 _NO_TIME = "-"
 _TIME_WIDTH = 23
@@ -44,7 +44,8 @@ class LogPrinter:
 
     def note(self, text: str, colour: str = DIM) -> None:
         """A line of our own."""
-        self._out.write(painted(text, colour if self._style.colours else "").encode("utf-8", "replace") + b"\n")
+        line = painted(one_line(text), colour if self._style.colours else "")
+        self._out.write(line.encode("utf-8", "replace") + b"\n")
 
     def title(self, text: str) -> None:
         """What follows."""

@@ -121,9 +121,11 @@ def _open_missing_streams() -> None:
 
 def _say(error: HpcElasticError, code: int) -> int:
     # On one line, whatever it quotes; never a second failure over a closed stderr.
+    from hpc_elastic.reading.screen_text import one_line
+
     line = " ".join(str(error).splitlines())
     try:
-        sys.stderr.write(f"{PROGRAM}: error: {line}\n")
+        sys.stderr.write(f"{PROGRAM}: error: {one_line(line)}\n")
     except OSError:
         pass
     return code

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
 from hpc_elastic.cli.screen import is_terminal, tell, wants_colour, width_for
 from hpc_elastic.errors import UsageError
+from hpc_elastic.reading.screen_text import one_line
 
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
@@ -170,7 +171,7 @@ def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
         from hpc_elastic.report.render_html import render_html
 
         return render_html(history, attempt=attempt)
-    return f"{_write_page(history, attempt, output)}\n"
+    return f"{one_line(str(_write_page(history, attempt, output)))}\n"
 
 
 def _write_page(history: RunHistory, attempt: int | None, output: str | None) -> Path:

@@ -8,6 +8,7 @@ import sys
 from hpc_elastic.cli.run_job import RunJob, add_arguments, find_run_job, slurm_client
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState
+from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import JobPhase
@@ -22,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: it is not to be requeued now.
         SlurmError: Slurm did not do it.
     """
-    sys.stdout.write(requeue(find_run_job(args), slurm_client()) + "\n")
+    sys.stdout.write(one_line(requeue(find_run_job(args), slurm_client())) + "\n")
     return 0
 
 

@@ -22,6 +22,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.earlier import earlier_run
 from hpc_elastic.launch.run_directory import create_run, why_not_shared
 from hpc_elastic.outcome import ExitCode
+from hpc_elastic.reading.screen_text import each_line
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.node_range import parse_nodes
@@ -59,10 +60,11 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
     runs_dir = runs_directory(parsed, cwd)
     if dry_run:
-        sys.stdout.write(
+        text = (
             f"run directory   {runs_dir / spec.run_id}\nnodes           {nodes[1] + spec.spares}, all on this machine\n"
             f"each worker     {spec.entrypoint}\n"
         )
+        sys.stdout.write(each_line(text))
         return 0
     from hpc_elastic.launch.front import run_behind_front
     from hpc_elastic.launch.local_launch import run_local

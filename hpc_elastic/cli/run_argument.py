@@ -106,7 +106,8 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
     try:
         if text and path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
             return path
-        from hpc_elastic.run_index import UnknownRunError, find, is_job_id
+        from hpc_elastic.attempt import is_job_id
+        from hpc_elastic.run_index import UnknownRunError, find
 
         try:
             return find(text, runs_folder(runs_dir))

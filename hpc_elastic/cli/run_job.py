@@ -73,7 +73,8 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False) -> RunJob:
         raise UsageError(f"run {status.run_id} is no job: it runs where it was started; press Ctrl-C there")
     job = job_of(status)
     if job is None:
-        raise UsageError(f"run {status.run_id} has no job that this account knows of; see squeue --me")
+        why = f" ({status.problem})" if status.problem else ""
+        raise UsageError(f"run {status.run_id} has no job that this account knows of{why}; see squeue --me")
     return RunJob(paths=paths, status=status, job=job)
 
 

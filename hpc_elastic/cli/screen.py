@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
+from hpc_elastic.reading.screen_text import one_line
+
 NO_TERMINAL_WIDTH = 120
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 _RANK_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "94")
@@ -47,7 +49,7 @@ def rank_colour(rank: int) -> str:
 def tell(text: str) -> None:
     """A line for the person, beside what is printed; never a failure over a closed stderr."""
     try:
-        sys.stderr.write(f"hpc-elastic: {text}\n")
+        sys.stderr.write(f"hpc-elastic: {one_line(text)}\n")
         sys.stderr.flush()
     except OSError:
         pass

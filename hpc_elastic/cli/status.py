@@ -16,6 +16,7 @@ from hpc_elastic.cli.status_text import status_json, status_lines
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
+from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.run_index import array_tasks, jobs_of
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
@@ -114,7 +115,7 @@ def _show_array(
     if as_json:
         text = json.dumps(status_array.array_json(paths, runs, jobs))
     else:
-        text = "\n".join(status_array.array_lines(paths, runs, jobs, number))
+        text = "\n".join(map(one_line, status_array.array_lines(paths, runs, jobs, number)))
     sys.stdout.write((_CLEAR if clears and not as_json else "") + text + "\n")
     sys.stdout.flush()
     return has_ended
@@ -131,6 +132,6 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
     if as_json:
         sys.stdout.write(json.dumps(status_json(status, job, seconds_left=left)) + "\n")
     else:
-        lines = status_lines(status, job, seconds_left=left)
+        lines = map(one_line, status_lines(status, job, seconds_left=left))
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
     sys.stdout.flush()

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.cli.command_line import read_command_line, say
+from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import asked_cluster, cluster_here, runs_directory, working_directory
 from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
+from hpc_elastic.reading.screen_text import each_line
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.sbatch import SbatchOptions
@@ -42,7 +44,8 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     runs_dir = runs_directory(parsed, working_directory(parsed, env))
     submission = Submission(job=slurm_job(parsed, env), runs_dir=runs_dir)
     if parsed.flag("dry_run"):
-        sys.stdout.write(dry_run(submission))
+        text = dry_run(submission)
+        sys.stdout.write(each_line(text) if is_terminal(sys.stdout) else text)
         return 0
     from hpc_elastic.clock import SystemClock
 
@@ -64,7 +67,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
 def _say_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
     task = "task-*/" if options.array else ""
     log = options.output or f"{paths.root}/{task}job.log"
-    sys.stdout.write(
+    text = (
         f"job             {job}{f' on cluster {job.cluster}' if job.cluster else ''}\n"
         f"run directory   {paths.root}\n"
         f"job log         {log}\n"
@@ -72,4 +75,5 @@ def _say_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
         f"report          hpc-elastic report {job}{'_TASK' if options.array else ''}\n"
         f"cancel          scancel {job}\n"
     )
+    sys.stdout.write(each_line(text))
     sys.stdout.flush()

@@ -88,10 +88,12 @@ OPTIONS = (
     ),
     Option(
         names=("--sbatch-arg",), dest="sbatch_args", metavar="ARG", repeatable=True, group=GROUP,
+        executes=True,
         help="any other option of sbatch's, as in --sbatch-arg=--licenses=matlab:2; repeatable",
     ),
     Option(
         names=("--srun-arg",), dest="srun_args", metavar="ARG", repeatable=True, group=GROUP,
+        executes=True,
         help="an option for the srun that starts the agents; repeatable",
     ),
     Option(
@@ -112,6 +114,7 @@ OPTIONS = (
     ),
     Option(
         names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=OWN_GROUP, path=True,
+        executes=True,
         help="the workers' working directory (default: this one)",
     ),
     Option(
@@ -120,6 +123,7 @@ OPTIONS = (
     ),
     Option(
         names=("--template",), dest="template", metavar="FILE", group=OWN_GROUP, path=True,
+        executes=True,
         help="a batch script of your own, with @SBATCH_LINES@ and @COMMAND@ where ours go",
     ),
     Option(

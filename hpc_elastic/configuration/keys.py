@@ -64,6 +64,8 @@ def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
     Raises:
         UsageError: of another type than the option takes.
     """
+    if any(isinstance(item, str) and "\0" in item for item in (value if isinstance(value, (list, tuple)) else [value])):
+        raise UsageError(f"{called} = {value!r}: a NUL character can stand in no path and no argument; take it out")
     if option.repeatable and isinstance(value, (list, tuple)):
         if not all(isinstance(item, str) and item for item in value):
             raise UsageError(f"{called} = {_shown(value)}: give an array of strings ({option.metavar} each)")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnsafePathError, UsageError
 
 SITE_VARIABLE, USER_VARIABLE, PROJECT_VARIABLE = (f"HPC_ELASTIC_{name}_CONFIG" for name in ("SITE", "USER", "PROJECT"))
 PROFILE_VARIABLE = "HPC_ELASTIC_PROFILE"
@@ -30,6 +30,9 @@ class Layer(str, Enum):
     PROJECT = "project"
     ENVIRONMENT = "environment"
     COMMAND_LINE = "command line"
+
+
+FILE_LAYERS = (Layer.SITE, Layer.USER, Layer.PROJECT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,30 +76,24 @@ def there(found: Sequence[Candidate]) -> list[Candidate]:
     return present
 
 
-def check_owner(candidate: Candidate) -> None:
-    """A file that holds a layer is its user's, the administrator's, or lies in a folder of its owner's.
+def is_trusted_by_name(candidate: Candidate) -> bool:
+    """Whether a file is obeyed whosever it is: a variable names it, so the user says so. Root trusts root's files only.
 
-    What it says is executed in the user's name (``python``, ``health-check``), and in /tmp anybody may plant one above
-    the working directory.
-
-    Raises:
-        UsageError: it is a stranger's.
+    What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp anybody may plant a
+    file above the working directory.
     """
-    uid = os.stat(candidate.path).st_uid
-    folder_uid = os.stat(candidate.path.parent).st_uid
-    if not (candidate.required or is_trusted(uid, folder_uid=folder_uid, me=os.geteuid())):
-        raise UsageError(
-            f"{candidate.path} belongs to uid {uid}, so it is not read; if you trust it: "
-            f"export {PROJECT_VARIABLE}={candidate.path}, else leave that variable empty"
-        )
+    return candidate.required and os.geteuid() != 0
 
 
-def is_trusted(uid: int, *, folder_uid: int, me: int) -> bool:
-    """Whether a file of `uid`'s is read: not one that somebody put into a folder of somebody else's.
-
-    A colleague's project is as trusted as the scripts in it.
-    """
-    return uid in (0, me, folder_uid)
+def way_out(candidate: Candidate, error: UnsafePathError) -> str:
+    """What lets a user go on who has such a file in the way."""
+    variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
+    leave_out = f"to leave it out, set {variable}= (empty)"
+    if "owner" not in error.facts:
+        return leave_out
+    if os.geteuid() == 0:
+        return f"root reads root's own files only; {leave_out}"
+    return f"if you trust it: export {variable}={candidate.path}; {leave_out}"
 
 
 def _site(env: Mapping[str, str]) -> list[Candidate]:
@@ -132,7 +129,7 @@ def _project(env: Mapping[str, str], here: Path) -> list[Candidate]:
     for folder in (here, *here.parents):
         found.append(Candidate(layer=Layer.PROJECT, path=folder / _OWN_NAME))
         found.append(Candidate(layer=Layer.PROJECT, path=folder / _PYPROJECT, tables=_PYPROJECT_TABLES))
-        if (folder / ".git").exists() or str(folder) == home:
+        if os.path.exists(folder / ".git") or str(folder) == home:
             break
     return found
 

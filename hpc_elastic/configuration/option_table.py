@@ -34,6 +34,8 @@ class Option:
     """torchrun's variable that gives the value where the option is not there; ours follows from the name."""
     path: bool = False
     """A file or folder: ``~`` and variables are expanded where it stands in a configuration file."""
+    executes: bool = False
+    """Its value decides what is executed: where a file gives it, the user is shown which."""
     in_files: bool = True
     """Whether it may stand in a configuration file: not where it holds for one run."""
 
@@ -51,6 +53,8 @@ class Parsed:
     help: bool = False
     named: Mapping[str, str] = field(default_factory=dict)
     """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
+    executed: tuple[str, ...] = ()
+    """What a file says of the options that decide what is executed: ``/etc/hpc.toml:3: python = /opt/bin/python``."""
 
     def get(self, dest: str) -> str | None:
         """The last value given, or None."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_elastic.configuration import layers
-from hpc_elastic.configuration.keys import VARIABLE_PREFIX, Keys, texts_of, texts_of_variable, variable_of
-from hpc_elastic.configuration.layers import Candidate, Layer
+from hpc_elastic.configuration.keys import VARIABLE_PREFIX, Keys, key_of, texts_of, texts_of_variable, variable_of
+from hpc_elastic.configuration.layers import FILE_LAYERS, Candidate, Layer
 from hpc_elastic.configuration.option_table import Option, Parsed
 from hpc_elastic.configuration.settings_file import Setting, SettingsFile, read_settings
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnsafePathError, UsageError
 
 NOT_SETTINGS = frozenset(
     VARIABLE_PREFIX + name
@@ -131,7 +131,13 @@ def resolve(
     for dest in left_out:
         values.values.pop(dest, None)
         values.sources.pop(dest, None)
-    parsed = replace(given, values=values.values, sources=values.sources, named=values.named)
+    parsed = replace(
+        given,
+        values=values.values,
+        sources=values.sources,
+        named=values.named,
+        executed=tuple(_executed(values, keys)),
+    )
     return Resolved(parsed=parsed, origins=values.origins, files=tuple(files), profile=profile)
 
 
@@ -191,20 +197,33 @@ def _read_files(found: list[Candidate], keys: Keys) -> tuple[list[tuple[Layer, S
     has_project: Path | None = None
     for candidate in found:
         state = "not there"
-        if candidate in present:
-            settings = read_settings(candidate.path, keys, tables=candidate.tables)
-            if settings is None:
+        if candidate in present and candidate.layer is Layer.PROJECT and has_project is not None:
+            state = f"not read, {has_project} comes first"
+        elif candidate in present:
+            try:
+                any_owner = layers.is_trusted_by_name(candidate)
+                settings = read_settings(candidate.path, keys, tables=candidate.tables, any_owner=any_owner)
                 state = "no [tool.hpc-elastic] in it"
-            elif candidate.layer is Layer.PROJECT and has_project is not None:
-                state = f"not read, {has_project} comes first"
-            else:
-                layers.check_owner(candidate)
+            except FileNotFoundError:
+                settings = None  # it was removed just now
+            except UnsafePathError as error:
+                raise UsageError(f"{error}; {layers.way_out(candidate, error)}") from None
+            if settings is not None:
                 read.append((candidate.layer, settings))
                 state = "read"
                 if candidate.layer is Layer.PROJECT:
                     has_project = candidate.path
         files.append(LayerFile(layer=candidate.layer, path=candidate.path, state=state))
     return read, files
+
+
+def _executed(values: _Values, keys: Keys) -> Iterator[str]:
+    for option in keys.options():
+        origin, texts = values.origins.get(option.dest), values.values.get(option.dest)
+        if option.executes and texts and origin is not None and origin.layer in FILE_LAYERS:
+            shown = "true" if option.metavar is None else " ".join(texts)
+            profile = f" [profile.{origin.profile}]" if origin.profile else ""
+            yield f"{origin.where}{profile}: {key_of(option)} = {shown}"
 
 
 def _profile(

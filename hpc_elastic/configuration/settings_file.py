@@ -8,11 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.atomic_file import TrustedFile
 from hpc_elastic.configuration.keys import Keys, key_of, texts_of
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnsafePathError, UsageError
 
 PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 256 << 10
+_MAX_SEARCHED = 4 << 20
+"""Bytes of a pyproject.toml that may not mention us."""
+_MAX_PARTS, _MAX_BRACKETS = 16, 64
+"""Of a dotted key, and open at once. tomllib keeps each beginning of a key: 20 kB of dots took 400 MB (Python 3.11)."""
+_TOKEN = re.compile(
+    r"""#[^\n]*|(?P<part>\"{3}(?:[^"\\]|\\.|"(?!""))*(?:"{3,5}|\Z)|'{3}(?:[^']|'(?!''))*(?:'{3,5}|\Z)"""
+    r"""|"(?:[^"\\\n]|\\.)*(?:"|$|\Z)|'[^'\n]*(?:'|$|\Z)|[A-Za-z0-9_-]+)|[ \t]+|.""",
+    re.DOTALL | re.MULTILINE,
+)
+"""Each begins where the one before ends, and one without an end goes on to the line's or the file's: so the search for
+them takes no longer than the text."""
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
 
@@ -39,23 +51,31 @@ class SettingsFile:
     default_profile: str | None = None
 
 
-def read_settings(path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...] = ((),)) -> SettingsFile | None:
-    """Read a file.
+def read_settings(
+    path: Path,
+    keys: Keys,
+    *,
+    tables: tuple[tuple[str, ...], ...] = ((),),
+    any_owner: bool = False,
+) -> SettingsFile | None:
+    """Read a file. It is opened once, and not parsed before its owner is known.
 
     Args:
         path: Of a TOML file.
         keys: What may stand in it.
         tables: Where in the file our keys are, by the path of the table: the first that is there.
+        any_owner: As `TrustedFile` takes it.
 
     Returns:
         None where the file has no such table.
 
     Raises:
-        UsageError: it can't be read, is no TOML, or says something that can't be right; with file and line.
+        UnsafePathError: it is not trusted, no regular file, or can't be read.
+        UsageError: it is no TOML, or says something that can't be right; with file and line.
+        FileNotFoundError: there is none.
     """
-    data = read_bytes(path)
-    # A pyproject.toml that does not mention us need not be understood.
-    if not any(not table or table[-1].encode() in data for table in tables):
+    data = _read(path, tables, any_owner=any_owner)
+    if data is None:
         return None
     value = _parse(path, data)
     for table in tables:
@@ -69,18 +89,38 @@ def read_settings(path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...]
     return None
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file, which is no larger than a person writes. Raises UsageError; FileNotFoundError is the caller's."""
+def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -> bytes | None:
+    """The file, which is no larger than a person writes; None: it does not mention us, so need not be understood."""
     try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise
+        with TrustedFile(path, any_owner=any_owner) as file:
+            if () in tables:
+                file.check()
+            data = file.read(limit=_MAX_SEARCHED + 1)
+            is_searched = len(data) <= _MAX_SEARCHED
+            if is_searched and not any(not table or table[-1].encode() in data for table in tables):
+                return None
+            try:
+                file.check()
+            except UnsafePathError:
+                if not _has_table(data, tables):
+                    return None  # our name is that of a dependency, say
+                raise
+    except UnsafePathError as error:
+        owner = {"owner": error.owner} if "owner" in error.facts else {}
+        raise UnsafePathError(f"the configuration {error}, so it is not read", **owner) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(str(path)) from None
     except OSError as error:
-        raise UsageError(f"the configuration {path} can't be read: {error.strerror}") from None
+        raise UnsafePathError(f"the configuration {path} can't be read: {error.strerror}") from None
     if len(data) > _MAX_BYTES:
         raise UsageError(f"the configuration {path} is larger than {_MAX_BYTES} bytes")
     return data
+
+
+def _has_table(data: bytes, tables: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether one of the tables is there, as far as can be said of a file that is not parsed."""
+    keys = _lines_of_keys(data[:_MAX_BYTES].decode("utf-8", "replace"))
+    return any(key[: len(table)] == table for key in keys for table in tables)
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
@@ -91,7 +131,9 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        value: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        _check_depth(path, text)
+        value: dict[str, Any] = tomllib.loads(text)
         return value
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -103,6 +145,29 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         raise UsageError(f"{where}: no TOML: {why}; strings stand in quotes") from None
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply") from None
+
+
+def _check_depth(path: Path, text: str) -> None:
+    """Refuse what would take much memory to parse.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    parts = brackets = 0
+    after_dot = False
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        if token["part"] is not None:
+            parts, after_dot = (parts + 1 if after_dot else 1), False
+        elif word == "." and parts:
+            after_dot = True
+        elif not word.isspace() or word == "\n":
+            parts, after_dot = 0, False
+            brackets += (word in "[{") - (word in "]}")
+        if parts > _MAX_PARTS or brackets > _MAX_BRACKETS:
+            line = text.count("\n", 0, token.start()) + 1
+            what = f"a key has more than {_MAX_PARTS} parts" if parts > _MAX_PARTS else "[ and { in each other"
+            raise UsageError(f"{path}:{line}: nested too deeply: {what}")
 
 
 class _Reader:
@@ -159,7 +224,7 @@ class _Reader:
         return f"{self._path}:{line}" if line else str(self._path)
 
 
-_HEADER = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(#.*)?$")
+_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
 _KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
 _PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
 

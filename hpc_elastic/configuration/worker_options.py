@@ -79,6 +79,7 @@ OPTIONS = (
     ),
     Option(
         group=GROUP, names=("--health-check",), dest="health_check", metavar="COMMAND",
+        executes=True,
         help="a check of your own, run on each node before it joins a round: exit code 0, or the node leaves the run",
     ),
     Option(
@@ -91,10 +92,12 @@ OPTIONS = (
     ),
     Option(
         group=GROUP, names=("-m", "--module"), dest="module", env="PET_MODULE",
+        executes=True,
         help="the script is a module's name, as for python -m",
     ),
     Option(
         group=GROUP, names=("--no-python",), dest="no_python", env="PET_NO_PYTHON",
+        executes=True,
         help="the script is a command, not for Python",
     ),
     Option(
@@ -103,6 +106,7 @@ OPTIONS = (
     ),
     Option(
         group=GROUP, names=("--python",), dest="python", metavar="PATH", path=True,
+        executes=True,
         help="the workers' interpreter (default: the one that runs this command)",
     ),
     Option(

@@ -89,7 +89,11 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
 
 def _append_to_job_log(path: Path) -> None:
     """Our own stdout ends in an srun that died with its host. The job log's other writer died there too."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        logger.warning("the job log can't be written: %s", error)
+        return
     sys.stdout.flush()
     os.dup2(fd, 1)
     os.dup2(fd, 2)

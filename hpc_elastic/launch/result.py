@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.attempt import is_job_id
 
 VERSION = 1
 
@@ -40,6 +41,8 @@ def load_result(path: Path) -> StoredResult | None:
     chosen = {key: value[key] for key in StoredResult.__slots__ if key in value}
     if any(type(item) is not (int if key in ("exit_code", "step", "idle") else str) for key, item in chosen.items()):
         return None
+    if not is_job_id(chosen.get("next_job")):
+        chosen.pop("next_job", None)
     try:
         return StoredResult(**chosen)
     except TypeError:

@@ -6,16 +6,15 @@ import heapq
 import json
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.events import LARGEST_FILE, LONGEST_EVENT, describe_left_out
 from hpc_elastic.reading.output_reader import OutputReader, chunk_for
 from hpc_elastic.run_paths import AttemptPaths
 
-LONGEST_EVENT = 16 << 20
-"""Bytes."""
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
 
 
@@ -51,14 +50,19 @@ class EventParser:
         self._attempt = attempt
         self._writer = int(match[1]) if match is not None else -1
         self._ahead = offsets_ns.get(self._writer, 0)
+        self._path = path
+        self._too_long = 0
         self._latest = 0
 
     def events(self, data: bytes) -> Iterator[ReadEvent]:
         """Of whole lines."""
         wanted = self._wanted
-        if wanted is not None and not wanted.search(data):
+        if wanted is not None and len(data) < LONGEST_EVENT and not wanted.search(data):
             return
         for raw in data.split(b"\n"):
+            if len(raw) >= LONGEST_EVENT:
+                self._too_long += len(raw)
+                continue
             if not raw or (wanted is not None and not wanted.search(raw)):
                 continue  # not even parsed
             try:
@@ -74,6 +78,15 @@ class EventParser:
                 self._latest = max(self._latest, when - self._ahead)
             yield ReadEvent(attempt=self._attempt, writer=self._writer, raw=raw, value=value, time_ns=self._latest)
 
+    def left_out(self, reader: OutputReader) -> list[str]:
+        """A sentence for each bound that has left out something of what `reader` has read so far."""
+        found = []
+        if reader.left_out:
+            found.append(describe_left_out(self._path, reader.left_out, f"it is larger than {LARGEST_FILE}"))
+        if self._too_long:
+            found.append(describe_left_out(self._path, self._too_long, f"a line is longer than {LONGEST_EVENT}"))
+        return found
+
 
 def event_files(attempt: AttemptPaths) -> list[Path]:
     """The writers' files, by name."""
@@ -86,7 +99,7 @@ def event_files(attempt: AttemptPaths) -> list[Path]:
 
 def event_reader(path: Path, *, chunk: int = chunk_for(1)) -> OutputReader:
     """Of one writer's file. The stacks of a node's workers may make a long line."""
-    return OutputReader(path, chunk=chunk, longest=LONGEST_EVENT)
+    return OutputReader(path, chunk=chunk, longest=LONGEST_EVENT, largest=LARGEST_FILE)
 
 
 def events_named(attempt: AttemptPaths, names: Collection[str]) -> Iterator[dict[str, Any]]:
@@ -102,18 +115,27 @@ def _lines_with(names: Collection[str]) -> re.Pattern[bytes]:
 
 
 def merged_events(
-    attempt: AttemptPaths, offsets_ns: Mapping[int, int], *, names: Collection[str] | None = None
+    attempt: AttemptPaths,
+    offsets_ns: Mapping[int, int],
+    *,
+    names: Collection[str] | None = None,
+    tell: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[ReadEvent]:
-    """All that are there now, or those of some names, in time order, in bounded memory."""
+    """All that are there now, or those of some names, in time order, in bounded memory; `tell` is given what a bound
+    leaves out."""
     files = event_files(attempt)
     parts = [
-        _events(path, EventParser(attempt.number, path, offsets_ns, names=names), chunk_for(len(files)))
+        _events(path, EventParser(attempt.number, path, offsets_ns, names=names), chunk_for(len(files)), tell)
         for path in files
     ]
     yield from heapq.merge(*parts, key=lambda event: event.time_ns)
 
 
-def _events(path: Path, parser: EventParser, chunk: int) -> Iterator[ReadEvent]:
+def _events(
+    path: Path, parser: EventParser, chunk: int, tell: Callable[[str], None] = lambda sentence: None
+) -> Iterator[ReadEvent]:
     reader = event_reader(path, chunk=chunk)
     while (found := reader.read() or reader.rest()) is not None:
         yield from parser.events(found.data)
+    for sentence in parser.left_out(reader):
+        tell(sentence)

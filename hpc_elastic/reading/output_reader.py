@@ -52,21 +52,33 @@ class Chunk:
 class OutputReader:
     """The lines of one output, in order; what is not there yet comes with a later call."""
 
-    def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK, longest: int = LONGEST_LINE) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        at: Place | None = None,
+        chunk: int = CHUNK,
+        longest: int = LONGEST_LINE,
+        largest: int | None = None,
+    ) -> None:
         """Args:
         path: Of the piece that is being written; nothing need be there.
         at: Where to begin; None: with the first piece that is there.
         chunk: Bytes to read at once.
         longest: Bytes without a line end that are a line.
+        largest: Of a file that has more bytes where it is come upon, the first half of these is read, and the last.
         """
         self.path = path
         self._longest = longest
+        self._largest = largest
+        self.left_out = 0
+        """Bytes in the middle that were not read: see `largest`."""
         self._chunk = max(_SMALLEST_CHUNK, chunk)
         self._number: int | None = at.piece if at is not None else None
         self._offset = at.offset if at is not None else 0
         self._inode: int | None = None
         """Of our piece, while it is the one that is being written."""
-        self._begun = b""
+        self._begun = bytearray()
         """A line without its end so far."""
         self._begun_at = Place(0, 0)
         self._gap = False
@@ -97,7 +109,7 @@ class OutputReader:
         """The line that has begun, as a line; None: none has."""
         if not self._begun:
             return None
-        data, self._begun = self._begun + b"\n", b""
+        data, self._begun = bytes(self._begun) + b"\n", bytearray()
         return Chunk(data=data, head=self._begun_at, tail=self._begun_at, after_gap=self._take_gap())
 
     @property
@@ -108,19 +120,17 @@ class OutputReader:
     def _take(self, data: bytes, here: Place) -> Chunk | None:
         joint = len(self._begun)
         head = self._begun_at if joint else here
-        text = self._begun + data
-        cut = text.rfind(b"\n") + 1
-        if not cut and len(text) >= self._longest:
-            text += b"\n"
-            cut = len(text)
-        self._begun = text[cut:]
-        if not cut:
+        cut = data.rfind(b"\n") + 1
+        if not cut and joint + len(data) < self._longest:
+            self._begun += data  # in place: a line of megabytes comes in many pieces
             self._begun_at = head
             return None
-        self._begun_at = Place(here.piece, here.offset + max(0, cut - joint))
+        text = bytes(self._begun) + (data[:cut] if cut else data + b"\n")
+        self._begun = bytearray(data[cut:] if cut else b"")
+        self._begun_at = Place(here.piece, here.offset + cut)
         is_one = here.piece == head.piece
         return Chunk(
-            data=text[:cut],
+            data=text,
             head=head,
             tail=head if is_one else here,
             joint=0 if is_one else joint,
@@ -135,13 +145,21 @@ class OutputReader:
         """What stands at our place, and whether our piece is the one that is being written."""
         fd, is_last = self._open()
         try:
+            self._skip_the_middle(fd)
             data = os.pread(fd, self._chunk, self._offset)
             if not data and is_last and os.fstat(fd).st_size < self._offset:
-                self._offset, self._gap, self._begun = 0, True, b""  # it was emptied
+                self._offset, self._gap, self._begun = 0, True, bytearray()  # it was emptied
                 data = os.pread(fd, self._chunk, 0)
             return data, is_last
         finally:
             os.close(fd)
+
+    def _skip_the_middle(self, fd: int) -> None:
+        if self._largest is None or self.left_out or self._offset < self._largest // 2:
+            return
+        more = os.fstat(fd).st_size - self._offset - self._largest // 2
+        if more > 0:
+            self.left_out, self._offset, self._begun = more, self._offset + more, bytearray()
 
     def _open(self) -> tuple[int, bool]:
         """Our piece.
@@ -179,7 +197,7 @@ class OutputReader:
             later = [number for number in numbers if number > self._number]
             self._gap = self._gap or bool(self._begun) or self._offset > 0 or bool(later)
             self._number = later[0] if later else numbers[-1] + 1 if numbers else 0
-            self._offset, self._inode, self._begun = 0, None, b""
+            self._offset, self._inode, self._begun = 0, None, bytearray()
         raise FileNotFoundError(str(self.path))
 
 

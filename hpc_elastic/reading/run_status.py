@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hpc_elastic.atomic_file import read_json
-from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, is_job_id, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.node_records import load_record
@@ -21,6 +21,9 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.store.file_store import FileStore
+
+_LARGEST_RECORD = 16 << 20
+"""Bytes."""
 
 
 class RunState(str, Enum):
@@ -179,7 +182,7 @@ def _newest_attempt(paths: RunPaths) -> int | None:
 def _newest_record(attempt: AttemptPaths, run_id: str, clock: Clock) -> RoundRecord | None:
     if not attempt.store.is_dir():
         return None  # nor is it made here
-    return RoundLog(FileStore(attempt.store, clock=clock), run_id).latest()
+    return RoundLog(FileStore(attempt.store, clock=clock, largest=_LARGEST_RECORD), run_id).latest()
 
 
 def _round(record: RoundRecord, nodes: Sequence[str]) -> Mapping[str, Any]:
@@ -209,6 +212,6 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
         "exit_code": value["exit_code"],
     }
     next_job = value.get("next_job")
-    if value["exit_code"] == ExitCode.REQUEUED and isinstance(next_job, str) and next_job:
+    if value["exit_code"] == ExitCode.REQUEUED and is_job_id(next_job):
         found["job_id"] = next_job  # the run goes on in another job
     return found

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 
+from hpc_elastic.atomic_file import DECEPTIVE, escaped
 from hpc_elastic.processes.ansi import readable
 
-_HARMFUL = re.compile("[\x80-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_HARMFUL = re.compile(f"[{DECEPTIVE}]")
 
 _CONTROL = bytes([*range(9), *range(11, 27), *range(28, 32), 127])
 """All but the tab, the line feed, and what is left of escape: colours."""
@@ -28,7 +29,7 @@ def harmless(lines: bytes) -> bytes:
     if lines.isascii():
         return lines
     text = lines.decode("utf-8", "backslashreplace")
-    return _HARMFUL.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
+    return _HARMFUL.sub(lambda found: escaped(found[0]), text).encode()
 
 
 def _last_drawn(line: bytes) -> bytes:
@@ -38,5 +39,14 @@ def _last_drawn(line: bytes) -> bytes:
 
 
 def one_line(text: str) -> str:
-    """Text that came from a file, for one line of a terminal: what does not print becomes a space."""
-    return "".join(char if char.isprintable() else " " for char in text)
+    """Text of any origin for one line of a terminal: what does not print becomes a space.
+
+    All that the subcommands write for people goes through here, but for what workers printed (`harmless`) and the
+    report, which cleans what it quotes.
+    """
+    return text if text.isprintable() else "".join(char if char.isprintable() else " " for char in text)
+
+
+def each_line(text: str) -> str:
+    """`one_line` of each."""
+    return "\n".join(map(one_line, text.split("\n")))

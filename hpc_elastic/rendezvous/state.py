@@ -15,6 +15,8 @@ from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.notice import Notice, decode_notice, notice_to_json
 
 VERSION = 1
+_MOST_PACKED = 16 << 20
+"""Bytes of a member list; eight thousand nodes take half a megabyte."""
 MOST_REPEATED = 6
 """Members of a list that each record repeats, so that it stays within a symbolic link; of a longer one only the record
 that chose them has the list."""
@@ -208,7 +210,11 @@ def _members_from_json(value: Any, known: RoundRecord | None) -> tuple[Member, .
     if isinstance(value, str):
         from base64 import b85decode
 
-        value = json.loads(zlib.decompress(b85decode(value)))
+        unpacker = zlib.decompressobj()
+        unpacked = unpacker.decompress(b85decode(value[:_MOST_PACKED]), _MOST_PACKED)
+        if unpacker.unconsumed_tail or not unpacker.eof:
+            raise ValueError(f"its members are cut off, or take more than {_MOST_PACKED} bytes")
+        value = json.loads(unpacked)
     return Members(Member(str(uid), int(node), int(size)) for uid, node, size in value)
 
 

@@ -15,7 +15,7 @@ from hpc_elastic.node_score import BadNodeSettings, NodeScore, Scope, parse_bad_
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_evidence import read_failures
 from hpc_elastic.report.collect_round import rank_words
-from hpc_elastic.report.collect_values import integer, names_of, text_of
+from hpc_elastic.report.collect_values import integer, job_id_of, names_of, text_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
 
@@ -91,12 +91,12 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
     if isinstance(info, str):
         builder.problems.append(f"attempt.json: {info}")
     else:
-        builder.job_id = text_of(info.get("job_id"))
+        builder.job_id = job_id_of(info.get("job_id"))
         builder.nodes = names_of(info.get("nodes"))
         builder.started_ns = integer(info.get("started_ns"))
     for path in event_files(paths.events):
         builder.words.begin_file()
-        for event in read_event_file(path):
+        for event in read_event_file(path, tell=builder.problems.append):
             try:
                 builder.take(event)
             except (TypeError, ValueError, OverflowError) as error:

@@ -10,7 +10,7 @@ from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.outcome import UNHEALTHY_CODE, ExitCode
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
-from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of
+from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
 from hpc_elastic.report.collect_words import WholeWords
 from hpc_elastic.report.history import (
     AgentEnd,
@@ -259,7 +259,7 @@ def _end_text(end: AgentEnd) -> str:
 
 def _attempt_started(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
     builder.started_ns = when
-    builder.job_id = text_of(event.get("job_id")) or builder.job_id
+    builder.job_id = job_id_of(event.get("job_id")) or builder.job_id
     builder.nodes = names_of(event.get("nodes")) or builder.nodes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hpc_elastic.attempt import is_job_id
+
 _TEXT_LIMIT = 4000
 
 
@@ -26,6 +28,11 @@ def text_of(value: object) -> str:
         return ""
     text = value if isinstance(value, str) else str(value)
     return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT]
+
+
+def job_id_of(value: object) -> str:
+    """A Slurm job's id; what is none is an empty one."""
+    return value if isinstance(value, str) and is_job_id(value) else ""
 
 
 def names_of(value: object) -> tuple[str, ...]:

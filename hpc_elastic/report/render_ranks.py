@@ -74,7 +74,7 @@ def render_ranks(
     ]
     if elsewhere:
         lines.append(f"... and {plural(len(elsewhere), 'failure')} of theirs in other rounds (--all shows them)")
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(clean_line, lines)) + "\n"
 
 
 def _round_lines(

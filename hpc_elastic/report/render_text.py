@@ -66,7 +66,7 @@ def render_text(
     if subject.verdict.cause is Cause.NONE and _is_fine(shown):
         parts = [rule, *head, line, "No worker failed by itself."]
     parts += [*others, *done, *past, rule]
-    return "\n".join(parts) + "\n"
+    return "\n".join(map(clean_line, parts)) + "\n"
 
 
 def _attempt_shown(history: RunHistory, attempt: int | None) -> AttemptHistory | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
+from hpc_elastic import atomic_file
 from hpc_elastic.failures.traceback_text import clean_text
 
-DECEPTIVE = re.compile("[\u200b\u200e\u200f\u202a-\u202e\u2028\u2029\u2060\u2066-\u2069\ufeff]")
+DECEPTIVE = re.compile(f"[{atomic_file.DECEPTIVE}]")
 """What turns the direction of the text around it, ends a line, or is invisible: a message could show something that is
 not there."""
 _REPEATS = 3

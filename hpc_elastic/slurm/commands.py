@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_environment import in_job, without_run_variables
 
@@ -88,10 +89,22 @@ _PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
 
 @dataclass(frozen=True, slots=True)
 class JobId:
-    """A job as Slurm's commands want it: ``12``, ``12_3``; `cluster` where it was submitted with ``--clusters``."""
+    """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``; `cluster` where it was submitted with
+    ``--clusters``.
+
+    What is read from files is checked by `is_job_id` there. This is the last line: nothing becomes an argument that a
+    command could take for an option or for several jobs.
+
+    Raises:
+        UsageError: it could be.
+    """
 
     number: str
     cluster: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.number.isascii() and self.number.replace("_", "").replace("+", "").isalnum()):
+            raise UsageError(f"{self.number!r} is no Slurm job's id; give one like 70, 70_3 or 70+1")
 
     def __str__(self) -> str:
         return self.number

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from hpc_elastic.attempt import is_job_id
 from hpc_elastic.slurm.hostlist import HostlistError, expand
 from hpc_elastic.slurm.time_limit import parse_time_limit
 
@@ -42,6 +43,8 @@ _PHASES: Mapping[str, JobPhase] = {
 }
 # `scontrol show job` begins a line with each of these and lets its text, which is the user's, run to the line's end.
 _FREE_TEXT = "JobName|Comment|AdminComment|SystemComment|Command|SubmitLine|WorkDir|Extra|StdErr|StdIn|StdOut"
+_TASKS_THAT_WAIT = re.compile(r"[1-9][0-9]{0,9}_\[[0-9,.%:-]*\]\Z")
+"""``70_[3-5,7%2]``; a long list is cut: ``70_[0-7,...]``."""
 _FREE_FIELD = re.compile(rf"(?:\A|(?<= ))({_FREE_TEXT})=(.*)\Z", re.DOTALL)
 _FIELD = re.compile(r"(?:\A|(?<= ))([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
@@ -132,7 +135,7 @@ def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
 
 def parse_show_job(text: str) -> tuple[JobState, ...]:
     """The jobs in the output of ``scontrol show job``, with or without ``-o``. What can't be read takes its default."""
-    return tuple(_job_state(fields) for fields in parse_records(text))
+    return tuple(_job_state(fields) for fields in parse_records(text) if is_job_id(fields["JobId"]))
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
@@ -164,6 +167,8 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
         if len(cells) < 12:
             continue  # "CLUSTER: name", before the jobs of a cluster that was asked for
         job_id, state, reason, nodes = cells[0], cells[1], cells[2], cells[6]
+        if not (is_job_id(job_id) or _TASKS_THAT_WAIT.match(job_id)):
+            continue
         base, _, task = job_id.partition("_")
         leader, plus, offset = job_id.partition("+")
         least, most = _range(cells[5])
@@ -198,7 +203,9 @@ def parse_dependents(text: str, number: str) -> tuple[str, ...]:
     for line in text.splitlines():
         job_id, bar, dependency = line.partition("|")
         if bar and wanted.search(dependency):
-            found.append(job_id.strip().partition("_[")[0])  # 5_[1]: a task of an array that waits
+            waiting = job_id.strip().partition("_[")[0]  # 5_[1]: a task of an array that waits
+            if is_job_id(waiting):
+                found.append(waiting)
     return tuple(found)
 
 

@@ -46,13 +46,16 @@ _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 class FileStore:
     """Files under `root`, which belongs to this user alone (0700)."""
 
-    def __init__(self, root: Path, *, clock: Clock, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self, root: Path, *, clock: Clock, stop: threading.Event | None = None, largest: int | None = None
+    ) -> None:
         """Open, or create, the store.
 
         Args:
             root: The folder; its parent exists.
             clock: For waits.
             stop: Ends every wait at once.
+            largest: Bytes of an entry, for a reader of what anybody may have prepared; a larger one is refused.
 
         Raises:
             UnsafePathError: the folder is a link, another user's, or open to others.
@@ -62,6 +65,7 @@ class FileStore:
         self._root = os.fspath(root)
         self._clock = clock
         self._stop = stop or threading.Event()
+        self._largest = largest
         self._folders: set[str] = set()
         self._symlinks = True
         self._hard_links = True
@@ -225,6 +229,9 @@ class FileStore:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                 raise StoreError(root=self._root, why=f"{path} is not a file of ours")
+            if self._largest is not None and info.st_size > self._largest:
+                why = f"{path} has {info.st_size} bytes; no entry has more than {self._largest}"
+                raise StoreError(root=self._root, why=why)
             chunks = []
             while chunk := os.read(fd, 1 << 20):
                 chunks.append(chunk)

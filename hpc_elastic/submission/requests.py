@@ -61,8 +61,14 @@ def submit_here(requests: Sequence[Request]) -> list[tuple[str, Path]]:
     Raises:
         UsageError: a value that can't be right: nothing is started then.
     """
+    _say_what_files_decide(*requests)
     prepared = [(request, *_local_run(request)) for request in requests]
     return [_start(request, spec, limit) for request, spec, limit in prepared]
+
+
+def _say_what_files_decide(*requests: Request) -> None:
+    for line in dict.fromkeys(line for request in requests for line in request.parsed.executed):
+        logger.warning("%s", line)
 
 
 def _local_run(request: Request) -> tuple[RunSpec, int]:
@@ -111,6 +117,7 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
         UsageError: it can't be submitted as asked.
         SlurmError: Slurm did not take it. Nothing is left then.
     """
+    _say_what_files_decide(request)
     count = len(request.calls)
     array = f"0-{count - 1}%{min(count, parallelism)}" if count > 1 else ""
     with explaining(request.parsed):

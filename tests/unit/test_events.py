@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_elastic import events
-from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.events import EventLog, read_event_file, read_events
 
 
 class CountingClock:
@@ -264,3 +267,55 @@ def test_a_line_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
 def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"\n"b": 1}\n{"event": "c"}\n')
     assert list(read_events(tmp_path)) == [{"event": "c"}]
+
+
+def test_a_line_that_takes_gigabytes_to_decode_is_left_out_and_told(tmp_path: Path) -> None:
+    """60 MB in one line took 1.7 GB."""
+    path = tmp_path / "events" / "x.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"event": "a"}\n{"event": "b", "x": [' + b"[]," * 20_000_000 + b"0]}\n")
+    told: list[str] = []
+    tracemalloc.start()
+    try:
+        assert list(read_event_file(path, tell=told.append)) == [{"event": "a"}]
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+    assert told == [
+        f"events/x.jsonl: {path.stat().st_size - 15} bytes were left out: a line is longer than 4194304 bytes"
+    ]
+
+
+def test_of_a_sparse_file_only_the_beginning_and_the_end_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    path = tmp_path / "events" / "x.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"event": "a"}\n' * 5000)
+    with path.open("r+b") as file:
+        file.seek(2 << 30)
+        file.write(b'\n{"event": "b"}\n')
+    told: list[str] = []
+    decode = events._read_lines
+
+    def counted(raw: bytes) -> Iterator[dict[str, Any]]:
+        nonlocal read
+        read += len(raw)
+        return decode(raw)
+
+    monkeypatch.setattr(events, "_read_lines", counted)
+    found = list(read_event_file(path, tell=told.append))
+    assert read < 66 << 20
+    assert found == [{"event": "a"}] * 5000  # then a line without end is given up
+    assert len(told) == 1
+    path.write_bytes(b'{"event": "a", "fill": "%s"}\n' % (b"x" * 9_971) * 10_000)
+    with path.open("ab") as file:
+        file.write(b'{"event": "b"}\n')
+    told.clear()
+    found = list(read_event_file(path, tell=told.append))
+    assert found[-1] == {"event": "b"}
+    assert 6_000 < len(found) < 7_000
+    assert len(told) == 1
+    assert told[0].startswith("events/x.jsonl: ")
+    assert told[0].endswith(" bytes were left out: it is larger than 67108864 bytes")

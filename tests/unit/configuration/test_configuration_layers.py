@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import hpc_elastic
-from hpc_elastic.configuration import job_options, worker_options
+from hpc_elastic import atomic_file
+from hpc_elastic.configuration import job_options, settings_file, worker_options
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
 from hpc_elastic.configuration.defaults import default_of
 from hpc_elastic.configuration.keys import Keys, key_of, variable_of
-from hpc_elastic.configuration.layers import Layer, is_trusted
+from hpc_elastic.configuration.layers import Layer
 from hpc_elastic.configuration.option_table import explaining, parse
 from hpc_elastic.configuration.resolve import (
     NOT_SETTINGS,
@@ -274,18 +277,223 @@ def test_variables_name_other_files_or_none(place: Place, tmp_path: Path) -> Non
     assert missing == "HPC_ELASTIC_SITE_CONFIG=/nowhere/x.toml: No such file or directory"
 
 
+ME, STRANGER = 1234, 4321
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="giving a file to another user needs root")
+
+
+def own(uid: int, *paths: Path) -> None:
+    for path in paths:
+        os.chown(path, uid, uid, follow_symlinks=False)
+
+
+@as_root
 @pytest.mark.parametrize(
-    ("uid", "folder", "trusted"), [(5, 5, True), (0, 9, True), (7, 7, True), (7, 0, False), (7, 5, False)]
+    ("me", "uid", "trusted"), [(ME, ME, True), (ME, 0, True), (ME, STRANGER, False), (0, 0, True), (0, STRANGER, False)]
 )
-def test_a_file_that_a_stranger_put_there_is_not_trusted(uid: int, folder: int, trusted: bool) -> None:
-    assert is_trusted(uid, folder_uid=folder, me=5) is trusted
+def test_a_file_is_read_of_its_user_and_of_root(
+    place: Place, monkeypatch: pytest.MonkeyPatch, me: int, uid: int, trusted: bool
+) -> None:
+    """Whose the folder is does not matter: who owns a folder in /tmp owns what is in it."""
+    path = place.write("project", "python = '/opt/python'\n")
+    own(uid, path, path.parent)
+    monkeypatch.setattr(atomic_file.os, "geteuid", lambda: me)
+    if trusted:
+        assert place.resolve().parsed.get("python") == "/opt/python"
+        return
+    refused = place.refused()
+    assert f"{path} belongs to uid {uid}, not to you (uid {me}), so it is not read; " in refused
+    assert "HPC_ELASTIC_PROJECT_CONFIG= (empty)" in refused
+    assert place.resolve(HPC_ELASTIC_PROJECT_CONFIG="").parsed.get("python") is None
+    if me:
+        assert place.resolve(HPC_ELASTIC_PROJECT_CONFIG=str(path)).parsed.get("python") == "/opt/python"
+    else:
+        assert "root reads root's own files only" in place.refused(HPC_ELASTIC_PROJECT_CONFIG=str(path))
 
 
-def test_a_strangers_file_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = place.write("project", "python = '/evil'\n")
-    monkeypatch.setattr("hpc_elastic.configuration.layers.is_trusted", lambda uid, folder_uid, me: False)
-    assert place.refused().startswith(f"{path} belongs to uid ")
-    assert place.resolve(HPC_ELASTIC_PROJECT_CONFIG=str(path)).parsed.get("python") == "/evil"
+@as_root
+def test_a_link_is_judged_and_so_is_what_it_leads_to(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, uid in (("mine", ME), ("theirs", STRANGER)):
+        (place.root / name).write_text("nodes = 3\n")
+        own(uid, place.root / name)
+    monkeypatch.setattr(atomic_file.os, "geteuid", lambda: ME)
+    link = place.root / "project" / "hpc_elastic.toml"
+    for owner, target, says in (
+        (ME, "../mine", None),
+        (STRANGER, "../mine", "hpc_elastic.toml is a symbolic link that belongs to uid 4321, not to you"),
+        (ME, "../theirs", "hpc_elastic.toml belongs to uid 4321, not to you"),
+    ):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        own(owner, link)
+        if says is None:
+            assert place.resolve().parsed.get("nodes") == "3"
+        else:
+            assert says in place.refused()
+    middle = place.root / "middle"
+    middle.symlink_to("mine")
+    own(STRANGER, middle)
+    link.unlink()
+    link.symlink_to("../middle")
+    assert "middle is a symbolic link that belongs to uid 4321" in place.refused()
+    link.unlink()
+    link.symlink_to(link.name)
+    own(ME, link)
+    assert place.resolve().parsed.get("nodes") is None, "a link to itself leads nowhere"
+
+
+@as_root
+def test_a_file_that_everybody_may_write_is_not_read(place: Place) -> None:
+    """Another user may link a file of root's to a name of their own where they may write to it."""
+    path = place.write("project", "nodes = 3\n")
+    path.chmod(0o666)
+    assert f"{path} can be written by every user; run: chmod o-w {path}" in place.refused()
+
+
+def test_what_the_kernel_makes_up_is_not_read(place: Place) -> None:
+    """Root owns /proc/PID/cmdline of a setuid program; what stands in it, another user chose."""
+    (place.root / "project" / "hpc_elastic.toml").symlink_to("/proc/self/cmdline")
+    assert "hpc_elastic.toml is made up by the kernel" in place.refused()
+
+
+@pytest.mark.parametrize("name", ["hpc_elastic.toml", "pyproject.toml"])
+def test_a_fifo_or_a_folder_is_refused_at_once(place: Place, name: str) -> None:
+    path = place.root / "project" / name
+    os.mkfifo(path)
+    assert f"{path} is not a regular file" in place.refused()
+    path.unlink()
+    path.mkdir()
+    assert f"{path} is not a regular file" in place.refused()
+    path.rmdir()
+    path.symlink_to("/dev/zero")
+    assert f"{path} is not a regular file" in place.refused()
+
+
+@as_root
+def test_names_that_are_exchanged_bring_in_no_strangers_values(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an attacker does with two names: what was judged is what is read, whichever of them that is."""
+    path = place.write("project", "python = '/good'\n")
+    evil = place.root / "project" / "evil"
+    evil.write_text("python = '/evil'\n")
+    own(STRANGER, evil)
+    monkeypatch.setattr(atomic_file.os, "geteuid", lambda: ME)
+
+    def exchanging(name: str):  # type: ignore[no-untyped-def]
+        real = getattr(os, name)
+
+        def exchange(*args, **kwargs):  # type: ignore[no-untyped-def]
+            for old, new in ((path, "between"), (evil, path.name), (path.parent / "between", evil.name)):
+                os.rename(old, path.with_name(new))
+            return real(*args, **kwargs)
+
+        return exchange
+
+    for name in ("open", "fstat", "read", "stat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(atomic_file.os, name, exchanging(name))
+            try:
+                found = place.resolve().parsed.get("python")
+            except UsageError as error:
+                found = str(error)
+            assert found == "/good" or "belongs to uid 4321" in found
+
+
+@as_root
+def test_a_strangers_pyproject_that_does_not_mention_us_is_left_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = place.write("pyproject", "[project]\nname = 'theirs'\n")
+    own(STRANGER, path)
+    monkeypatch.setattr(atomic_file.os, "geteuid", lambda: ME)
+    assert place.resolve().parsed.values == {}
+    path.write_text("[project]\ndependencies = ['hpc-elastic']\n[project.scripts]\nhpc-elastic = 'x:y'\n[tool.other]\n")
+    assert place.resolve().parsed.values == {}
+    for text in (
+        "[tool.hpc-elastic]\nnodes = 3\n", "[tool . 'hpc_elastic' . profile.x]\n", "[tool]\nhpc-elastic.nodes = 3\n",
+        "tool.hpc-elastic = {nodes = 3}\n",
+    ):  # fmt: skip
+        path.write_text(text)
+        assert f"{path} belongs to uid 4321" in place.refused(), text
+
+
+def test_once_a_projects_file_is_read_those_above_are_not_looked_at(place: Place) -> None:
+    place.write("project", "nodes = 3\n")
+    os.mkfifo(place.root / "hpc_elastic.toml")
+    assert place.resolve().parsed.get("nodes") == "3"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a" + ".a" * 10_000 + " = 1\n", ":1: nested too deeply: a key has more than 16 parts"),
+        ("nodes = 1\n[" + "a . " * 10_000 + "a]\n", ":2: nested too deeply: a key has more than 16 parts"),
+        ("'a'" + '."a\\""' * 10_000 + " = 1\n", ":1: nested too deeply: a key has more than 16 parts"),
+        (("a." * 14 + "'" + "x" * 300 + "'.") * 700 + "a = 1\n", ":1: nested too deeply: a key has more than 16 parts"),
+        ('x = """\n# \'\n"""\n' + "a." * 10_000 + "a = 1\n", ":4: nested too deeply: a key has more than 16"),
+        ("a = " + "[" * 10_000, ":1: nested too deeply: [ and {"),
+        ("a = " + "{a = " * 10_000, ":1: nested too deeply: [ and {"),
+        ("# " + "x" * 300_000, " is larger than 262144 bytes"),
+    ],
+)
+def test_a_file_that_would_take_much_memory_is_refused(place: Place, text: str, says: str) -> None:
+    import tracemalloc
+
+    path = place.write("user", text)
+    tracemalloc.start()
+    try:
+        assert f"{path}{says}" in place.refused()
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + " " * 250_000, '"' + '\\\\"' * 100_000, "'a" * 100_000, "a" * 250_000, "a " * 100_000]
+)
+def test_a_file_of_nonsense_takes_no_time(place: Place, text: str) -> None:
+    place.write("user", text)
+    began = time.process_time()
+    assert "config.toml" in place.refused()
+    settings_file._lines_of_keys(text)
+    assert time.process_time() - began < 5
+
+
+def test_dots_and_brackets_in_strings_and_comments_are_no_depth(place: Place) -> None:
+    dots, brackets = "a." * 100, "[{" * 100
+    place.write(
+        "user",
+        f'# {dots} {brackets}\njob-name = \'{dots}{brackets}\'\nmem = "{dots}\\"{brackets}" # {dots}\n'
+        f'comment = """\n{dots} "" {brackets}\n"""\n'
+        f"sbatch-arg = [{', '.join([repr(dots)] * 100)}]\nrestart-window = 1.5\n",
+    )
+    assert place.resolve().parsed.get("job_name") == f"{dots}{brackets}"
+
+
+def test_a_large_pyproject_of_another_purpose_is_not_refused(place: Place) -> None:
+    path = place.write("pyproject", "# " + "x" * 300_000)
+    assert place.resolve().parsed.values == {}
+    path.write_text("# " + "x" * 300_000 + "\n[tool.hpc-elastic]\nnodes = 3\n")
+    assert "is larger than 262144 bytes" in place.refused()
+
+
+@pytest.mark.parametrize("text", ["runs-dir = 'a\\u0000b'", "sbatch-arg = ['-x', '\\u0000']", "partition = 'a\\u0000'"])
+def test_a_nul_is_refused_with_its_line(place: Place, text: str) -> None:
+    path = place.write("user", text.replace("'", '"'))
+    assert place.refused().startswith(f"{path}:1: {text.split(' ')[0]} = ")
+    assert "a NUL character can stand in no path and no argument" in place.refused()
+
+
+def test_what_files_say_of_what_is_executed_is_known_with_its_line(place: Place) -> None:
+    site = place.write("site", "python = '/site/python'\npartition = 'gpu'\nsrun-arg = ['--container-image=x', '-v']\n")
+    assert place.resolve().parsed.executed == (
+        f"{site}:1: python = /site/python",
+        f"{site}:3: srun-arg = --container-image=x -v",
+    )
+    mine = place.write("project", "[profile.a]\npython = '/mine/python'\nmodule = true\n")
+    assert place.resolve("--profile=a", "--srun-arg=-v").parsed.executed == (
+        f"{mine}:3 [profile.a]: module = true",
+        f"{mine}:2 [profile.a]: python = /mine/python",
+    )
+    assert f"{mine}:2" not in str(place.resolve("--profile=a", HPC_ELASTIC_PYTHON="/x").parsed.executed)
 
 
 def test_what_a_subcommand_does_not_take_is_checked_and_left_out(place: Place) -> None:

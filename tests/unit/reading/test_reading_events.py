@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,30 @@ def test_whatever_a_file_holds_there_is_a_line(name: str, fields: dict[str, obje
 def test_a_time_that_is_none() -> None:
     assert describe_time(10**30) == "?"
     assert describe_time(1_795_000_000_123_000_000).endswith(".123")
+
+
+def test_lines_and_files_have_bounds_and_what_they_leave_out_is_told(tmp_path: Path) -> None:
+    """2 GiB of nothing took 20 s, a line of 60 MB 1.7 GB."""
+    attempt = AttemptPaths(tmp_path / "attempt-000")
+    write(attempt.events, "agent-00000-a.jsonl", event("round_final", 2))
+    long = attempt.events / "agent-00001-b.jsonl"
+    first, last = (json.dumps(event("closed", when)).encode() for when in (3, 5))
+    long.write_bytes(first + b'\n{"event": "closed", "x": [' + b"[]," * 20_000_000 + b"0]}\n" + last + b"\n")
+    sparse = attempt.events / "agent-00002-c.jsonl"
+    sparse.write_bytes(first + b"\n")
+    with sparse.open("r+b") as file:
+        file.seek(2 << 30)
+        file.write(b"\n" + last + b"\n")
+    told: list[str] = []
+    tracemalloc.start()
+    try:
+        found = [one.value["event"] for one in merged_events(attempt, {}, tell=told.append)]
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20
+    finally:
+        tracemalloc.stop()
+    assert found == ["round_final", "closed", "closed", "closed", "closed"]
+    assert sorted(sentence.partition(" bytes were")[0].rpartition(" ")[0] for sentence in told) == [
+        "events/agent-00001-b.jsonl:", "events/agent-00002-c.jsonl:", "events/agent-00002-c.jsonl:",
+    ]  # fmt: skip
+    assert any(sentence.endswith("it is larger than 67108864 bytes") for sentence in told)
+    assert any(sentence.endswith("a line is longer than 4194304 bytes") for sentence in told)
