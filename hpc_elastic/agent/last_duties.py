@@ -84,7 +84,7 @@ def leave_run(participant: Participant, reason: str) -> None:
     participant.leave(index + 1, reason)
 
 
-def see_to_the_end(context: AgentContext, record: RoundRecord | None) -> None:
+def see_to_the_end(context: AgentContext, record: RoundRecord | None, *, is_closing: bool = False) -> None:
     """Make sure that somebody writes the verdict and gives the allocation back.
 
     When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
@@ -93,8 +93,9 @@ def see_to_the_end(context: AgentContext, record: RoundRecord | None) -> None:
     Args:
         context: The agent's.
         record: The newest one; nothing is done where it does not close the run.
+        is_closing: This agent has just asked for the run to be closed: the record that does so may not be here yet.
     """
-    if record is None or record.status is not Status.CLOSED:
+    if record is None or (record.status is not Status.CLOSED and not is_closing):
         return
     if falls_to_us(context.coordination, record.members, context.info.uid, context.clock):
         logger.warning("the batch host %s does not answer; seeing to the end here", context.attempt.batch_host)

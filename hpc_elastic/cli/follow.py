@@ -30,13 +30,6 @@ _SETTLE = 10.0
 """An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
 filesystem may show its result late: so long it is watched on. (Not a cancelled one: that is final.)"""
 _CHUNK = 1 << 16
-_CODES = {
-    "COMPLETED": ExitCode.OK,
-    "CANCELLED": ExitCode.TERMINATED,
-    "TIMEOUT": ExitCode.TERMINATED,
-    "DEADLINE": ExitCode.TERMINATED,
-    "PREEMPTED": ExitCode.TERMINATED,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +51,11 @@ def how_it_ended(states: tuple[JobState, ...], result: int | None) -> End:
         return End(code=result, why=f"exit code {result}")
     if not states:
         return End(code=1, why="Slurm has forgotten the job, and its last attempt left no result")
-    codes = [_code_of(state) for state in states]
+    codes = [state.code for state in states]
     worst = max(range(len(states)), key=lambda index: codes[index])
     state = states[worst]
     reason = f" ({state.reason})" if state.reason else ""
     return End(code=codes[worst], why=f"{state.state.lower()}{reason} by Slurm, exit code {codes[worst]}")
-
-
-def _code_of(state: JobState) -> int:
-    if state.state in _CODES:
-        return int(_CODES[state.state])
-    if state.exit_signal:
-        return 128 + state.exit_signal
-    return state.exit_code or 1
 
 
 def newest_result(paths: RunPaths) -> int | None:

@@ -153,6 +153,15 @@ class SlurmSite:
             return SlurmAnswer(SlurmWord.SILENT)
         return slurm_answer(state, restarts=self._job.restart_count, near=near, now_ns=self._clock.time_ns())
 
+    def how_script_ended(self) -> str | None:
+        """How this job's batch script ended; None where it has not as far as Slurm knows, or Slurm can't be asked."""
+        try:
+            state = self._hurried.job_state(self._id)
+        except SlurmError:
+            return None
+        ended = state is not None and state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED)
+        return state.how_it_ended if state is not None and ended and (state.reason or state.exit_signal) else None
+
     def is_running(self, job_id: str) -> bool:
         try:
             states = self._hurried.queue_states([JobId(job_id)])

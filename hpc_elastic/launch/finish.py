@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
@@ -45,6 +47,9 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
     Raises:
         UsageError: there is no such attempt, or it has not ended.
     """
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # Slurm may send it more than once; its SIGKILL is the end of the time
     umask = os.umask(0o077)
     clock = SystemClock()
     paths, spec = load_run(run_dir)
@@ -59,13 +64,17 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str]) -> int:
     _append_to_job_log(paths.job_log)
     log_to_stdout()
     host = os.uname().nodename
-    logger.warning("the batch host %s does not answer; this is %s", attempt.batch_host, host)
+    logger.warning("the supervisor on the batch host %s does not answer; this is %s", attempt.batch_host, host)
     uid = new_uid(99999, f"finisher-{host}", clock)
     events = EventLog(
         attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
     )
     site = slurm_site(env, clock, umask=umask, paths=paths)
-    decision = conclude(paths, spec, site, attempt, closed_result(record, record.outcome), events, clock=clock)
+    result = closed_result(record, record.outcome)
+    if (how := site.how_script_ended()) is not None:
+        logger.warning("%s", how)
+        result = replace(result, reason=f"{result.reason}; {how}")
+    decision = conclude(paths, spec, site, attempt, result, events, clock=clock)
     stored = load_result(attempt_paths.result_json)
     if decision.action is RequeueAction.END or (stored is not None and stored.next_job):
         logger.info("ending job %s, whose batch script is gone", attempt.job_id)

@@ -46,7 +46,7 @@ class Ending:
         self._in_charge: bool | None = None
         self._all_departed = False
         self._turn: int | None = None
-        self._since = 0.0
+        self._closed_since: float | None = None
 
     @property
     def all_departed(self) -> bool:
@@ -61,14 +61,21 @@ class Ending:
     def begin(self, turn: int) -> None:
         """Find out, in the steps to come, who sees to the rest; the agent whose turn has come does."""
         self._turn = turn
-        self._since = self._clock.monotonic()
+        self._see_closed()
+
+    def _see_closed(self) -> float:
+        """When the supervisor's time began: with the close, since Slurm's KillWait may run while workers still end."""
+        if self._closed_since is None:
+            self._closed_since = self._clock.monotonic()
+        return self._closed_since
 
     def step_of_agent(self) -> None:
         """Tell ``end_seen_to``, or ``end_is_ours`` where nobody took it up in time."""
+        since = self._see_closed()
         if self._turn is None:
             return
         by = self._store.get(_BY)
-        if by is None and self._clock.monotonic() - self._since >= END_PATIENCE + END_TURN * self._turn:
+        if by is None and self._clock.monotonic() - since >= END_PATIENCE + END_TURN * self._turn:
             by = self._uid if self._store.put_if_absent(_BY, self._uid) else self._store.get(_BY)
         if by is not None:
             self._turn = None

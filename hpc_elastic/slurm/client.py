@@ -27,7 +27,7 @@ from hpc_elastic.slurm.errors import (
     one_line,
 )
 from hpc_elastic.slurm.hostlist import compress
-from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_sacct, parse_show_job, parse_squeue
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -120,6 +120,10 @@ class SlurmClient(Protocol):
 
     def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
         """Those of the jobs that Slurm still knows, ended ones included, in one cheap call."""
+        ...
+
+    def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        """Those of the jobs that the accounting knows, with state and exit code alone; none where a site has none."""
         ...
 
     def config(self) -> SlurmConfig:
@@ -250,6 +254,16 @@ class CommandSlurmClient:
             return parse_squeue(self._run("looking up jobs", commands.squeue(jobs)).stdout)
         except UnknownJobError:
             return ()
+
+    def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        if not jobs:
+            return ()
+        try:
+            return parse_sacct(self._run("looking up ended jobs", commands.sacct(jobs)).stdout)
+        except (SlurmUnavailableError, SlurmMissingError):
+            raise
+        except SlurmError:
+            return ()  # "Slurm accounting storage is disabled"
 
     def config(self) -> SlurmConfig:
         return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)

@@ -78,6 +78,16 @@ def test_without_a_supervisor_the_first_agent_whose_turn_has_come_does_it() -> N
     assert heard_second.names == ["end_seen_to"]
 
 
+def test_the_supervisors_time_runs_while_the_agents_workers_end() -> None:
+    stage = Stage()
+    agent, heard = stage.ending("a")
+    agent.step_of_agent()
+    stage.clock.now += END_PATIENCE
+    agent.begin(0)
+    agent.step_of_agent()
+    assert heard.names == ["end_is_ours"]
+
+
 def test_when_the_first_agent_is_dead_too_the_second_does_it() -> None:
     stage = Stage()
     second, heard = stage.ending("b")
