@@ -83,7 +83,7 @@ def _slurm(job: JobState, seconds_left: float | None) -> str:
     text = job.state + (f" ({job.reason})" if job.reason else "")
     if job.phase is JobPhase.RUNNING and seconds_left is not None:
         text += f", {duration(seconds_left)} left"
-    elif job.held:
+    elif job.way_out:
         text += f", {job.way_out}"
     elif job.phase is JobPhase.PENDING and job.start_time:
         text += f", expected to start {job.start_time.replace('T', ' ')}"

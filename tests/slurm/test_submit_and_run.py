@@ -72,6 +72,22 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: 
     cluster.wait_job(job)
 
 
+def test_waiting_for_an_array_and_for_a_job_that_never_starts(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    script = runs.script("import os, sys\nsys.exit(int(os.environ['SLURM_ARRAY_TASK_ID']) % 2)\n")
+    once = ("--max-restarts", "0", "--no-requeue", *SHORT)
+    array = runs.hpc_elastic("submit", "--wait", "--array", "0-1", *once, script)
+    job = array.stdout.split()[1]
+    assert array.returncode == 1
+    assert array.stderr.endswith(f"reports: hpc-elastic report {job}_1; all its runs: hpc-elastic status {job}\n")
+    assert "FAILED" in runs.hpc_elastic("report", f"{job}_1").stdout
+    never = runs.hpc_elastic("submit", "--wait", "-d", f"afterok:{job}", *SHORT, script)
+    waiting = never.stdout.split()[1]
+    assert never.returncode == 1
+    assert never.stderr.endswith(f"scancel {waiting} takes it out of the queue\n")
+    assert "DependencyNeverSatisfied" in runs.hpc_elastic("status", waiting).stdout
+    cluster.run(["scancel", waiting])
+
+
 def test_runs_whose_end_slurm_alone_knows(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """Batch scripts that were killed, with time for an agent to write the verdict and without; a job that never ran."""
     script = runs.script(WAITS)

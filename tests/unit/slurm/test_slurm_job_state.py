@@ -221,9 +221,7 @@ def test_a_task_that_waits_is_named_by_its_array() -> None:
 
 
 def test_the_accounting_of_ended_jobs() -> None:
-    text = (
-        "47|CANCELLED by 1001|0:15\n47.batch|CANCELLED|0:15\n48_3|FAILED|1:0\n49+1|TIMEOUT|0:0\nsacct: warning\n|x|\n"
-    )
+    text = "47|CANCELLED by 1001|0:15\n47.batch|CANCELLED|0:15\n48_3|FAILED|1:0\n49+1|TIMEOUT|0:0\nsacct: x\n"
     task, failed, component = parse_sacct(text)
     assert (task.job_id, task.state, task.exit_signal, task.code) == ("47", "CANCELLED", 15, 143)
     assert (failed.array_job_id, failed.array_task_id, failed.code) == ("48", "3", 1)
