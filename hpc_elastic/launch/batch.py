@@ -52,6 +52,8 @@ class SlurmSite:
         clock: Clock,
         umask: int,
         script: Path | None = None,
+        nodes: Sequence[str] | None = None,
+        keep: Sequence[int] = (),
     ) -> None:
         """Args:
         env: The batch script's environment.
@@ -60,6 +62,8 @@ class SlurmSite:
         clock: For the patience with a controller that does not answer.
         umask: The user's, for the workers.
         script: What `submit` made and sbatch was given; None: the job's script is the user's own.
+        nodes: Those of the allocation that the run takes; None: all.
+        keep: Descriptors that each srun is to have: `NodeClaims`.
         """
         self._env = dict(env)
         self._client = client
@@ -67,6 +71,8 @@ class SlurmSite:
         self._hurried = hurried
         self._umask = umask
         self._job = JobEnvironment.from_env(env)
+        self._nodes = self._job.nodes if nodes is None else tuple(nodes)
+        self._keep = tuple(keep)
         self._id = JobId(self._job.requeue_id)
         # A follow-on job of several components would get one list of options for all.
         self._script = script if self._job.het_leader_id is None else None
@@ -89,7 +95,7 @@ class SlurmSite:
         arming = self._arm(spec, site_allows=site_allows)
         return SiteFacts(
             cluster="slurm",
-            nodes=self._job.nodes,
+            nodes=self._nodes,
             job_id=self._job.requeue_id,
             restart_count=self._job.restart_count,
             requeue_armed=arming.is_armed,
@@ -141,7 +147,9 @@ class SlurmSite:
             ["env", mark, *agent],
             environment=self._env,
             min_nodes=spec.min_nodes,
-            components=self._job.components,
+            allocated=self._job.components or (self._job.nodes,),
+            is_het=bool(self._job.components),
+            keep=self._keep,
             extra=(*step_gpu_flags(self._env), *spec.srun_args),
             umask=self._umask,
         )
@@ -227,8 +235,15 @@ class SlurmSite:
         self._client.cancel(self._id)
 
 
-def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clock | None = None) -> int:
-    """Supervise one attempt in this job.
+def run_batch(
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    clock: Clock | None = None,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> int:
+    """Supervise one attempt in this job; `nodes` and `keep` as for `SlurmSite`.
 
     Returns:
         The attempt's exit code; 75 where the job was requeued.
@@ -243,7 +258,7 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     clock = clock or SystemClock()
     WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
-    site = slurm_site(env, clock, umask=umask, paths=paths)
+    site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 
@@ -265,8 +280,16 @@ def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
     return paths.task(int(task)).root if spec.array and task is not None else run_dir
 
 
-def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int, paths: RunPaths) -> SlurmSite:
-    """The site of the job that `env` belongs to, and that runs what lies at `paths`.
+def slurm_site(
+    env: Mapping[str, str],
+    clock: Clock,
+    *,
+    umask: int,
+    paths: RunPaths,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> SlurmSite:
+    """The site of the job that `env` belongs to, and that runs what lies at `paths`; the rest as for `SlurmSite`.
 
     Raises:
         JobEnvironmentError: it belongs to none.
@@ -274,7 +297,16 @@ def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int, paths: RunPa
     runner = SubprocessRunner(env)
     hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
     client = CommandSlurmClient(runner, clock)
-    return SlurmSite(env, client=client, hurried=hurried, clock=clock, umask=umask, script=_own_script(paths))
+    return SlurmSite(
+        env,
+        client=client,
+        hurried=hurried,
+        clock=clock,
+        umask=umask,
+        script=_own_script(paths),
+        nodes=nodes,
+        keep=keep,
+    )
 
 
 def _own_script(paths: RunPaths) -> Path | None:
