@@ -15,6 +15,7 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.job_word import slurm_answer
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
@@ -170,6 +171,10 @@ class SlurmSite:
         ended = state is not None and state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED)
         return state.how_it_ended if state is not None and ended and (state.reason or state.exit_signal) else None
 
+    def job_nodes(self) -> tuple[str, ...]:
+        states = self._client.queue_states([self._id])
+        return tuple(node for state in states if state.phase is JobPhase.RUNNING for node in state.nodes)
+
     def is_running(self, job_id: str) -> bool:
         try:
             states = self._hurried.queue_states([JobId(job_id)])
@@ -296,7 +301,7 @@ def slurm_site(
     """
     runner = SubprocessRunner(env)
     hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    client = CommandSlurmClient(runner, clock)
+    client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
     return SlurmSite(
         env,
         client=client,

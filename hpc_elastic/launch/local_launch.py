@@ -56,6 +56,9 @@ class LocalSite:
     def ask(self, *, near: float) -> SlurmAnswer:
         return SlurmAnswer(SlurmWord.NO_SLURM)
 
+    def job_nodes(self) -> tuple[str, ...]:
+        return ()
+
     def is_running(self, job_id: str) -> bool:
         return False
 

@@ -7,7 +7,7 @@ again is the caller's decision.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -210,7 +210,21 @@ class SlurmClient(Protocol):
 class CommandSlurmClient:
     """The `SlurmClient` that runs Slurm's commands."""
 
-    def __init__(self, runner: CommandRunner, clock: Clock, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        runner: CommandRunner,
+        clock: Clock,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        heard: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
+    ) -> None:
+        """Args:
+        runner: Runs the commands.
+        clock: For how long they took.
+        timeout: Seconds for each.
+        heard: Called after each: with the error where the controller did not answer, else with None.
+        """
+        self._heard = heard
         self._runner = runner
         self._clock = clock
         self._timeout = timeout
@@ -323,6 +337,20 @@ class CommandSlurmClient:
         return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
 
     def _run(self, what: str, argv: list[str], *, tries: int = 1) -> CommandResult:
+        try:
+            result = self._run_quietly(what, argv, tries=tries)
+        except SlurmUnavailableError as error:
+            self._heard(error)
+            raise
+        except SlurmMissingError:
+            raise
+        except SlurmError:
+            self._heard(None)
+            raise
+        self._heard(None)
+        return result
+
+    def _run_quietly(self, what: str, argv: list[str], *, tries: int) -> CommandResult:
         began = self._clock.monotonic()
         try:
             for _ in range(tries):
