@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,16 +85,29 @@ def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] |
     return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
 
 
-def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEntry]:
+def jobs_of(
+    run_dir: str, *, env: Mapping[str, str] | None = None, known: Sequence[JobEntry] | None = None
+) -> list[JobEntry]:
     """The jobs that were submitted with this run directory, newest first: one, but for a copy of a home.
 
     Of an array's task: ``ARRAYJOB_TASK``.
+
+    Args:
+        run_dir: Absolute.
+        env: As in `record`.
+        known: From `known_jobs`, where that is not to be read for each of many runs.
     """
+    known = known_jobs(env=env) if known is None else known
     task = task_index(os.path.basename(run_dir))
     if task is not None:
-        arrays = jobs_of(os.path.dirname(run_dir), env=env)
+        arrays = jobs_of(os.path.dirname(run_dir), known=known)
         own = [entry for entry in arrays if entry.job_id.partition("_")[2] in ("", str(task))]  # 81_3: a follow-on job
         return [replace(entry, job_id=_of_task(entry.job_id, task), run_dir=Path(run_dir)) for entry in own]
+    return [entry for entry in known if str(entry.run_dir) == run_dir]
+
+
+def known_jobs(*, env: Mapping[str, str] | None = None) -> list[JobEntry]:
+    """Every job that is known, newest first."""
     folder = account_folder("jobs", env)
     try:
         names = os.listdir(folder) if folder is not None else []
@@ -104,7 +117,7 @@ def jobs_of(run_dir: str, *, env: Mapping[str, str] | None = None) -> list[JobEn
     for name in names:
         value = read_json(folder / name) if folder is not None and name.endswith(".json") else ""
         entry = None if isinstance(value, str) else _entry(value)
-        if entry is not None and str(entry.run_dir) == run_dir:
+        if entry is not None:
             found.append(entry)
     return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
 

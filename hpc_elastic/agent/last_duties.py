@@ -87,7 +87,7 @@ def leave_run(participant: Participant, reason: str) -> None:
     participant.leave(index + 1, reason)
 
 
-def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None) -> None:
+def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None, *, is_closing: bool = False) -> None:
     """Make sure that a process writes the verdict and gives the allocation back.
 
     When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
@@ -97,8 +97,11 @@ def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None) -> No
         context: The agent's.
         record: The newest one; nothing is done where it does not close the run, and where a later attempt has
             superseded this one, which then finishes it too.
+        is_closing: This agent has just asked for the run to be closed: the record that does so may not be here yet.
     """
-    if record is None or record.status is not Status.CLOSED or record.outcome is Outcome.SUPERSEDED:
+    if record is None or (record.status is not Status.CLOSED and not is_closing):
+        return
+    if record.outcome is Outcome.SUPERSEDED:
         return
     for confirmed in (True, False):
         if not is_unclaimed(context.coordination, record.members, context.info.uid, context.clock, confirmed=confirmed):

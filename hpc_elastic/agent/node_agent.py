@@ -477,8 +477,10 @@ class NodeAgent:
         c.store_server.close()
         c.watch.close()
         c.health.close()
-        if self._heard.ended_by is None and self._failure is None and c.attempt.cluster == "slurm":
-            finish_if_unclaimed(c, self._record)
+        # Slurm's own end too: where it has killed the batch script (scancel --batch), nobody else writes the verdict.
+        by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
+        if by_slurm and self._failure is None and c.attempt.cluster == "slurm":
+            finish_if_unclaimed(c, self._record, is_closing=self._heard.ended_by is not None)
         c.events.write("agent_ended", reason=self._why_ended, code=code)
         c.coordination.ask(lambda participant: participant.say_goodbye())
         if not c.coordination.stop(within=HUNG_SECONDS) and (

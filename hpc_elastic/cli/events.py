@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run, node_names
 from hpc_elastic.cli.run_end import RunEnd, RunWatch
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, tell, wants_colour
@@ -189,7 +190,8 @@ class _Follower:
     def run(self) -> RunEnd:
         """Follow to the run's end."""
         stop = threading.Event()  # never set: Ctrl-C ends it
-        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock)
+        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
+        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
         self._find_files()
         self._look(everything=True, tail=self._tail)
         while True:

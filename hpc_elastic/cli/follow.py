@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hpc_elastic.cli.command_line import say
 from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.launch.attempts import newest_stored
+from hpc_elastic.launch.attempts import begun_attempts, newest_stored
 from hpc_elastic.launch.job_now import job_now
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.output_reader import OutputReader
@@ -32,13 +33,7 @@ _SETTLE = 10.0
 """An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
 filesystem may show its result late: so long it is watched on. (Not a cancelled one: that is final.)"""
 _CHUNK = 1 << 16
-_CODES = {
-    "COMPLETED": ExitCode.OK,
-    "CANCELLED": ExitCode.TERMINATED,
-    "TIMEOUT": ExitCode.TERMINATED,
-    "DEADLINE": ExitCode.TERMINATED,
-    "PREEMPTED": ExitCode.TERMINATED,
-}
+_MOST_REPORTS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +42,8 @@ class End:
 
     code: int
     why: str
+    has_ended: bool = True
+    """False: its job stays in the queue, and never starts."""
 
 
 def how_it_ended(states: tuple[JobState, ...], result: int | None) -> End:
@@ -60,19 +57,11 @@ def how_it_ended(states: tuple[JobState, ...], result: int | None) -> End:
         return End(code=result, why=f"exit code {result}")
     if not states:
         return End(code=1, why="Slurm has forgotten the job, and its last attempt left no result")
-    codes = [_code_of(state) for state in states]
+    codes = [state.code for state in states]
     worst = max(range(len(states)), key=lambda index: codes[index])
     state = states[worst]
     reason = f" ({state.reason})" if state.reason else ""
     return End(code=codes[worst], why=f"{state.state.lower()}{reason} by Slurm, exit code {codes[worst]}")
-
-
-def _code_of(state: JobState) -> int:
-    if state.state in _CODES:
-        return int(_CODES[state.state])
-    if state.exit_signal:
-        return 128 + state.exit_signal
-    return state.exit_code or 1
 
 
 def newest_result(paths: RunPaths) -> int | None:
@@ -147,72 +136,133 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
     """Wait for the run's end; Ctrl-C ends the waiting alone.
 
     Returns:
-        The run's exit code; 130 after Ctrl-C.
+        The run's exit code; 1 for a job that never starts; 130 after Ctrl-C.
     """
+    waiting = _Waiting(client, job, paths, clock=clock, tail=LogTail(str(paths.job_log)) if show_log else None)
     try:
-        end = _wait(client, job, paths, clock=clock, tail=LogTail(str(paths.job_log)) if show_log else None)
+        end = waiting.run()
     except KeyboardInterrupt:
-        say(f"job {job} goes on without being watched; to end it: scancel {job}")
-        return int(ExitCode.INTERRUPTED)
-    say(f"run {paths.run_id} ended: {end.why}; report: hpc-elastic report {job}")
+        return leave(waiting.job, paths)
+    if end.has_ended:
+        say(f"run {paths.run_id} ended: {end.why}; {where_to_look(job, paths)}")
+    else:
+        say(f"run {paths.run_id} is not waited for any more: {end.why}")
     return end.code
 
 
-def _wait(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tail: LogTail | None) -> End:
-    stop = threading.Event()  # never set: waiting ends by the job's end or by Ctrl-C
-    said = ""
-    waived: set[int] = set()
-    ended_since: float | None = None
-    next_question = clock.monotonic()
-    while True:
-        if tail is not None:
-            tail.show()
-        if clock.monotonic() >= next_question:
-            try:
-                states = client.job_states(job)
-                line = _describe(states)
-            except SlurmError as error:
-                states, line = None, f"can't be asked about: {error.why}; trying on"
-            if line != said:
-                say(f"job {job} {line}")
-                said = line
-            now = clock.monotonic()
-            if states is not None:
-                waive_delay(client, job, states, paths, waived)
-            if states is not None and all(state.phase is JobPhase.FINISHED for state in states):
-                following = job_now(paths)
-                if following is not None and following != job.number:
-                    say(f"job {following} goes on with the run")
-                    job, said, ended_since = JobId(following, job.cluster), "", None
-                    continue
-                result = newest_result(paths)
-                ended_since = now if ended_since is None else ended_since
-                told = result is not None and result != ExitCode.REQUEUED
-                cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
-                if told or cancelled or now - ended_since >= _SETTLE:
+def leave(job: JobId, paths: RunPaths) -> int:
+    """Say what becomes of a job whose follower got Ctrl-C. Returns the exit code."""
+    again = (
+        f"hpc-elastic status {job} --watch"
+        if array_tasks(paths)
+        else f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
+    )
+    say(f"job {job} goes on without being watched; to end it: scancel {job}; to follow it again: {again}")
+    return int(ExitCode.INTERRUPTED)
+
+
+def where_to_look(job: JobId, paths: RunPaths) -> str:
+    """The commands that say more about a run that has ended; of an array about its tasks that began, and failed."""
+    tasks = array_tasks(paths)
+    if not tasks:
+        return f"report: hpc-elastic report {job}"
+    failed = [task for task in tasks if begun_attempts(paths.task(task)) and newest_result(paths.task(task)) != 0]
+    base = job.number.partition("_")[0]
+    reports = [f"hpc-elastic report {base}_{task}" for task in failed[:_MOST_REPORTS]]
+    if len(failed) > _MOST_REPORTS:
+        reports.append(f"{len(failed) - _MOST_REPORTS} more failed")
+    told = f"reports: {'; '.join(reports)}; " if reports else ""
+    return f"{told}all its runs: hpc-elastic status {base}"
+
+
+class _Waiting:
+    """One wait for a run's end."""
+
+    def __init__(self, client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, tail: LogTail | None) -> None:
+        self.job = job
+        """The run's job now: a run may go on in a follow-on job."""
+        self._client = client
+        self._paths = paths
+        self._clock = clock
+        self._tail = tail
+        self._said = ""
+        self._waived: set[int] = set()
+        self._ended_since: float | None = None
+
+    def run(self) -> End:
+        stop = threading.Event()  # never set: waiting ends by the job's end or by Ctrl-C
+        tail, next_question = self._tail, self._clock.monotonic()
+        while True:
+            if tail is not None:
+                tail.show()
+            if self._clock.monotonic() >= next_question:
+                end = self._look()
+                if end is not None:
                     if tail is not None:
                         tail.show()
-                    return how_it_ended(states, result)
-            elif states is not None:
-                ended_since = None
-            next_question = now + _ASK_SLURM_EVERY
-        clock.wait(stop, _ASK_SLURM_EVERY if tail is None else _LOOK_AT_LOG_EVERY)
+                    return end
+                next_question = self._clock.monotonic() + _ASK_SLURM_EVERY
+            self._clock.wait(stop, _ASK_SLURM_EVERY if tail is None else _LOOK_AT_LOG_EVERY)
+
+    def _look(self) -> End | None:
+        """Ask Slurm once. Returns how the run ended; None: it goes on, or nobody knows."""
+        try:
+            states = self._client.job_states(self.job)
+        except SlurmError as error:
+            self._say(f"can't be asked about: {error.why}; trying on")
+            return None
+        self._say(_describe(states))
+        waive_delay(self._client, self.job, states, self._paths, self._waived)
+        left = [state for state in states if state.phase is not JobPhase.FINISHED]
+        if not left:
+            return self._when_finished(states)
+        self._ended_since = None
+        if all(state.never_starts for state in left):
+            return End(code=1, why=f"{left[0].reason}: {left[0].way_out}", has_ended=False)
+        return None
+
+    def _when_finished(self, states: tuple[JobState, ...]) -> End | None:
+        following = job_now(self._paths)
+        if following is not None and following != self.job.number:
+            say(f"job {following} goes on with the run")
+            self.job, self._said, self._ended_since = JobId(following, self.job.cluster), "", None
+            return self._look()
+        now, result = self._clock.monotonic(), newest_result(self._paths)
+        self._ended_since = now if self._ended_since is None else self._ended_since
+        told = result is not None and result != ExitCode.REQUEUED
+        cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
+        if told or cancelled or now - self._ended_since >= _SETTLE:
+            return how_it_ended(states or self._accounted(), result)
+        return None
+
+    def _accounted(self) -> tuple[JobState, ...]:
+        try:
+            return self._client.accounted([self.job])
+        except SlurmError:
+            return ()
+
+    def _say(self, line: str) -> None:
+        if line != self._said:
+            say(f"job {self.job} {line}")
+            self._said = line
 
 
 def _describe(states: tuple[JobState, ...]) -> str:
     if not states:
         return "is no longer known to Slurm"
     if len(states) > 1:
-        counts: dict[str, int] = {}
-        for state in states:
-            counts[state.state.lower()] = counts.get(state.state.lower(), 0) + 1
-        return "has " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+        counts = Counter(state.state.lower() for state in states)
+        text = "has " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+        waiting = [state for state in states if state.phase is JobPhase.PENDING and state.reason]
+        reasons = ", ".join(dict.fromkeys(state.reason for state in waiting))
+        stuck = next((f"; {state.way_out}" for state in waiting if state.way_out), "")
+        return f"{text}{f' ({reasons})' if reasons else ''}{stuck}"
     state = states[0]
     if state.phase is JobPhase.PENDING:
         again = f" again (restart {state.restarts})" if state.restarts else ""
         begin = f", not before {state.start_time}" if state.reason == "BeginTime" and state.start_time else ""
-        held = f"; {state.way_out}" if state.held else ""
-        return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}{held}"
+        stuck = f"; {state.way_out}" if state.way_out else ""
+        return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}{stuck}"
     if state.phase is JobPhase.RUNNING:
         try:
             return f"is {state.state.lower()} on {compress(state.nodes)}"

@@ -1,4 +1,4 @@
-"""``hpc-elastic list``: the runs in a folder, newest first, each in one line; from their files alone."""
+"""``hpc-elastic list``: the runs in a folder, newest first, each in one line; Slurm is asked about all at once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
-from hpc_elastic.cli import bad_nodes
+from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.screen import tell
 from hpc_elastic.cli.status_text import status_json
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
 from hpc_elastic.reading.screen_text import one_line
@@ -22,6 +23,7 @@ from hpc_elastic.run_index import DEFAULT_RUNS_DIR, array_tasks
 from hpc_elastic.run_paths import RunPaths
 
 MOST = 20
+_AT_ONCE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--bad-nodes", action="store_true", help="instead: the nodes that submit --bad-nodes jobs leaves out, and why"
     )
+    parser.add_argument("--no-slurm", action="store_true", help="from the files alone")
     bad_nodes.add_forget_argument(parser, "this account")
 
 
@@ -58,24 +61,33 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir") from None
     clock = SystemClock()
+    client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     shown = 0
-    for paths in _runs(folder, names):
-        try:
-            status = read_status(paths, clock=clock)
-        except OSError:
-            continue  # it is being removed
-        if wanted and status.state not in wanted:
-            continue
-        if args.name and args.name not in status.name and args.name not in status.run_id:
-            continue
-        if shown == most:
-            tell("there are more; --limit all shows them")
-            break
-        sys.stdout.write((_as_json(status) if args.json else status_line(status)) + "\n")
-        shown += 1
+    runs = _runs(folder, names)
+    at_once = _AT_ONCE if most is None else min(_AT_ONCE, most + 1)
+    while some := list(islice(runs, at_once)):
+        statuses = [
+            status for status in _statuses(some, clock) if (args.name or "") in status.name + "\n" + status.run_id
+        ]
+        for status, _ in run_job.ends_by_slurm(client, statuses, clock=clock):
+            if wanted and status.state not in wanted:
+                continue
+            if shown == most:
+                tell("there are more; --limit all shows them")
+                return 0
+            sys.stdout.write((_as_json(status) if args.json else status_line(status)) + "\n")
+            shown += 1
     if not shown:
         tell(f"no such run in {folder}")
     return 0
+
+
+def _statuses(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
+    for paths in some:
+        try:
+            yield read_status(paths, clock=clock)
+        except OSError:
+            continue  # it is being removed
 
 
 def _runs(folder: str, names: Sequence[str]) -> Iterator[RunPaths]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.log_choice import LogChoice
 from hpc_elastic.cli.log_printer import LogPrinter
 from hpc_elastic.cli.run_argument import AskedRun
@@ -56,7 +57,8 @@ class LogFollower:
     def run(self) -> RunEnd:
         """Follow to the run's end."""
         stop = threading.Event()  # never set: Ctrl-C ends it
-        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock)
+        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
+        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
         self._find_files()
         if not self._seen:
             tell(f"run {self._asked.paths.run_id} has started no worker yet: waiting")

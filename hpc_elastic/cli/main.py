@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
         return _BROKEN_PIPE
     except OSError as error:
         # A file or folder of the user's that can't be reached is no defect of ours; anything else shows its traceback.
+        if error.filename is None and (gone := _why_nowhere(error)) is not None:
+            return _say(UsageError(gone), _USAGE)
         if error.filename is None:
             from hpc_elastic.cli.standard_output import leave_output, output_failed
 
@@ -117,6 +119,17 @@ def _open_missing_streams() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _why_nowhere(error: OSError) -> str | None:
+    """Whether `error` is that this process's directory was deleted or unmounted; then what to do."""
+    try:
+        os.getcwd()
+    except OSError as problem:
+        if problem.errno == error.errno:
+            where = os.environ.get("PWD") or "of this shell"
+            return f"the current directory {where} is gone ({problem.strerror}); cd to one that is there, and try again"
+    return None
 
 
 def _say(error: HpcElasticError, code: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
 from hpc_elastic.cli.screen import is_terminal, tell, wants_colour, width_for
 from hpc_elastic.errors import UsageError
+from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.screen_text import one_line
 
 if TYPE_CHECKING:
@@ -112,7 +113,34 @@ def _collect(asked: AskedRun, args: argparse.Namespace, *, wait: bool = False) -
         raise UsageError(f"{asked.paths.root} can't be read: {error.strerror}") from None
     if asked.attempt is not None and not (wait and not history.attempts):
         check_attempt(asked.attempt, [part.number for part in history.attempts], history.run_id)
-    return history
+    return history if wait else _with_slurms_end(history, asked)
+
+
+def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
+    """The history with the end that the files do not hold and Slurm knows; it is asked only where they hold none."""
+    if history.attempts and history.attempts[-1].exit_code not in (None, ExitCode.REQUEUED):
+        return history
+    from hpc_elastic.cli import run_job
+    from hpc_elastic.clock import SystemClock
+    from hpc_elastic.reading.run_status import RunState, read_status
+    from hpc_elastic.report.subject import with_end
+
+    clock = SystemClock()
+    before = read_status(asked.paths, clock=clock)
+    client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
+    ((status, _),) = run_job.ends_by_slurm(client, [before], clock=clock)
+    if before.state is RunState.ENDED or status.state is not RunState.ENDED:
+        return history
+    if status.attempt is None or before.state is RunState.REQUEUED:
+        tell(f"run {status.run_id} has ended: {status.reason}")
+        return history
+    return with_end(
+        history,
+        attempt=status.attempt,
+        outcome=status.outcome,
+        exit_code=status.exit_code,
+        decision=f"end: {status.reason}",
+    )
 
 
 def _renderer(args: argparse.Namespace) -> Callable[[RunHistory, int | None], str]:

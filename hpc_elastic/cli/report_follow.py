@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.run_end import RunEnd, RunWatch
 from hpc_elastic.clock import Clock
@@ -32,7 +33,8 @@ class ReportFollower:
     def run(self) -> RunEnd:
         """Show it now, whenever it changes, and at the end."""
         stop = threading.Event()  # never set: Ctrl-C ends it
-        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock)
+        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
+        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
         seen: object = None
         while True:
             end = watch.end()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_elastic import run_index
 from hpc_elastic.cli.command_line import read_command_line, say
+from hpc_elastic.clock import SystemClock
 from hpc_elastic.configuration import job_options
 from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import (
@@ -20,10 +21,12 @@ from hpc_elastic.configuration.run_request import (
 )
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.earlier import earlier_run
+from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import create_run, why_not_shared
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.screen_text import each_line
 from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.slurm.hostlist import HostlistError, expand
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.node_range import parse_nodes
 from hpc_elastic.slurm.step_gpus import step_gpu_flags
@@ -84,17 +87,46 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
             f"run was started by srun on {job.task.num_tasks} tasks; start it once, without srun: it starts an "
             "agent on each node itself (or srun hpc-elastic agent, with one task on each node)"
         )
+    from hpc_elastic.agent.heartbeats import candidates
     from hpc_elastic.launch.batch import run_batch
 
     step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)
-    nodes = nodes_of(parsed, len(job.nodes), what="allocation")
-    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
     runs_dir = runs_directory(parsed, cwd)
+    claims = open_claims(job.requeue_id, job.restart_count, candidates(env))
+    chosen = claims.claim(job.nodes, _node_wish(parsed), clock=SystemClock(), shares=parsed.flag("overlap"))
+    nodes = nodes_of(parsed, len(chosen), what="allocation" if chosen == job.nodes else "choice of nodes")
+    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None
     if why is not None:
         raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
-    return run_batch(create_run_in_job(job, spec, runs_dir, env), without_run_variables(env))
+    run_dir = create_run_in_job(job, spec, runs_dir, env)
+    claims.sign(f"run {run_dir.name}")
+    return run_batch(run_dir, without_run_variables(env), nodes=chosen, keep=tuple(claims.held.values()))
+
+
+def _node_wish(parsed: Parsed) -> NodeWish:
+    """``-w`` of the command line, ``-x`` and ``-N``, as srun understands them within an allocation.
+
+    Raises:
+        UsageError: one can't be read.
+    """
+
+    def names(dest: str) -> tuple[str, ...]:
+        text = parsed.get(dest)
+        try:
+            return tuple(dict.fromkeys(expand(text))) if text else ()
+        except HostlistError as error:
+            raise UsageError(f"{parsed.source(dest, '--' + dest)} {text}: {error.why}") from None
+
+    # A file's nodelist is meant for submissions: the allocation is what became of it.
+    listed = names("nodelist") if parsed.from_command_line("nodelist") else ()
+    given = parsed.get("nodes")
+    if given is None:
+        return NodeWish(listed=listed, excluded=names("exclude"))
+    least, most = parse_nodes(given, option=parsed.source("nodes", "--nodes"))
+    most += job_options.spare_nodes(parsed)
+    return NodeWish(listed=listed, excluded=names("exclude"), least=least, most=most)
 
 
 def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
@@ -103,7 +135,7 @@ def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
     Args:
         parsed: The command line.
         allocated: How many there are.
-        what: Where: ``allocation`` or ``step``.
+        what: Of what: ``allocation``, ``choice of nodes`` or ``step``.
 
     Raises:
         UsageError: there are too few.

@@ -7,10 +7,9 @@ import json
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hpc_elastic.cli import bad_nodes, run_job
-from hpc_elastic.cli.screen import is_terminal, tell
+from hpc_elastic.cli.screen import is_terminal
 from hpc_elastic.cli.standard_output import output_failed
 from hpc_elastic.cli.status_text import status_json, status_lines
 from hpc_elastic.clock import Clock, SystemClock
@@ -20,13 +19,10 @@ from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.run_index import array_tasks, jobs_of
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
 from hpc_elastic.slurm.job_state import JobState, seconds_until_end
 
 WATCH_SECONDS = 5.0
 """Between two looks of ``--watch``: some file operations, and one squeue."""
-SLURM_SECONDS = 10.0
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -51,15 +47,14 @@ def run(args: argparse.Namespace) -> int:
     if args.forget_nodes is not None:
         return bad_nodes.forget_run(args.forget_nodes, paths.nodes_json)
     clock = SystemClock()
-    client = None if args.no_slurm else run_job.slurm_client(timeout=SLURM_SECONDS)
+    client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     while True:
         clears = args.watch and is_terminal(sys.stdout)
         try:
             if tasks := array_tasks(paths):
                 has_ended = _show_array(paths, tasks, client, clock, as_json=args.json, clears=clears)
             else:
-                status = read_status(paths, clock=clock)
-                job = ask_slurm(client, status) if client is not None else None
+                ((status, job),) = run_job.ends_by_slurm(client, [read_status(paths, clock=clock)], clock=clock)
                 _print(status, job, clock, as_json=args.json, clears=clears)
                 has_ended = status.state is RunState.ENDED
         except OSError as error:
@@ -71,54 +66,25 @@ def run(args: argparse.Namespace) -> int:
         clock.wait(threading.Event(), WATCH_SECONDS)
 
 
-def ask_slurm(client: SlurmClient, status: RunStatus) -> JobState | None:
-    """What Slurm says of the run's job; None where it knows nothing of it, or can't be asked: then that is said."""
-    if status.cluster != "slurm" or status.state is RunState.ENDED:
-        return None
-    job = run_job.job_of(status)
-    if job is None:
-        return None
-    return whole_job(_states(client, job))
-
-
-def whole_job(states: Sequence[JobState]) -> JobState | None:
-    """One state of what squeue says of a job: of a het job, the first component's with the nodes of all."""
-    if not states:
-        return None
-    first = min(states, key=lambda state: state.het_offset)
-    nodes = tuple(node for state in sorted(states, key=lambda state: state.het_offset) for node in state.nodes)
-    return replace(first, nodes=nodes) if first.het_leader_id is not None else states[0]
-
-
-def _states(client: SlurmClient, job: JobId) -> tuple[JobState, ...]:
-    try:
-        return client.queue_states([job])
-    except SlurmMissingError:
-        return ()
-    except SlurmError as error:
-        tell(f"Slurm can't be asked: {error}")
-        return ()
-
-
 def _show_array(
     paths: RunPaths, tasks: Sequence[int], client: SlurmClient | None, clock: Clock, *, as_json: bool, clears: bool
 ) -> bool:
     from hpc_elastic.cli import status_array
 
     runs = status_array.read_tasks(paths, tasks, clock=clock)
-    has_ended = all(status.state is RunState.ENDED for status in runs.values())
+    found = run_job.ends_by_slurm(client, list(runs.values()), clock=clock)
+    runs = {task: status for task, (status, _) in zip(runs, found, strict=True)}
+    jobs = {task: job for task, (_, job) in zip(runs, found, strict=True) if job is not None}
     told = [status.job_id.partition("_")[0] for status in runs.values() if status.job_id]
     known = [entry.job_id for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
     number = next(iter((*known, *told)), "")
-    asks = client is not None and number and not has_ended
-    jobs = status_array.states_by_task(_states(client, JobId(number))) if client is not None and asks else {}
     if as_json:
         text = json.dumps(status_array.array_json(paths, runs, jobs))
     else:
         text = "\n".join(map(one_line, status_array.array_lines(paths, runs, jobs, number)))
     sys.stdout.write((_CLEAR if clears and not as_json else "") + text + "\n")
     sys.stdout.flush()
-    return has_ended
+    return all(status.state is RunState.ENDED for status in runs.values())
 
 
 def seconds_left(job: JobState | None, clock: Clock) -> float | None:

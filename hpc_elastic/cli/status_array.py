@@ -9,28 +9,14 @@ from typing import Any
 from hpc_elastic.cli.list_runs import status_line
 from hpc_elastic.cli.status_text import JSON_VERSION, status_json
 from hpc_elastic.clock import Clock
-from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
 from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.slurm.array import parse_array
 from hpc_elastic.slurm.job_state import JobState
 
 
 def read_tasks(paths: RunPaths, tasks: Sequence[int], *, clock: Clock) -> dict[int, RunStatus]:
     """Where each task of an array stands."""
     return {task: read_status(paths.task(task), clock=clock) for task in tasks}
-
-
-def states_by_task(states: Sequence[JobState]) -> dict[int, JobState]:
-    """What squeue said of an array's job, by task; tasks that wait have one line for all, as in ``70_[3-5,7%2]``."""
-    found: dict[int, JobState] = {}
-    for state in states:
-        try:
-            tasks = parse_array((state.array_task_id or "").strip("[]"))
-        except UsageError:
-            continue  # a long list is cut: "[0-7,…]"
-        found.update(dict.fromkeys(tasks, state))
-    return found
 
 
 def array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState], job: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.reading.run_status import RunState, RunStatus, StepStatus
 from hpc_elastic.reading.screen_text import one_line
 from hpc_elastic.report.fold import rank_ranges
@@ -49,6 +50,8 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
         put("lost", _names(status.lost))
     if status.bad_nodes:
         put("left out", _names(status.bad_nodes))
+    if differ := _differ(status, job):
+        put("differs", str(differ))
     if status.waiting:
         put("waiting", f"{status.waiting} nodes for a place")
     if status.opened_because:
@@ -65,10 +68,24 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
 
 def status_json(status: RunStatus, job: JobState | None, *, seconds_left: float | None) -> dict[str, Any]:
     """The same as an object: docs/reference/status-json.md."""
-    slurm = None
+    slurm: dict[str, Any] | None = None
     if job is not None:
-        slurm = {"state": job.state, "reason": job.reason, "nodes": list(job.nodes), "seconds_left": seconds_left}
+        slurm = {
+            "state": job.state,
+            "reason": job.reason,
+            "nodes": list(job.nodes),
+            "seconds_left": seconds_left,
+        }
+        if differ := _differ(status, job):
+            slurm["differs"] = str(differ)
     return {"version": JSON_VERSION, **asdict(status), "state": status.state.value, "slurm": slurm}
+
+
+def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
+    """Where Slurm and the run disagree about the job's nodes."""
+    if job is None or job.phase is not JobPhase.RUNNING or status.state is RunState.ENDED:
+        return NodesDiffer()
+    return nodes_differ(used=status.members, lost=status.lost, job=job.nodes)
 
 
 def duration(seconds: float) -> str:
@@ -83,7 +100,7 @@ def _slurm(job: JobState, seconds_left: float | None) -> str:
     text = job.state + (f" ({job.reason})" if job.reason else "")
     if job.phase is JobPhase.RUNNING and seconds_left is not None:
         text += f", {duration(seconds_left)} left"
-    elif job.held:
+    elif job.way_out:
         text += f", {job.way_out}"
     elif job.phase is JobPhase.PENDING and job.start_time:
         text += f", expected to start {job.start_time.replace('T', ' ')}"

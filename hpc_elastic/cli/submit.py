@@ -52,16 +52,19 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     clock = SystemClock()
     client = submission_client(submission, env, clock)
     job = submit_job(submission, client, clock=clock, env=env, tell=say)
-    options, tasks = submission.job.options, submission.job.tasks
-    _say_where(job, submission.paths, options)
-    if not (parsed.flag("wait") or parsed.flag("follow")):
-        return 0
-    from hpc_elastic.cli.follow import follow
+    from hpc_elastic.cli.follow import follow, leave
 
-    if parsed.flag("follow") and tasks:
-        say(f"an array has a log for each task: hpc-elastic logs --follow {job}_{tasks[0]}, say")
-    shows_log = parsed.flag("follow") and options.output is None and not tasks
-    return follow(client, job, submission.paths, clock=clock, show_log=shows_log)
+    options, tasks = submission.job.options, submission.job.tasks
+    try:
+        _say_where(job, submission.paths, options)
+        if not (parsed.flag("wait") or parsed.flag("follow")):
+            return 0
+        if parsed.flag("follow") and tasks:
+            say(f"an array has a log for each task: hpc-elastic logs --follow {job}_{tasks[0]}, say")
+        shows_log = parsed.flag("follow") and options.output is None and not tasks
+        return follow(client, job, submission.paths, clock=clock, show_log=shows_log)
+    except KeyboardInterrupt:
+        return leave(job, submission.paths)
 
 
 def _say_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:

@@ -134,6 +134,10 @@ OPTIONS = (
         names=("--wait",), dest="wait", group=OWN_GROUP,
         help="wait for the run's end, through requeues, and exit with its code",
     ),
+    Option(
+        names=("--overlap",), dest="overlap", group=OWN_GROUP, in_files=False,
+        help="within an allocation: share nodes with other runs of it",
+    ),
     Option(names=("--follow",), dest="follow", group=OWN_GROUP, help="--wait, and print the job log as it grows"),
 )  # fmt: skip
 
@@ -146,6 +150,8 @@ SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
 
 SUBMIT_ONLY = ("dry_run", "wait", "follow", "allow_local_runs_dir", "template", "het")
 """What `run` does not take."""
+RUN_ONLY = ("overlap",)
+"""What `run` alone takes."""
 _OURS = ("spares", "segment", "grace", "sbatch_args", "srun_args", "gpus", "het")
 
 
@@ -280,5 +286,5 @@ def only_for_slurm(parsed: Parsed) -> list[str]:
         check_time_option(time_limit, option=parsed.sources["time"])
     meaningless = {names[-1][2:].replace("-", "_") for names, _, _ in _PLAIN} - {"job_name"}
     meaningless |= {"exclusive", "sbatch_args", "srun_args", "wait", "follow", "gpus", "het", "template"}
-    meaningless |= {"requeue_with", "bad_nodes"}
+    meaningless |= {"requeue_with", "bad_nodes", "overlap"}
     return [source for dest, source in parsed.sources.items() if dest in meaningless and parsed.from_command_line(dest)]

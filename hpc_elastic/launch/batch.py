@@ -15,6 +15,7 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.job_word import allocation_of, slurm_answer
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
@@ -52,6 +53,8 @@ class SlurmSite:
         clock: Clock,
         umask: int,
         script: Path | None = None,
+        nodes: Sequence[str] | None = None,
+        keep: Sequence[int] = (),
     ) -> None:
         """Args:
         env: The batch script's environment.
@@ -60,6 +63,8 @@ class SlurmSite:
         clock: For the patience with a controller that does not answer.
         umask: The user's, for the workers.
         script: What `submit` made and sbatch was given; None: the job's script is the user's own.
+        nodes: Those of the allocation that the run takes; None: all.
+        keep: Descriptors that each srun is to have: `NodeClaims`.
         """
         self._env = dict(env)
         self._client = client
@@ -67,6 +72,8 @@ class SlurmSite:
         self._hurried = hurried
         self._umask = umask
         self._job = JobEnvironment.from_env(env)
+        self._nodes = self._job.nodes if nodes is None else tuple(nodes)
+        self._keep = tuple(keep)
         self._id = JobId(self._job.requeue_id)
         # A follow-on job of several components would get one list of options for all.
         self._script = script if self._job.het_leader_id is None else None
@@ -89,7 +96,7 @@ class SlurmSite:
         arming = self._arm(spec, site_allows=site_allows)
         return SiteFacts(
             cluster="slurm",
-            nodes=self._job.nodes,
+            nodes=self._nodes,
             job_id=self._job.requeue_id,
             slurm_job_id=self._job.job_id,
             restart_count=self._job.restart_count,
@@ -143,7 +150,9 @@ class SlurmSite:
             [*marked, *agent],
             environment=self._env,
             min_nodes=spec.min_nodes,
-            components=self._job.components,
+            allocated=self._job.components or (self._job.nodes,),
+            is_het=bool(self._job.components),
+            keep=self._keep,
             extra=(*step_gpu_flags(self._env), *spec.srun_args),
             umask=self._umask,
         )
@@ -167,6 +176,19 @@ class SlurmSite:
             return frozenset().union(*(part.usable_names for part in self._hurried.partitions()))
         except SlurmError:
             return frozenset()
+
+    def how_script_ended(self) -> str | None:
+        """How this job's batch script ended; None where it has not as far as Slurm knows, or Slurm can't be asked."""
+        try:
+            state = self._hurried.job_state(self._id)
+        except SlurmError:
+            return None
+        ended = state is not None and state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED)
+        return state.how_it_ended if state is not None and ended and (state.reason or state.exit_signal) else None
+
+    def job_nodes(self) -> tuple[str, ...]:
+        states = self._client.queue_states([self._id])
+        return tuple(node for state in states if state.phase is JobPhase.RUNNING for node in state.nodes)
 
     def is_running(self, job_id: str) -> bool:
         try:
@@ -238,8 +260,15 @@ class SlurmSite:
         self._client.cancel(self._id)
 
 
-def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clock | None = None) -> int:
-    """Supervise one attempt in this job.
+def run_batch(
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    clock: Clock | None = None,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> int:
+    """Supervise one attempt in this job; `nodes` and `keep` as for `SlurmSite`.
 
     Returns:
         The attempt's exit code; 75 where the job was requeued.
@@ -254,7 +283,7 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     clock = clock or SystemClock()
     WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
-    site = slurm_site(env, clock, umask=umask, paths=paths)
+    site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 
@@ -276,16 +305,33 @@ def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
     return paths.task(int(task)).root if spec.array and task is not None else run_dir
 
 
-def slurm_site(env: Mapping[str, str], clock: Clock, *, umask: int, paths: RunPaths) -> SlurmSite:
-    """The site of the job that `env` belongs to, and that runs what lies at `paths`.
+def slurm_site(
+    env: Mapping[str, str],
+    clock: Clock,
+    *,
+    umask: int,
+    paths: RunPaths,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> SlurmSite:
+    """The site of the job that `env` belongs to, and that runs what lies at `paths`; the rest as for `SlurmSite`.
 
     Raises:
         JobEnvironmentError: it belongs to none.
     """
     runner = SubprocessRunner(env)
     hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    client = CommandSlurmClient(runner, clock)
-    return SlurmSite(env, client=client, hurried=hurried, clock=clock, umask=umask, script=_own_script(paths))
+    client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
+    return SlurmSite(
+        env,
+        client=client,
+        hurried=hurried,
+        clock=clock,
+        umask=umask,
+        script=_own_script(paths),
+        nodes=nodes,
+        keep=keep,
+    )
 
 
 def _own_script(paths: RunPaths) -> Path | None:

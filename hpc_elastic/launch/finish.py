@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
@@ -50,6 +52,9 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     Raises:
         UsageError: there is no such attempt, or it has not ended.
     """
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # Slurm may send it more than once; its SIGKILL is the end of the time
     umask = os.umask(0o077)
     clock = SystemClock()
     paths, spec = load_run(run_dir)
@@ -77,7 +82,11 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
         attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
     )
     events.write("end_taken_over", by=agent, reason=why)
-    decision = conclude(paths, spec, site, attempt, closed_result(record, record.outcome), events, clock=clock)
+    result = closed_result(record, record.outcome)
+    if (how := site.how_script_ended()) is not None:
+        logger.warning("%s", how)
+        result = replace(result, reason=f"{result.reason}; {how}")
+    decision = conclude(paths, spec, site, attempt, result, events, clock=clock)
     stored = load_result(attempt_paths.result_json)
     if decision.action is RequeueAction.END or (stored is not None and stored.next_job):
         logger.info("ending job %s, whose batch script is gone", attempt.job_id)

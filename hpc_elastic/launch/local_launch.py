@@ -62,6 +62,9 @@ class LocalSite:
     def nodes_up(self) -> frozenset[str]:
         return frozenset()  # agents here end with their launcher; an earlier one may still be at it
 
+    def job_nodes(self) -> tuple[str, ...]:
+        return ()
+
     def is_running(self, job_id: str) -> bool:
         return False
 

@@ -238,6 +238,7 @@ class JobRequeuer:
 
     def _patiently(self, action: Callable[[], None]) -> None:
         deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
+        is_told = False
         while True:
             try:
                 action()
@@ -247,7 +248,9 @@ class JobRequeuer:
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
                     raise
-                logger.warning("%s; trying again for up to %.0f s", error, left)
+                if not is_told:
+                    logger.warning("%s; trying again for up to %.0f s", error, left)
+                is_told = True
                 self._clock.wait(threading.Event(), CONTROLLER_RETRY)
 
 

@@ -24,6 +24,7 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.last_files import HUNG_SECONDS
 from hpc_elastic.launch.output import JobOutput, say
 from hpc_elastic.launch.signal_desk import SignalDesk
@@ -123,6 +124,7 @@ def _run_attempt(
         events=events,
         clock=clock,
         shutdown_timeout=spec.shutdown_timeout,
+        job_watch=JobWatch(site.job_nodes, events=events, clock=clock) if facts.cluster == "slurm" else None,
         desk=SignalDesk(
             lambda near: site.ask(near=near),
             grace=float(spec.signal_grace),

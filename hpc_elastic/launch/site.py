@@ -92,6 +92,14 @@ class Site(Protocol):
         """
         ...
 
+    def job_nodes(self) -> Sequence[str]:
+        """Ask which nodes the job has now; it may take a minute. None: it does not run, or there is no job.
+
+        Raises:
+            SlurmError: it could not be asked.
+        """
+        ...
+
     def is_running(self, job_id: str) -> bool:
         """Ask whether a job runs; within seconds. False too where nobody knows."""
         ...

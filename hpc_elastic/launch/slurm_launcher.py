@@ -39,7 +39,13 @@ class _Step:
     """One running srun and the nodes that it was started for."""
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int], umask: int, component: int | None
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        nodes: set[int],
+        umask: int,
+        component: int | None,
+        keep: Sequence[int],
     ) -> None:
         self.nodes = nodes
         self.component = component
@@ -56,6 +62,7 @@ class _Step:
             stderr=subprocess.PIPE,
             start_new_session=True,
             umask=umask,
+            pass_fds=keep,
         )
         assert self.process.stderr is not None
         self.stderr = self.process.stderr.fileno()
@@ -107,23 +114,30 @@ class SlurmLauncher:
         environment: Mapping[str, str],
         min_nodes: int,
         umask: int,
-        components: Sequence[Sequence[str]] = (),
+        allocated: Sequence[Sequence[str]] = (),
+        is_het: bool = False,
+        keep: Sequence[int] = (),
         extra: Sequence[str] = (),
     ) -> None:
         """Args:
-        nodes: Node names of the allocation, in Slurm's order.
+        nodes: Names of the run's nodes, in Slurm's order.
         command: What each task runs.
         environment: The batch script's; scrubbed here of what would overrule srun's flags.
         min_nodes: A launch is made again without a dead node while so many are left.
         umask: The user's: srun hands it to the agents, and these to the workers.
-        components: Of a het job, the nodes of each: no step of srun's reaches beyond one without MPI's help, and
-            none needs to. Empty: the job is none.
+        allocated: The allocation's nodes, of which the run may leave some to others; of a het job each component's:
+            no step of srun's reaches beyond one without MPI's help, and none needs to. Empty: `nodes` are all.
+        is_het: Whether it is a het job.
+        keep: Descriptors that each srun is to have too.
         extra: The user's ``--srun-arg``s.
         """
         self._umask = umask
         self._nodes = list(nodes)
         self._index = {name: index for index, name in enumerate(self._nodes)}
-        self._components = [[self._index[name] for name in part] for part in components]
+        self._allocated = [list(part) for part in allocated] or [self._nodes]
+        self._components = [[self._index[name] for name in part if name in self._index] for part in allocated]
+        self._components = self._components if is_het else []
+        self._keep = tuple(keep)
         self._command = list(command)
         self._environment = scrubbed_environment(environment)
         self._min_nodes = min_nodes
@@ -147,8 +161,8 @@ class SlurmLauncher:
 
     def _launch(self, wanted: set[int], component: int | None) -> None:
         self._tries[component] = self._tries.get(component, 0) + 1
-        places = range(len(self._nodes)) if component is None else self._components[component]
-        left_out = [self._nodes[node] for node in places if node not in wanted]
+        names = {self._nodes[node] for node in wanted}
+        left_out = [name for name in self._allocated[component or 0] if name not in names]
         argv = srun_agents(len(wanted), self._command, exclude=left_out, component=component, extra=self._extra)
         self._start(argv, wanted, component)
 
@@ -163,7 +177,7 @@ class SlurmLauncher:
 
     def _start(self, argv: Sequence[str], nodes: set[int], component: int | None) -> None:
         try:
-            step = _Step(argv, self._environment, nodes, self._umask, component)
+            step = _Step(argv, self._environment, nodes, self._umask, component, self._keep)
         except OSError as error:  # no srun here: a container without it
             detail = f"srun can't be started: {error}"
             self._unstarted += [

@@ -23,6 +23,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import HURRIED_SECONDS, SlurmSite
+from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import SiteFacts
@@ -167,7 +168,8 @@ class StepSite(SlurmSite):
     def __init__(self, env: Mapping[str, str], *, meeting: StepMeeting, clock: Clock, umask: int) -> None:
         runner = SubprocessRunner(env)
         hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-        super().__init__(env, client=CommandSlurmClient(runner, clock), hurried=hurried, clock=clock, umask=umask)
+        client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
+        super().__init__(env, client=client, hurried=hurried, clock=clock, umask=umask)
         self.environment = dict(env)
         self.umask = umask
         self.meeting = meeting

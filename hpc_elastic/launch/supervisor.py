@@ -18,6 +18,7 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import AttemptResult, closed_result
 from hpc_elastic.launch.given_notice import GivenNotice
+from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
@@ -105,6 +106,7 @@ class Supervisor:
         shutdown_timeout: float,
         desk: SignalDesk,
         allocation: Callable[[], Allocation] = lambda: Allocation.HELD,
+        job_watch: JobWatch | None = None,
     ) -> None:
         """Args:
         attempt: The attempt's facts.
@@ -116,7 +118,9 @@ class Supervisor:
         shutdown_timeout: The workers' grace, in seconds.
         desk: Finds out what signals mean.
         allocation: Asks Slurm whether this node still belongs to the job, within seconds.
+        job_watch: Looks at the job now and then; None: there is none.
         """
+        self._job_watch = job_watch
         self._attempt = attempt
         self._launcher = launcher
         self._coordination = coordination
@@ -188,6 +192,7 @@ class Supervisor:
                 self._handle_ended(ended)
             self._relaunch_due()
             self._look_at_job()
+            self._compare_nodes()
             self._try_lost_nodes()
             self._end_notice()
             self._claim_end()
@@ -219,6 +224,7 @@ class Supervisor:
         if not self._is_ending():
             found.append(self._notice.closed_by if self._notice is not None else self._desk.due)
             found.append(self._lost.next_at())
+        found.append(self._job_watch.due if self._job_watch is not None else None)
         if self._end_settled_by is not None:
             found.append(self._end_settled_by)
         elif self._launcher.running() or self._due:
@@ -275,6 +281,14 @@ class Supervisor:
         decision = self._desk.look()
         if decision is not None:
             self._give_notice("seen by the supervisor", decision)
+
+    def _compare_nodes(self) -> None:
+        """Slurm may have another view of which nodes are in the job: people are told."""
+        if self._job_watch is None or self.record is None or self._is_ending():
+            return
+        names, record = self._attempt.nodes, self.record
+        used = [names[member.node] for member in record.members] if record.status is Status.FINAL else None
+        self._job_watch.look(used=used, lost=[names[node] for node in record.lost])
 
     def _give_notice(self, reason: str, decision: SignalDecision) -> None:
         """The workers may save first."""

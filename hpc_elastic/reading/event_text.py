@@ -113,6 +113,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "step_agreed": lambda e: _round(e),
     "verdict": lambda e: str(e["outcome"]).replace("_", " "),
     "requeue_decision": _requeue,
+    "nodes_differ": lambda e: f"Slurm and the run {'disagree' if e['taken'] or e['kept'] else 'agree'} about the nodes",
     "nodes_judged": lambda e: (
         (f"the next attempt does without {', '.join(e['excluded'])}" if e["excluded"] else "bad nodes stay")
         + "".join(f"; {one['node']} stays: {one['reason']}" for one in e.get("spared") or ())

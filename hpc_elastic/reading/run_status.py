@@ -5,8 +5,9 @@ Ages are by this host's wall clock against those that wrote them: for people, no
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -15,15 +16,26 @@ from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, is_job_id, 
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.node_records import load_record
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.store.file_store import FileStore
 
 _LARGEST_RECORD = 16 << 20
 """Bytes."""
+FORGOTTEN_SECONDS = 300.0
+"""A run whose job Slurm does not know, and of which no file has changed for so long, has ended: agents write signs of
+life every half minute at most. (Slurm forgets an ended job after MinJobAge, 300 s on most sites.)"""
+_OUTCOMES: Mapping[str, str] = {
+    "COMPLETED": "unknown",
+    "CANCELLED": Outcome.CANCELLED.value,
+    "PREEMPTED": Outcome.PREEMPTED.value,
+    **dict.fromkeys(("TIMEOUT", "DEADLINE"), Outcome.TIMED_OUT.value),
+}
+"""Of a run without a verdict, by its job's state; any other has failed."""
 
 
 class RunState(str, Enum):
@@ -134,6 +146,52 @@ def read_status(paths: RunPaths, *, clock: Clock) -> RunStatus:
     result = _result(attempt)
     known.update(result)
     return RunStatus(**known, state=state_of(record, result.get("exit_code")), problem=problem)
+
+
+def with_slurms_end(
+    status: RunStatus, job: JobState | None, *, is_known: bool = True, silent_seconds: float | None = None
+) -> RunStatus:
+    """`status` with the end that its files do not hold, where Slurm says that its job has ended.
+
+    Args:
+        status: From the files: without a verdict where the supervisor was killed, and nobody was left to write one.
+        job: What Slurm says of the run's job; None: it was not asked, or see `is_known`.
+        is_known: False: Slurm was asked, and neither its controller nor its accounting knows the job (any more).
+        silent_seconds: For how long no file of the newest attempt has changed; None: not known, or there is none.
+    """
+    if status.state is RunState.ENDED or status.cluster != "slurm":
+        return status
+    begun = status.state not in (RunState.SUBMITTED, RunState.REQUEUED)
+    if job is None or job.phase is not JobPhase.FINISHED:
+        if job is not None or is_known or (begun and (silent_seconds or 0.0) < FORGOTTEN_SECONDS):
+            return status
+        reason = "ended without a verdict: " if begun else "ended before it began: "
+        reason += f"Slurm no longer knows job {status.job_id}" if status.job_id else "Slurm no longer knows its job"
+        return replace(status, state=RunState.ENDED, outcome="unknown", reason=reason, exit_code=1)
+    outcome = _OUTCOMES.get(job.state, Outcome.FAILED.value)
+    if job.state == "CANCELLED" and not begun:
+        again = f" (attempt {status.attempt} had been requeued)" if status.attempt is not None else ""
+        reason = f"cancelled while it waited in the queue{again}"
+    elif status.state is RunState.REQUEUED:
+        return status  # the requeue that was decided never came about: that can be made up for
+    elif not begun:
+        reason = f"ended before it began ({job.said})"
+    else:
+        reason = f"ended without a verdict: {job.how_it_ended}"
+    return replace(status, state=RunState.ENDED, outcome=outcome, reason=reason, exit_code=job.code)
+
+
+def silent_for(paths: RunPaths, number: int, *, now_ns: int) -> float | None:
+    """Seconds for which no file of an attempt that its agents keep writing has changed; None where there is none."""
+    attempt = paths.attempt(number)
+    newest = 0
+    for folder in (attempt.events, attempt.store / "node", attempt.root):
+        try:
+            with os.scandir(folder) as entries:
+                newest = max([newest, *(entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries)])
+        except OSError:
+            continue
+    return max(0.0, (now_ns - newest) / 1e9) if newest else None
 
 
 def state_of(record: RoundRecord | None, exit_code: int | None) -> RunState:

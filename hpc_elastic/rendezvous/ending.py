@@ -79,7 +79,7 @@ class Ending:
         self._in_charge: bool | None = None
         self._all_departed = False
         self._turn: int | None = None
-        self._since: float | None = None
+        self._closed_since: float | None = None
         self._patience = END_PATIENCE
 
     @property
@@ -99,10 +99,15 @@ class Ending:
             turn: The agent's place in the order in which agents step in.
             confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
         """
-        if self._since is None:
-            self._since = self._clock.monotonic()
         self._turn = turn
         self._patience = END_PATIENCE if confirmed else END_UNCONFIRMED
+        self._see_closed()
+
+    def _see_closed(self) -> float:
+        """When the supervisor's time began: with the close, since Slurm's KillWait may run while workers still end."""
+        if self._closed_since is None:
+            self._closed_since = self._clock.monotonic()
+        return self._closed_since
 
     def may_claim(self) -> None:
         """Supervisor: it may finish the attempt; the next step claims that."""
@@ -110,13 +115,14 @@ class Ending:
 
     def step_of_agent(self) -> None:
         """Report ``end_claimed``, or ``end_unclaimed`` when it is this agent's turn to step in."""
-        if self._turn is None or self._since is None:
+        since = self._see_closed()
+        if self._turn is None:
             return
         by = self._store.get(_BY)
         if by is not None:
             self._turn = None
             self._listener.on_event("end_claimed", {"by": by})
-        elif self._clock.monotonic() - self._since >= self._patience + END_TURN * self._turn:
+        elif self._clock.monotonic() - since >= self._patience + END_TURN * self._turn:
             self._turn = None
             self._listener.on_event("end_unclaimed", {})
 

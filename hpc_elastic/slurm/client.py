@@ -7,7 +7,7 @@ again is the caller's decision.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from hpc_elastic.slurm.errors import (
     one_line,
 )
 from hpc_elastic.slurm.hostlist import compress
-from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_sacct, parse_show_job, parse_squeue
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -122,6 +122,10 @@ class SlurmClient(Protocol):
         """Those of the jobs that Slurm still knows, ended ones included, in one cheap call."""
         ...
 
+    def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        """Those of the jobs that the accounting knows, with state and exit code alone; none where a site has none."""
+        ...
+
     def config(self) -> SlurmConfig:
         """The site's settings."""
         ...
@@ -206,7 +210,21 @@ class SlurmClient(Protocol):
 class CommandSlurmClient:
     """The `SlurmClient` that runs Slurm's commands."""
 
-    def __init__(self, runner: CommandRunner, clock: Clock, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        runner: CommandRunner,
+        clock: Clock,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        heard: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
+    ) -> None:
+        """Args:
+        runner: Runs the commands.
+        clock: For how long they took.
+        timeout: Seconds for each.
+        heard: Called after each: with the error where the controller did not answer, else with None.
+        """
+        self._heard = heard
         self._runner = runner
         self._clock = clock
         self._timeout = timeout
@@ -250,6 +268,16 @@ class CommandSlurmClient:
             return parse_squeue(self._run("looking up jobs", commands.squeue(jobs)).stdout)
         except UnknownJobError:
             return ()
+
+    def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        if not jobs:
+            return ()
+        try:
+            return parse_sacct(self._run("looking up ended jobs", commands.sacct(jobs)).stdout)
+        except (SlurmUnavailableError, SlurmMissingError):
+            raise
+        except SlurmError:
+            return ()  # "Slurm accounting storage is disabled"
 
     def config(self) -> SlurmConfig:
         return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)
@@ -309,6 +337,20 @@ class CommandSlurmClient:
         return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
 
     def _run(self, what: str, argv: list[str], *, tries: int = 1) -> CommandResult:
+        try:
+            result = self._run_quietly(what, argv, tries=tries)
+        except SlurmUnavailableError as error:
+            self._heard(error)
+            raise
+        except SlurmMissingError:
+            raise
+        except SlurmError:
+            self._heard(None)
+            raise
+        self._heard(None)
+        return result
+
+    def _run_quietly(self, what: str, argv: list[str], *, tries: int) -> CommandResult:
         began = self._clock.monotonic()
         try:
             for _ in range(tries):

@@ -158,6 +158,7 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
     """`env` for the commands whose output is parsed: no personal filters or formats, times in the standard form."""
     kept = {key: value for key, value in env.items() if not key.startswith(_PERSONAL_PREFIXES)}
     kept["SLURM_TIME_FORMAT"] = "standard"
+    kept["SLURM_BITSTR_LEN"] = "0"  # an array's tasks that wait: all of them, not the first 64 characters
     return kept
 
 
@@ -199,6 +200,13 @@ def squeue(jobs: Iterable[JobId]) -> list[str]:
     """
     wanted = list(jobs)
     return ["squeue", *_cluster(wanted[0]), "-h", "-t", "all", "-o", SQUEUE_FORMAT, "-j", ",".join(map(str, wanted))]
+
+
+def sacct(jobs: Iterable[JobId]) -> list[str]:
+    """How jobs of one cluster ended that the controller has forgotten: each job's last execution, without its steps."""
+    wanted = list(jobs)
+    ids = ",".join(map(str, wanted))
+    return ["sacct", *_cluster(wanted[0]), "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", ids]
 
 
 def show_job(job: JobId) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.attempt import is_job_id
+from hpc_elastic.outcome import ExitCode
 from hpc_elastic.slurm.hostlist import HostlistError, expand
 from hpc_elastic.slurm.time_limit import parse_time_limit
 
@@ -40,6 +41,34 @@ _PHASES: Mapping[str, JobPhase] = {
         ),
         JobPhase.FINISHED,
     ),
+}
+# Reasons of a pending job (https://slurm.schedmd.com/job_reason_codes.html). BadConstraints and ReservationDeleted come
+# with a hold. Limits of users and groups, of partitions that are down, and the like are taken away by time.
+_NEVER: Mapping[str, str] = {
+    "DependencyNeverSatisfied": "the job that it depends on ended otherwise than it asks for",
+    "BadConstraints": "no node of the cluster fits what it asks for",
+    "ReservationDeleted": "its reservation is gone",
+}
+_LIMITS = frozenset(
+    (
+        *("PartitionTimeLimit", "PartitionNodeLimit", "AccountNotAllowed", "QOSNotAllowed", "InvalidAccount"),
+        *("InvalidQOS", "AssocMaxWallDurationPerJobLimit", "QOSMaxWallDurationPerJobLimit"),
+    )
+)
+_ENDS: Mapping[str, str] = {
+    "BOOT_FAIL": "a node did not boot",
+    "CANCELLED": "cancelled",
+    "COMPLETED": "its batch script has ended",
+    "DEADLINE": "ended at its deadline",
+    "FAILED": "its batch script failed",
+    "NODE_FAIL": "a node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted",
+    "TIMEOUT": "its time limit was over",
+}
+_CODES: Mapping[str, ExitCode] = {
+    "COMPLETED": ExitCode.OK,
+    **dict.fromkeys(("CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED"), ExitCode.TERMINATED),
 }
 # `scontrol show job` begins a line with each of these and lets its text, which is the user's, run to the line's end.
 _FREE_TEXT = "JobName|Comment|AdminComment|SystemComment|Command|SubmitLine|WorkDir|Extra|StdErr|StdIn|StdOut"
@@ -110,13 +139,51 @@ class JobState:
         )
 
     @property
+    def never_starts(self) -> bool:
+        """Pending for a reason that no event on the cluster takes away: only a change of the job itself does."""
+        return self.phase is JobPhase.PENDING and self.reason in _NEVER
+
+    @property
     def way_out(self) -> str:
-        """For a job that is held: what lets it go on, in words; else empty."""
-        if not self.held:
+        """For a pending job that does not start by itself, or only where a limit is changed: what helps, in words."""
+        if self.held:
+            if self.reason == "JobHeldAdmin":
+                return "held: only the site's support lets it go on"
+            return f"held: scontrol release {self.job_id} lets it go on"
+        if self.phase is not JobPhase.PENDING:
             return ""
-        if self.reason == "JobHeldAdmin":
-            return "held: only the site's support lets it go on"
-        return f"held: scontrol release {self.job_id} lets it go on"
+        if self.never_starts:
+            return f"{_NEVER[self.reason]}; scancel {self.job_id} takes it out of the queue"
+        if self.reason in _LIMITS or self.reason.endswith("PerJobLimit"):
+            return (
+                "it asks for more than a limit of the site allows, and waits until the limit or the job is changed: "
+                f"scontrol update JobId={self.job_id} …, or scancel {self.job_id}"
+            )
+        return ""
+
+    @property
+    def said(self) -> str:
+        """State and reason as Slurm gives them; not COMPLETING, behind which another state is still hidden."""
+        state = "" if self.state == "COMPLETING" and self.reason else self.state
+        return f"Slurm: {', '.join(filter(None, (state, self.reason)))}"
+
+    @property
+    def how_it_ended(self) -> str:
+        """How a job ended whose script had begun, in words, with Slurm's own in brackets."""
+        if self.reason.startswith("JobLaunchFailure"):
+            what = "batch script killed"
+        elif self.exit_signal or self.reason.startswith("RaisedSignal"):
+            what = f"batch script ended by signal {self.exit_signal}" if self.exit_signal else "batch script killed"
+        else:
+            what = _ENDS.get(self.state, "")
+        return f"{what} ({self.said})" if what else self.said
+
+    @property
+    def code(self) -> int:
+        """The exit code that a run has by it."""
+        if self.state in _CODES:
+            return int(_CODES[self.state])
+        return 128 + self.exit_signal if self.exit_signal else self.exit_code or int(ExitCode.WORKERS_FAILED)
 
 
 def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
@@ -188,6 +255,32 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
                 submit_time=_time(cells[11]),
                 start_time=_time(cells[8]),
                 end_time=_time(cells[9]),
+            )
+        )
+    return tuple(jobs)
+
+
+def parse_sacct(text: str) -> tuple[JobState, ...]:
+    """The jobs in the output of `commands.sacct`. Lines of another form are left out."""
+    jobs = []
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) < 3 or "." in cells[0] or not cells[0][:1].isdigit():
+            continue  # a step
+        base, _, task = cells[0].partition("_")
+        leader, plus, offset = cells[0].partition("+")
+        code, _, signal = cells[2].partition(":")
+        jobs.append(
+            JobState(
+                job_id=cells[0],
+                state=cells[1].partition(" ")[0],  # "CANCELLED by 1001"
+                reason="",
+                array_job_id=base if task else None,
+                array_task_id=task or None,
+                het_leader_id=leader if plus else None,
+                het_offset=_number(offset),
+                exit_code=_number(code),
+                exit_signal=_number(signal),
             )
         )
     return tuple(jobs)

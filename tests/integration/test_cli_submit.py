@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -411,6 +412,54 @@ def test_wait_takes_over_the_code(site: Site, capsys: pytest.CaptureFixture[str]
     assert code == 143
     assert "job 1234 is cancelled" in err
     assert "run directory" in out
+
+
+@pytest.mark.parametrize("option", ["--wait", "--follow"])
+def test_a_sigint_without_a_terminal_ends_the_waiting_alone(site: Site, option: str) -> None:
+    site.captured("scontrol", "scontrol-show-job-running")
+    argv = [PYTHON, "-m", "hpc_elastic", "submit", "--allow-local-runs-dir", option, "train.py"]
+    with subprocess.Popen(
+        argv,
+        cwd=site.work,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "is running on" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.startswith("hpc-elastic: job 1234 goes on without being watched; to end it: scancel 1234; ")
+    assert "to follow it again: hpc-elastic logs 1234 --follow" in said
+    assert not Path(f"{site.asked}.scancel").exists()
+
+
+SUBCOMMANDS = (
+    *("submit train.py", "submit --cluster local train.py", "run train.py", "agent train.py", "batch run", "report 5"),
+    *("why 5", "logs 5", "events 5", "status 5", "list", "cancel 5", "requeue 5", "config"),
+)
+
+
+@pytest.mark.parametrize("command", SUBCOMMANDS)
+def test_in_a_deleted_directory_it_says_so(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.setenv("PWD", str(gone))
+    gone.rmdir()
+    assert main(command.split()) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"hpc-elastic: error: the current directory {gone} is gone (No such file or directory); "
+        "cd to one that is there, and try again\n"
+    )
 
 
 def test_without_sbatch_it_runs_here_and_says_so(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

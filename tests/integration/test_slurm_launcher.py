@@ -514,7 +514,7 @@ def test_each_component_of_a_het_job_is_launched_and_launched_again_by_itself(
     srun: Srun, make: Callable[..., SlurmLauncher]
 ) -> None:
     srun.plan(FOREVER)
-    launcher = make(components=[NODES[:1], NODES[1:]])
+    launcher = make(allocated=[NODES[:1], NODES[1:]], is_het=True)
     launcher.launch()
     groups = {srun.argv(call)[0]: srun.argv(call)[1] for call in (1, 2)}
     assert groups == {"--het-group=0": "-N1", "--het-group=1": "-N3"}

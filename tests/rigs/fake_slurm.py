@@ -74,6 +74,7 @@ class FakeSlurm:
             "scontrol": self._scontrol,
             "scancel": self._scancel,
             "sinfo": self._sinfo,
+            "sacct": lambda argv: CommandResult(rc=0),  # nothing has ended long ago
         }
         return handlers[argv[0]](argv[1:])
 

@@ -168,6 +168,32 @@ def test_a_total_of_gpus_is_shared_out_also_to_an_agent_that_is_started_again(
     assert cluster.wait_job(job) == "COMPLETED"
 
 
+def test_runs_side_by_side_in_an_allocation_stay_apart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    stop = runs.folder / "stop"
+    run = "hpc-elastic run --nproc-per-node 1 --rdzv-conf last_call_timeout=300"
+    script = f"""#!/bin/bash
+{run} -N 1 {runs.script(WAITS)} {stop} & first=$!
+{run} -w n[3-4] train.py {stop} & second=$!
+until [ "$(grep -o 'rank . of . gpus' own.log | sort -u | wc -l)" = 3 ]; do sleep 0.1; done
+{run} train.py; echo "third: $?"
+{run} -w n3,n9 train.py; echo "fourth: $?"
+{run} -w n3 train.py; echo "fifth: $?"
+touch {stop}
+wait $first; echo "first: $?"
+wait $second; echo "second: $?"
+"""
+    job = sbatch(runs, script, "-N4", "--exclusive")
+    assert cluster.wait_job(job, timeout=90) == "COMPLETED", (runs.folder / "own.log").read_text()
+    log = (runs.folder / "own.log").read_text()
+    for name in ("first: 0", "second: 0", "third: 2", "fourth: 2", "fifth: 2"):
+        assert name in log.splitlines(), log
+    assert "n9 not in this allocation, which has n[1-4]" in log
+    assert re.search(r"--nodelist: n3 of this allocation in use by run \S+; --overlap shares them", log)
+    assert "give --nodelist n2 for the others, or --overlap to share them" in log
+    attempts = (runs.folder / "runs").glob("*/attempt-000/attempt.json")
+    assert sorted(json.loads(path.read_text())["nodes"] for path in attempts) == [["n1"], ["n3", "n4"]]
+
+
 def test_a_template_and_a_submission_from_a_compute_node(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     stop = runs.folder / "stop"
     lines = "@SBATCH_LINES@\ntrap '' USR2\necho prepared\nexec @COMMAND@\n"

@@ -189,6 +189,8 @@ def test_a_cut_off_node_learns_that_it_is_out(slow_to_notice: SlurmCluster, runs
     cluster.tell_client("n3", "freeze")
     index, _ = run.wait_training({"n1", "n2", "n4"})
     run.check_in_time(index, lost_at, "a node was cut off")
+    run.wait_log(lambda log: "Slurm and the run disagree: n3 lost to the run, and in the job by Slurm" in log)
+    assert "differs  : n3 lost to the run" in runs.hpc_elastic("status", run.job).stdout
     cluster.tell_client("n3", "thaw")
     cluster.heal_link("n3")
     run.wait_training(cluster.node_names, after=index)

@@ -259,5 +259,7 @@ def test_a_controller_that_is_down_loses_no_requeue(cluster: SlurmCluster, runs:
     assert run.result(0)["action"] == "requeue", "the verdict is on the disk before Slurm has heard of it"
     cluster.start_slurmctld()
     run.wait_log(lambda log: f"job {run.job} is requeued" in log, timeout=90)
+    for line in ("Slurm's controller does not answer (", "trying again for up to", "Slurm's controller answers again"):
+        assert run.log.count(line) == 1, run.log
     _wait_end(run)
     assert cluster.job_info(run.job)["Restarts"] == "1"

@@ -72,6 +72,48 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: 
     cluster.wait_job(job)
 
 
+def test_waiting_for_an_array_and_for_a_job_that_never_starts(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    script = runs.script("import os, sys\nsys.exit(int(os.environ['SLURM_ARRAY_TASK_ID']) % 2)\n")
+    once = ("--max-restarts", "0", "--no-requeue", *SHORT)
+    array = runs.hpc_elastic("submit", "--wait", "--array", "0-1", *once, script)
+    job = array.stdout.split()[1]
+    assert array.returncode == 1
+    assert array.stderr.endswith(f"reports: hpc-elastic report {job}_1; all its runs: hpc-elastic status {job}\n")
+    assert "FAILED" in runs.hpc_elastic("report", f"{job}_1").stdout
+    never = runs.hpc_elastic("submit", "--wait", "-d", f"afterok:{job}", *SHORT, script)
+    waiting = never.stdout.split()[1]
+    assert never.returncode == 1
+    assert never.stderr.endswith(f"scancel {waiting} takes it out of the queue\n")
+    assert "DependencyNeverSatisfied" in runs.hpc_elastic("status", waiting).stdout
+    cluster.run(["scancel", waiting])
+
+
+def test_runs_whose_end_slurm_alone_knows(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """Batch scripts that were killed, with time for an agent to write the verdict and without; a job that never ran."""
+    script = runs.script(WAITS)
+    told, killed = (runs.submit("-w", node, *SHORT, script) for node in ("n1", "n2"))
+    queued = runs.submit("--begin", "now+1hour", *SHORT, script)
+    for run in (told, killed):
+        run.wait_log(lambda log: "waiting" in log, timeout=60)
+    for run in (told, killed):
+        assert cluster.run(["scancel", "--batch", run.job]).returncode == 0
+    assert cluster.run(["scancel", queued.job]).returncode == 0
+    cluster.kill_process("n2", r"hpc_elastic.* agent ", signal.SIGKILL)
+    assert (told.wait_end(), killed.wait_end(), queued.wait_end()) == ("FAILED", "FAILED", "CANCELLED")
+    assert told.result()["outcome"] == "cancelled"
+    assert "batch script killed (Slurm: JobLaunchFailure)" in told.result()["reason"]
+    listed = runs.hpc_elastic("list", "--state", "ended").stdout
+    how = "ended without a verdict: batch script killed (Slurm: FAILED, JobLaunchFailure)"
+    assert listed.count("\n") == 3
+    assert f"job {killed.job}  failed  {how}" in listed
+    assert f"failed (exit code 1): {how}" in runs.hpc_elastic("status", "--watch", killed.job).stdout
+    assert how in " ".join(runs.hpc_elastic("report", killed.job).stdout.split())
+    never = runs.hpc_elastic("status", queued.job).stdout
+    assert "cancelled (exit code 143): cancelled while it waited in the queue" in never
+    followed = runs.hpc_elastic("report", "--follow", queued.job)
+    assert followed.returncode == 143, followed.stderr
+
+
 def test_a_batch_script_of_ones_own_resumes_its_run_after_a_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """On a site whose jobs are not requeued unless somebody says so: the run says so for its own job."""
     cluster.reconfigure({"JobRequeue": 0})

@@ -591,7 +591,7 @@ def test_nobody_says_what_a_sigterm_means(play: Callable[..., Play]) -> None:
     assert code == 128 + signal.SIGTERM
     assert p.said.last("close") == (Outcome.CANCELLED, "SIGTERM on n0")
     assert p.workers[0].graces == [pytest.approx(30 - 4.1 - 6)], "what is left of Slurm's KillWait"
-    assert p.said.all("await_end") == []
+    assert p.said.all("await_end") != [], "the supervisor may have been killed: then an agent writes the verdict"
 
 
 def test_nobody_says_what_a_notice_means(play: Callable[..., Play]) -> None:
@@ -851,11 +851,12 @@ def test_a_superseded_attempt_is_finished_by_the_one_that_supersedes_it(play: Ca
     assert p.said.all("await_end") == []
 
 
-def test_an_agent_that_slurm_ends_leaves_the_end_to_slurm(play: Callable[..., Play]) -> None:
+def test_an_agent_that_slurm_ends_looks_whether_the_supervisor_lives(play: Callable[..., Play]) -> None:
+    """``scancel --batch`` kills it at once, and the agents after KillWait."""
     p = play()
     p.signals.append(signal.SIGTERM)
     p.run([START], [closed(Outcome.CANCELLED)])
-    assert p.said.all("await_end") == []
+    assert p.said.all("await_end") != []
 
 
 # -- hangs

@@ -27,7 +27,7 @@ from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.job_state import parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import JobState, parse_show_job, parse_squeue
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
@@ -79,6 +79,9 @@ class Asked:
     def queue_states(self, jobs: list[JobId]) -> object:
         self.calls += [("squeue", str(job)) for job in jobs]
         return self.states
+
+    def accounted(self, jobs: list[JobId]) -> tuple[JobState, ...]:
+        return ()
 
     def __getattr__(self, name: str) -> Callable[[JobId], None]:
         return lambda job: self.calls.append((name, str(job)))
@@ -175,7 +178,7 @@ def test_a_list_that_squeue_cut_short_is_no_error() -> None:
     states = parse_squeue(
         "48_[0-2,4%2]|PENDING|None|0:00|5:00|1||(None)|N/A|N/A|1|N/A\n48_[7,...]|PENDING|||||||||| \n"
     )
-    assert sorted(status_array.states_by_task(states)) == [0, 1, 2, 4]
+    assert sorted(run_job.states_by_task(states)) == [0, 1, 2, 4]
 
 
 def test_the_list_has_a_line_for_each(array: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +211,7 @@ def test_who_waits_for_an_array_gets_the_worst_code_of_all(array: RunPaths) -> N
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_het_job_shows_the_nodes_of_all_components(version: str) -> None:
-    whole = status.whole_job(parse_squeue(captured(version, "squeue-running-het")[1]))
+    whole = run_job.whole_job(parse_squeue(captured(version, "squeue-running-het")[1]))
     assert whole is not None
     assert whole.nodes == ("n1", "n2", "n3")
     leader, other = parse_show_job(captured(version, "scontrol-show-job-running-het")[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,12 @@ import pytest
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.cli import follow as follow_module
 from hpc_elastic.cli.follow import follow, how_it_ended
+from hpc_elastic.cli.main import main
 from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.launch.run_directory import create_run, create_tasks
+from hpc_elastic.run_index import record
 from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmUnavailableError
@@ -21,6 +26,10 @@ from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 
 JOB = JobId("7")
+ARRAY = RunSpec(
+    run_id="r", uid="u", name="train", created_ns=7, entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+    cwd="/", cluster="slurm", min_nodes=1, max_nodes=1, array="1-7",
+)  # fmt: skip
 Answer = tuple[JobState, ...] | Exception
 
 
@@ -38,6 +47,9 @@ class Scripted:
 
     def start_now(self, job: JobId) -> None:
         self.started += 1
+
+    def accounted(self, jobs: object) -> tuple[JobState, ...]:
+        return ()
 
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
         assert job in (JOB, JobId("8"))
@@ -187,7 +199,71 @@ def test_ctrl_c_leaves_the_job_running_and_says_so(paths: RunPaths, capsys: pyte
         raise KeyboardInterrupt
 
     assert run(paths, Scripted(state("RUNNING")), clock=Clock(interrupt)) == 130
-    assert "job 7 goes on without being watched; to end it: scancel 7\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "job 7 goes on without being watched; to end it: scancel 7; to follow it again: " in said
+    assert "hpc-elastic logs 7 --follow (or, for its exit code, hpc-elastic report 7 --follow)\n" in said
+
+
+def test_ctrl_c_names_the_job_that_has_the_run_now(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    store(paths, 0, 75, next_job="8")
+    client = Scripted(state("FAILED", exit_code=75), state("RUNNING"))
+    assert run(paths, client, clock=Clock(interrupt)) == 130
+    assert "to end it: scancel 8;" in capsys.readouterr().err
+
+
+def test_a_job_that_never_starts_is_not_waited_for(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    client = Scripted(state("PENDING", reason="Dependency"), state("PENDING", reason="DependencyNeverSatisfied"))
+    assert run(paths, client) == 1
+    assert client.asked == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "is not waited for any more: DependencyNeverSatisfied: the job that it depends on ended otherwise" in last
+    assert last.endswith("scancel 7 takes it out of the queue")
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("JobHeldUser", "held: scontrol release 7 lets it go on"),
+        ("PartitionTimeLimit", "waits until the limit or the job is changed: scontrol update JobId=7 …, or scancel 7"),
+        ("QOSMaxNodePerJobLimit", "waits until the limit"),
+        ("AssocGrpCpuLimit", "pending: AssocGrpCpuLimit\n"),
+        ("ReqNodeNotAvail, UnavailableNodes:n3", "pending: ReqNodeNotAvail, UnavailableNodes:n3\n"),
+    ],
+)
+def test_what_time_or_somebody_may_mend_is_waited_for(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str], reason: str, shown: str
+) -> None:
+    store(paths, 0, 0)
+    waits = state("PENDING", reason=reason)
+    assert run(paths, Scripted(*[waits] * 50, state("RUNNING"), state("COMPLETED"))) == 0
+    said = capsys.readouterr().err
+    assert shown in said
+    assert said.count(reason) == 1
+
+
+def test_an_arrays_end_names_commands_that_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    paths = create_run(ARRAY, tmp_path / "runs").paths
+    tasks = range(1, 8)
+    create_tasks(paths, ARRAY, tasks)
+    record(cluster="", job_id="7", submitted_ns=1, run_dir=paths.root)
+    for task in (1, 2, 3, 4, 5):
+        store(paths.task(task), 0, 0 if task == 1 else 1)
+    store(paths.task(6), 0, 0)
+    assert run(paths, Scripted((*state("FAILED", exit_code=1), *state("CANCELLED")))) == 143
+    last = capsys.readouterr().err.splitlines()[-1]
+    commands = re.findall(r"hpc-elastic (\w+) (\w+)", last)
+    assert commands == [("report", "7_2"), ("report", "7_3"), ("report", "7_4"), ("status", "7")]
+    assert "; 1 more failed; " in last
+    assert "hpc-elastic report 7;" not in last
+    for command, job in commands:
+        arguments = ["--no-slurm"] if command == "status" else []
+        assert main([command, job, *arguments]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

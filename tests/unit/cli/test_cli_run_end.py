@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
+
+import pytest
 
 from hpc_elastic.cli.run_end import SILENT_SECONDS, RunEnd, RunWatch
 from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.run_index import record
 from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
+from tests.unit.reading.test_reading_run_status import Run
 
 
 def store(paths: RunPaths, attempt: int, code: int, outcome: str = "failed") -> None:
@@ -50,6 +57,30 @@ def test_a_requeue_is_no_end_however_long_the_queue_is(tmp_path: Path) -> None:
     assert end is not None
     assert end.code == 0
     assert look(watch(paths, clock, attempt=0), clock) == RunEnd(code=75, why="failed: so it is (exit code 75)")
+
+
+class Gone:
+    """A Slurm whose job was cancelled in the queue."""
+
+    asked = 0
+
+    def queue_states(self, jobs: object) -> tuple[JobState, ...]:
+        self.asked += 1
+        return (JobState(job_id="5", state="CANCELLED" if self.asked > 2 else "PENDING", reason=""),)
+
+    def accounted(self, jobs: object) -> tuple[JobState, ...]:
+        return ()
+
+
+def test_by_slurm_where_no_attempt_ever_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = Run(tmp_path)
+    record(cluster="", job_id="5", submitted_ns=1, run_dir=run.paths.root)
+    clock, slurm = FakeClock(), Gone()
+    watched = RunWatch(run.paths, attempt=None, clock=clock, client=cast("SlurmClient", slurm))
+    end = look(watched, clock, 100.0)
+    assert end == RunEnd(code=143, why="cancelled while it waited in the queue (exit code 143)")
+    assert slurm.asked == 3, "rarely"
 
 
 def test_by_silence(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.status import ask_slurm, seconds_left
+from hpc_elastic.cli.run_job import ends_by_slurm
+from hpc_elastic.cli.status import seconds_left
 from hpc_elastic.cli.status_text import status_lines
 from hpc_elastic.reading.run_status import RunState, RunStatus
 from hpc_elastic.run_index import jobs_of, record
@@ -72,10 +74,14 @@ def test_wrong_filters(argv: list[str], word: str, capsys: pytest.CaptureFixture
 
 
 class Client:
-    def __init__(self, *states: JobState, error: Exception | None = None) -> None:
+    def __init__(self, *states: JobState, error: Exception | None = None, accounted: tuple[JobState, ...] = ()) -> None:
         self.states = states
         self.error = error
         self.asked: list[list[str]] = []
+        self.in_accounting = accounted
+
+    def accounted(self, jobs: list[object]) -> tuple[JobState, ...]:
+        return self.in_accounting if jobs else ()
 
     def queue_states(self, jobs: list[object]) -> tuple[JobState, ...]:
         self.asked.append([str(job) for job in jobs])
@@ -89,18 +95,97 @@ def status(**changes: object) -> RunStatus:
     return RunStatus(**{**base, **changes})  # type: ignore[arg-type]
 
 
+def ask(client: Client, *statuses: RunStatus) -> list[tuple[RunStatus, JobState | None]]:
+    clock = FakeClock()
+    return ends_by_slurm(client, statuses, clock=clock)  # type: ignore[arg-type]
+
+
 def test_slurm_is_asked_once_and_only_where_it_can_know(capsys: pytest.CaptureFixture[str]) -> None:
     job = JobState(job_id="42", state="RUNNING", reason="")
     client = Client(job)
-    assert ask_slurm(client, status()) == job  # type: ignore[arg-type]
-    assert client.asked == [["42"]]
-    assert ask_slurm(client, status(cluster="local")) is None  # type: ignore[arg-type]
-    assert ask_slurm(client, status(state=RunState.ENDED)) is None  # type: ignore[arg-type]
+    other = status(job_id="43")
+    assert ask(client, status(), status(cluster="local"), status(state=RunState.ENDED), other) == [
+        (status(), job),
+        (status(cluster="local"), None),
+        (status(state=RunState.ENDED), None),
+        (other, None),
+    ]
+    assert client.asked == [["42", "43"]]
+    assert ask(client, status(cluster="local"))[0][1] is None
     assert len(client.asked) == 1
-    assert ask_slurm(Client(), status()) is None  # type: ignore[arg-type]
     down = Client(error=SlurmUnavailableError(what="asking", why="no controller", command="squeue"))
-    assert ask_slurm(down, status()) is None  # type: ignore[arg-type]
+    assert ask(down, status()) == [(status(), None)]
     assert "Slurm can't be asked" in capsys.readouterr().err
+
+
+KILLED = JobState(job_id="42", state="FAILED", reason="JobLaunchFailure")
+CANCELLED = JobState(job_id="42", state="CANCELLED", reason="")
+
+
+@pytest.mark.parametrize(
+    ("before", "job", "outcome", "code", "reason"),
+    [
+        (RunState.ENDING, KILLED, "failed", 1, "batch script killed (Slurm: FAILED, JobLaunchFailure)"),
+        (RunState.TRAINING, CANCELLED, "cancelled", 143, "ended without a verdict: cancelled (Slurm: CANCELLED)"),
+        (RunState.MEETING, replace(KILLED, state="TIMEOUT", reason="TimeLimit"), "timed_out", 143, "its time limit"),
+        (RunState.TRAINING, replace(KILLED, reason="", exit_signal=9), "failed", 137, "batch script ended by signal 9"),
+        (RunState.TRAINING, replace(KILLED, state="COMPLETED", reason=""), "unknown", 0, "(Slurm: COMPLETED)"),
+        (RunState.SUBMITTED, CANCELLED, "cancelled", 143, "cancelled while it waited in the queue"),
+        (RunState.SUBMITTED, KILLED, "failed", 1, "ended before it began (Slurm: FAILED, JobLaunchFailure)"),
+        (RunState.REQUEUED, CANCELLED, "cancelled", 143, "in the queue (attempt 0 had been requeued)"),
+    ],
+)  # fmt: skip
+def test_an_end_that_only_slurm_knows(before: RunState, job: JobState, outcome: str, code: int, reason: str) -> None:
+    begun = {} if before is RunState.SUBMITTED else {"attempt": 0}
+    ((seen, _),) = ask(Client(job), status(state=before, **begun))
+    assert (seen.state, seen.outcome, seen.exit_code) == (RunState.ENDED, outcome, code)
+    assert reason in seen.reason
+    text = status_lines(seen, job, seconds_left=None)
+    assert f"  ended    : {outcome.replace('_', ' ')} (exit code {code}): {seen.reason}" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "job"),
+    [
+        (RunState.ENDING, replace(KILLED, state="COMPLETING")),
+        (RunState.TRAINING, replace(KILLED, state="A_NEW_ONE")),
+        (RunState.SUBMITTED, replace(KILLED, state="PENDING")),
+        (RunState.REQUEUED, KILLED),
+    ],
+)
+def test_what_has_not_ended_goes_on(before: RunState, job: JobState) -> None:
+    ((seen, state),) = ask(Client(job), status(state=before))
+    assert (seen.state, state) == (before, job)
+
+
+def test_a_job_that_slurm_has_forgotten(tmp_path: Path) -> None:
+    waiting = status(state=RunState.SUBMITTED)
+    ((seen, _),) = ask(Client(accounted=(CANCELLED,)), waiting)
+    assert (seen.outcome, seen.reason) == ("cancelled", "cancelled while it waited in the queue")
+    ((seen, _),) = ask(Client(), waiting)
+    assert (seen.state, seen.outcome) == (RunState.ENDED, "unknown")
+    assert seen.reason == "ended before it began: Slurm no longer knows job 42"
+    # One that writes on may be another cluster's.
+    paths = Run(tmp_path).attempt(0).paths
+    running = status(run_dir=str(paths.root), attempt=0)
+    written = paths.attempt(0).attempt_json.stat().st_mtime
+    for seconds, state in ((100, RunState.TRAINING), (400, RunState.ENDED)):
+        clock = FakeClock(written + seconds)
+        ((seen, _),) = ends_by_slurm(Client(), [running], clock=clock)  # type: ignore[arg-type]
+        assert seen.state is state
+
+
+def test_tasks_of_an_array_are_asked_about_as_one() -> None:
+    tasks = [status(job_id=f"70_{task}", run_id=f"r_{task}", state=RunState.SUBMITTED) for task in range(4)]
+    states = (
+        JobState(job_id="70_0", state="CANCELLED", reason="", array_job_id="70", array_task_id="0"),
+        JobState(
+            job_id="70_[1,2...]", state="PENDING", reason="Resources", array_job_id="70", array_task_id="[1,2...]"
+        ),
+    )
+    client = Client(*states)
+    assert [seen.state for seen, _ in ask(client, *tasks)] == [RunState.ENDED, *[RunState.SUBMITTED] * 3]
+    assert client.asked == [["70"]]
 
 
 def test_a_job_that_has_not_begun_is_found_by_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +196,7 @@ def test_a_job_that_has_not_begun_is_found_by_its_directory(tmp_path: Path, monk
     record(cluster="c", job_id="9", submitted_ns=9, run_dir=Path("/other"))
     assert [entry.job_id for entry in jobs_of("/r")] == ["8", "7"]
     client = Client()
-    ask_slurm(client, status(job_id=None, state=RunState.SUBMITTED))  # type: ignore[arg-type]
+    ask(client, status(job_id=None, state=RunState.SUBMITTED))
     assert client.asked == [["8"]]
 
 

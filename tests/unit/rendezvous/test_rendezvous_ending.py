@@ -99,6 +99,16 @@ def test_without_a_supervisor_each_agent_gets_its_turn() -> None:
     assert heard_second.names == ["end_unclaimed"]
 
 
+def test_the_supervisors_time_runs_while_the_agents_workers_end() -> None:
+    stage = Stage()
+    agent, heard = stage.ending("a")
+    agent.step_of_agent()
+    stage.clock.now += END_PATIENCE
+    agent.begin(0, confirmed=True)
+    agent.step_of_agent()
+    assert heard.names == ["end_unclaimed"]
+
+
 def test_an_end_that_was_claimed_meanwhile_is_left_alone() -> None:
     stage = Stage()
     second, heard = stage.ending("b")

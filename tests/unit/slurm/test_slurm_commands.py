@@ -72,7 +72,7 @@ def test_personal_formats_and_filters_do_not_reach_what_is_parsed() -> None:
         "PATH": "/bin",
     }
     left = commands.command_environment({**env, "SLURM_TIME_FORMAT": "%s", "SLURM_CONF": "/c"})
-    assert left == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_TIME_FORMAT": "standard"}
+    assert left == {"PATH": "/bin", "SLURM_CONF": "/c", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 
 
 def test_a_submission_from_inside_a_job_carries_nothing_of_that_job() -> None:

@@ -9,6 +9,7 @@ from hpc_elastic.slurm.job_state import (
     JobState,
     parse_dependents,
     parse_records,
+    parse_sacct,
     parse_show_job,
     parse_squeue,
 )
@@ -217,3 +218,12 @@ def test_who_waits_for_whose_end(dependency: str, number: str, waits: bool) -> N
 
 def test_a_task_that_waits_is_named_by_its_array() -> None:
     assert parse_dependents("5_[1]|afterany:3_1(unfulfilled)\n", "3_1") == ("5",)
+
+
+def test_the_accounting_of_ended_jobs() -> None:
+    text = "47|CANCELLED by 1001|0:15\n47.batch|CANCELLED|0:15\n48_3|FAILED|1:0\n49+1|TIMEOUT|0:0\nsacct: x\n"
+    task, failed, component = parse_sacct(text)
+    assert (task.job_id, task.state, task.exit_signal, task.code) == ("47", "CANCELLED", 15, 143)
+    assert (failed.array_job_id, failed.array_task_id, failed.code) == ("48", "3", 1)
+    assert (component.het_leader_id, component.het_offset, component.state) == ("49", 1, "TIMEOUT")
+    assert failed.how_it_ended == "its batch script failed (Slurm: FAILED)"

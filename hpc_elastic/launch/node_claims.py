@@ -1,0 +1,181 @@
+"""Which nodes of an allocation a run takes: those that are asked for, and that no other run of the allocation has.
+
+A claim is a lock on a file of this host, one for each node: it ends with the process that holds it, and with each srun
+that was started with it, however these end. So runs that were started on the same host, as from one batch script or one
+salloc, stay apart; nothing is told to other hosts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.clock import Clock
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.slurm.hostlist import compress
+
+CHOICE_SECONDS = 10.0
+"""How long another run that is just choosing may take."""
+_RETRY_SECONDS = 0.05
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeWish:
+    """What a command line asks for."""
+
+    listed: tuple[str, ...] = ()
+    """``--nodelist``."""
+    excluded: tuple[str, ...] = ()
+    """``--exclude``; names that the allocation does not have are no mistake: it was made without them."""
+    least: int | None = None
+    """MIN of ``--nodes``; None: it was not given, and all that are left are wanted."""
+    most: int | None = None
+    """MAX of ``--nodes``, with the spares."""
+
+
+def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, str]) -> tuple[str, ...]:
+    """The nodes of the allocation that a run gets, in the allocation's order.
+
+    Args:
+        allocated: The allocation's.
+        wish: What is asked for.
+        taken: Nodes that other runs of the allocation have → which run.
+
+    Raises:
+        UsageError: it can't have them; the message names the nodes.
+    """
+    listed, excluded = set(wish.listed), set(wish.excluded)
+    foreign = [node for node in wish.listed if node not in allocated]
+    if foreign:
+        raise UsageError(f"--nodelist: {_names(foreign)} not in this allocation, which has {_names(allocated)}")
+    if both := listed & excluded:
+        raise UsageError(f"--nodelist and --exclude both name {_names(sorted(both))}")
+    allowed = [node for node in allocated if node not in excluded]
+    if not allowed:
+        raise UsageError(f"--exclude {_names(wish.excluded)}: this allocation has no other node")
+    if busy := [node for node in allowed if node in listed and node in taken]:
+        raise UsageError(f"--nodelist: {_in_use(busy, taken)}; --overlap shares them")
+    if wish.most is not None and len(listed) > wish.most:
+        raise UsageError(f"--nodelist names {len(listed)} nodes, and --nodes with the spares is {wish.most}")
+    free = [node for node in allowed if node not in taken]
+    if wish.most is None:
+        busy = [node for node in allowed if node in taken]
+        if busy and not listed:
+            rest = f"give --nodelist {_names(free)} for the others" if free else "wait for its end"
+            raise UsageError(f"{_in_use(busy, taken)}; {rest}, or --overlap to share them")
+        return tuple(node for node in allowed if not listed or node in listed)
+    chosen = listed | set([node for node in free if node not in listed][: wish.most - len(listed)])
+    if len(chosen) < (wish.least or 1) and taken:
+        raise UsageError(
+            f"--nodes {wish.least}: {len(chosen)} of this allocation's {len(allocated)} nodes are free: "
+            f"{_in_use([node for node in allowed if node in taken], taken)}; --overlap shares them"
+        )
+    return tuple(node for node in allowed if node in chosen)
+
+
+def _names(nodes: Sequence[str]) -> str:
+    return compress(nodes)
+
+
+def _in_use(nodes: Sequence[str], taken: Mapping[str, str]) -> str:
+    runs = ", ".join(dict.fromkeys(taken[node] or "another run" for node in nodes))
+    return f"{_names(nodes)} of this allocation in use by {runs}"
+
+
+@dataclass(slots=True)
+class NodeClaims:
+    """Those of this process, on the nodes of one allocation."""
+
+    folder: Path | None
+    """None: no claims can be made here, and runs are not kept apart."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Node → the descriptor that holds its lock."""
+
+    def claim(self, allocated: Sequence[str], wish: NodeWish, *, clock: Clock, shares: bool = False) -> tuple[str, ...]:
+        """Choose nodes and hold them until this process, and whatever it hands the descriptors to, has ended.
+
+        Args:
+            allocated: As in `choose_nodes`.
+            wish: As in `choose_nodes`.
+            clock: For how long another run that is just choosing is waited for.
+            shares: Whether nodes of other runs may be taken too (``--overlap``).
+
+        Raises:
+            UsageError: as `choose_nodes`.
+        """
+        if self.folder is None:
+            return choose_nodes(allocated, wish, {})
+        with _alone(self.folder / "choosing", clock):
+            taken = self._lock_all(allocated)
+            chosen: tuple[str, ...] = ()
+            try:
+                chosen = choose_nodes(allocated, wish, {} if shares else taken)
+            finally:
+                for node in [node for node in self.held if node not in chosen]:
+                    os.close(self.held.pop(node))
+        self.sign("")
+        return chosen
+
+    def sign(self, run: str) -> None:
+        """Say which run has the nodes, for the messages of others."""
+        for fd in self.held.values():
+            os.truncate(fd, 0)
+            os.pwrite(fd, run.encode("utf-8", "surrogateescape"), 0)
+
+    def _lock_all(self, allocated: Sequence[str]) -> dict[str, str]:
+        """Lock what is free. Returns what is not → which run has it."""
+        assert self.folder is not None
+        taken = {}
+        for node in allocated:
+            fd = os.open(self.folder / _UNSAFE.sub("-", node), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.held[node] = fd
+            except BlockingIOError:
+                taken[node] = os.pread(fd, 500, 0).decode("utf-8", "replace")
+                os.close(fd)
+        return taken
+
+
+def open_claims(job_id: str, restart_count: int, bases: Iterator[Path]) -> NodeClaims:
+    """Where claims on an allocation's nodes are held, in the first folder of this host's that can be written.
+
+    Args:
+        job_id: The job's.
+        restart_count: How often it was requeued.
+        bases: Folders of this host's own.
+    """
+    for base in bases:
+        try:
+            top = base / f"hpc-elastic-nodes-{os.getuid()}"
+            make_private_dir(top)
+            folder = top / f"{_UNSAFE.sub('-', job_id)}-{restart_count}"
+            make_private_dir(folder)
+            return NodeClaims(folder)
+        except (OSError, UnsafePathError):
+            continue
+    return NodeClaims(None)
+
+
+@contextmanager
+def _alone(path: Path, clock: Clock) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        deadline = clock.monotonic() + CHOICE_SECONDS
+        while clock.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                clock.wait(threading.Event(), _RETRY_SECONDS)
+        yield
+    finally:
+        os.close(fd)
