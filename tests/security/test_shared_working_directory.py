@@ -56,7 +56,8 @@ def test_a_run_imports_nothing_from_there(victim: User, hostile: Path) -> None:
 def test_a_submitted_function_imports_it_last(victim: User, hostile: Path) -> None:
     """As under ``python -m``, modules of the working directory are found; but they hide nothing."""
     victim.python("import sys; open(sys.argv[1], 'w').close()", hostile / "only_here.py", cwd=victim.home)
-    (victim.home / "submit.py").write_text(_EXECUTOR.format(home=victim.home))
+    program = _EXECUTOR.format(home=victim.home)
+    victim.python("import sys; open('submit.py', 'w').write(sys.argv[1])", program)
     done = victim.run([victim.interpreter, str(victim.home / "submit.py")], cwd=hostile, timeout=90)
     assert done.stdout.strip().endswith("only_here.py"), done.stderr
     assert attacks(hostile) == []
