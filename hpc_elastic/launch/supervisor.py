@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import selectors
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -152,8 +153,10 @@ class Supervisor:
         """Nodes that have been members: one that never came may just be slow to start."""
         self._announced: frozenset[str] = frozenset()
         """Uids of all agents that have ever said in the store that they are there."""
+        self._announcements: Counter[int] = Counter()
+        """Node → how many of them were its own."""
         self._announced_by_end: dict[int, int] = {}
-        """How many of them were a node's when its last end was dealt with."""
+        """The same by the time at which the node's last end was dealt with."""
         self._unable: dict[int, UnableNode] = {}
         """Nodes that were given up because what was started there never became an agent."""
         self._unhealthy: set[int] = set()
@@ -334,7 +337,7 @@ class Supervisor:
             elif isinstance(notice, tuple):
                 if notice[0] == "looked_anew":
                     self._looks_done = notice[1]["serial"]
-                    self._announced |= notice[1]["announced"]
+                    self._take_announced(notice[1]["announced"])
                 elif notice[0] == "end_claimed":
                     self._is_end_settled = True
                 elif notice[0] == "end_taken_over":
@@ -466,7 +469,7 @@ class Supervisor:
     def _relaunch_or_give_up(self, due: _Relaunch, message: str) -> None:
         node, ended = due.ended.node, due.ended
         name, used = self._attempt.nodes[node], self._relaunches.get(node, 0)
-        is_fruitless, announced = not self._has_come(due), self._announcements(node)
+        is_fruitless, announced = not self._has_come(due), self._announcements[node]
         self._announced_by_end[node] = announced
         if is_fruitless and self._is_still_lost(ended):
             return
@@ -474,7 +477,8 @@ class Supervisor:
         never_came = is_fruitless and announced == 0
         most = FRUITLESS_RELAUNCHES if never_came else RELAUNCHES_PER_NODE
         if used >= most or says_no_for_good(ended.code) or (never_came and self._fails_everywhere()):
-            logger.error("giving %s up after %d starts: its agent ended (%s)", name, used + 1, unable.reason)
+            starts = f"{used + 1} start{'s' if used else ''}"
+            logger.error("the agent on %s ended (%s); giving the node up after %s", name, unable.reason, starts)
             if never_came:
                 self._unable[node] = unable
             self._give_up(node, GivenUp.COULD_NOT_RUN if never_came else GivenUp.DIED, unable.reason)
@@ -484,13 +488,14 @@ class Supervisor:
         self._events.write("agent_relaunched", node=node, name=name, reason=f"it ended: {unable.reason}")
         self._launcher.relaunch(node)
 
-    def _announcements(self, node: int) -> int:
-        return sum(1 for uid in self._announced if node_of(uid) == node)
+    def _take_announced(self, uids: frozenset[str]) -> None:
+        self._announcements.update(node_of(uid) for uid in uids - self._announced)
+        self._announced |= uids
 
     def _has_come(self, due: _Relaunch) -> bool:
         """Whether what has ended was an agent that took part; also where the store does not say."""
         node = due.ended.node
-        return due.look > self._looks_done or self._announcements(node) > self._announced_by_end.get(node, 0)
+        return due.look > self._looks_done or self._announcements[node] > self._announced_by_end.get(node, 0)
 
     def _fails_everywhere(self) -> bool:
         """Whether what was started on most nodes never became an agent: it is not the nodes, and no start helps."""
