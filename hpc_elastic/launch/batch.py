@@ -13,7 +13,7 @@ from hpc_elastic import run_index
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock import Clock, RunClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_word import slurm_answer
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
@@ -138,7 +138,7 @@ class SlurmSite:
         agent = own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number))
         return SlurmLauncher(
             attempt.nodes,
-            ["env", mark, *agent],
+            ["/usr/bin/env", mark, *agent],
             environment=self._env,
             min_nodes=spec.min_nodes,
             components=self._job.components,
@@ -231,7 +231,7 @@ def run_batch(run_dir: Path, env: Mapping[str, str] | None = None, *, clock: Clo
     umask = os.umask(0o077)
     log_to_stdout()
     env = os.environ if env is None else env
-    clock = clock or SystemClock()
+    clock = clock or RunClock()
     WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
     site = slurm_site(env, clock, umask=umask, paths=paths)
