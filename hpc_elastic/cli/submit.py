@@ -47,7 +47,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     from hpc_elastic.clock import SystemClock
 
     clock = SystemClock()
-    client = submission_client(submission, env, clock)
+    client = submission_client(submission, env, clock, say)
     job = submit_job(submission, client, clock=clock, env=env, tell=say)
     options, tasks = submission.job.options, submission.job.tasks
     _say_where(job, submission.paths, options)

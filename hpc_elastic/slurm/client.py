@@ -6,8 +6,9 @@ again is the caller's decision.
 
 from __future__ import annotations
 
+import logging
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +29,8 @@ from hpc_elastic.slurm.errors import (
 )
 from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_show_job, parse_squeue
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -206,10 +209,24 @@ class SlurmClient(Protocol):
 class CommandSlurmClient:
     """The `SlurmClient` that runs Slurm's commands."""
 
-    def __init__(self, runner: CommandRunner, clock: Clock, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(
+        self,
+        runner: CommandRunner,
+        clock: Clock,
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        tell: Callable[[str], object] = logger.info,
+    ) -> None:
+        """Args:
+        runner: Runs the commands.
+        clock: For how long they took.
+        timeout: Seconds for each.
+        tell: Hears what sbatch prints besides the job's id: notes of the site's plugins, mostly.
+        """
         self._runner = runner
         self._clock = clock
         self._timeout = timeout
+        self._tell = tell
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
         argv = commands.sbatch(script, extra=extra)
@@ -225,6 +242,8 @@ class CommandSlurmClient:
         if not (number.isascii() and number.isdigit()):
             why = f"printed {answer!r} instead of a job id"
             raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
+        if note := one_line(result.stderr):
+            self._tell(f"sbatch: {note}")
         return JobId(number, cluster or None)
 
     def job_state(self, job: JobId) -> JobState | None:
@@ -337,3 +356,16 @@ class CommandSlurmClient:
 
 def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:
     return error(what=what, why=why, argv=tuple(argv), rc=result.rc, stdout=result.stdout, stderr=result.stderr)
+
+
+def why_not_without(client: SlurmClient, script: str, exclude: str) -> str | None:
+    """Ask whether Slurm could never run a batch script with this ``--exclude=NODES``. Raises as `would_run`.
+
+    A refusal that the script gets in any case (its user has as many jobs as may be submitted, or a rule of the site's
+    keeps it out) says nothing of the nodes.
+
+    Returns:
+        Why it could not; None where nothing speaks against it.
+    """
+    why = client.would_run(script, extra=[exclude])
+    return None if why is None or client.would_run(script) == why else why
