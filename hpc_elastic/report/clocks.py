@@ -102,6 +102,8 @@ class Clocks:
     _hops: Mapping[int, _Hop] = field(default_factory=dict)
     _walls: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Node → (time since the boot, how far the wall clock is ahead of it), ascending."""
+    set_nodes: frozenset[int] = frozenset()
+    """Nodes whose wall clocks were set between two measurements: no one offset holds for all of their times."""
     _supervisor: int | None = None
     _views: tuple[Clocks, ...] = ()
     """The same from each coordinator, where there were several."""
@@ -165,6 +167,22 @@ class Clocks:
         low, high = min(aheads), max(aheads)
         return wall_ns - (low + high) // 2, 0 if high - low <= _STEP_NS else (high - low + 1) // 2
 
+    def likely(self, node: int, wall_ns: int) -> int | None:
+        """Where a moment of a wall clock that was set in between stands most likely, for a picture.
+
+        A clock that was set back shows the same time twice. Of the possible moments it is the one that is nearest to a
+        measurement: agents compare clocks whenever workers start.
+
+        Returns:
+            By the reference's wall clock; None: this clock was not set, or not compared with the reference's.
+        """
+        here = self._supervisor if node == SUPERVISOR else node
+        if here is None or here not in self.set_nodes:
+            return None
+        uptime = min((abs(wall_ns - ahead - at), wall_ns - ahead) for at, ahead in self._walls[here])[1]
+        moment = self.moment(here, wall_ns, uptime_ns=uptime)
+        return None if moment.bound_ns is None else moment.at_ns
+
     @property
     def bound_ns(self) -> int | None:
         """The largest bound of those that are known; None: nothing was measured."""
@@ -221,6 +239,8 @@ class ClocksBuilder:
             return Clocks()
         degree = Counter(near for near, _ in links)
         references = {word.reference for word in self._words}.intersection(walls) or walls.keys()
+        steps = {node: {ahead for _, ahead in told} for node, told in walls.items()}
+        were_set = frozenset(node for node, aheads in steps.items() if max(aheads) - min(aheads) > _STEP_NS)
         supervisor = self._hosts.get(SUPERVISOR)
         nodes = [node for node in sorted({*degree, *walls}) if supervisor and self._hosts.get(node) == supervisor]
         views = []
@@ -231,6 +251,7 @@ class ClocksBuilder:
                 contradicted=contradicted,
                 _hops=_tree(links, reference),
                 _walls={node: tuple(sorted(told)) for node, told in walls.items()},
+                set_nodes=were_set,
                 _supervisor=nodes[0] if nodes else None,
             )
             known = [node for node in sorted(clocks._hops) if node in walls]
