@@ -165,5 +165,11 @@ class PlacedAttempt:
 
 def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
     """The attempts of which anything is known."""
-    placed = [PlacedAttempt(attempt) for attempt in history.attempts]
+    placed = []
+    axes: dict[str, tuple[int, int]] = {}
+    for attempt in history.attempts:
+        clocks = attempt.clocks.on_axis_of(axes.get(attempt.clocks.host))
+        part = PlacedAttempt(replace(attempt, clocks=clocks))
+        axes |= {part.name(node): axis for node, axis in clocks.axes().items()}
+        placed.append(part)
     return [part for part in placed if part.end_ns]

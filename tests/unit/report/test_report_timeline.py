@@ -265,6 +265,25 @@ def test_an_agent_that_was_started_again_after_its_nodes_clock_was_set(
     assert goodput.wall < 60
 
 
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+@pytest.mark.parametrize("coordinator", [0, 2])
+def test_a_clock_that_was_set_between_two_attempts(builder: RunBuilder, coordinator: int, jump: float) -> None:
+    """Of the node by whose clock the second attempt is placed, which need not be the first one's."""
+    for attempt, start, ahead in ((0, 0.0, 0.0), (1, 60.0, jump)):
+        reference = coordinator if attempt else 0
+        builder.compares_clocks = False
+        mine = {node: ahead if node == reference else 0.0 for node in range(3)}
+        builder.attempt(attempt, at=start + mine[0])
+        builder.round(attempt, 0, at=start + 5, ahead=mine)
+        for node in range(3):
+            builder.clock_offset(attempt, node, at=start + 5.02, ahead=mine[node], reference=reference)
+            builder.event(attempt, "agent", node, start + 30 + mine[node], "workers_succeeded", round=0)
+    goodput = goodput_of(collect_run(builder.root))
+    assert 29 < goodput.queued <= 36
+    assert goodput.wall <= 91
+    assert 49 < goodput.training < 51
+
+
 def test_axis_shortens_waits_and_keeps_short_attempts_visible() -> None:
     axis = make_axis([(0, 0, 3600 * SECOND), (1, 90_000 * SECOND, 90_002 * SECOND)])
     first, gap, second = axis.pieces
