@@ -39,3 +39,17 @@ class SystemClock:
 
     def wait(self, stop: threading.Event, seconds: float) -> bool:
         return stop.wait(max(0.0, seconds))
+
+
+class RunClock(SystemClock):
+    """Those of an agent or a supervisor: its wall clock is read once, and carried on by the clock since the boot.
+
+    Who sets a node's clock in mid-run (an NTP step, an administrator, a restored virtual machine) would else tear the
+    record of the attempt: rounds that last an hour or end before they began.
+    """
+
+    def __init__(self) -> None:
+        self._booted_ns = super().time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+    def time_ns(self) -> int:
+        return self._booted_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -30,7 +30,7 @@ from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, Work
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.agent.worker_spec import WorkerSpec
 from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock import Clock, RunClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.file_thread import FileThread
 from hpc_elastic.log_pieces import PieceLimit
@@ -96,7 +96,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             UsageError: a value that makes no sense, a script or a command that is not there, or a function that
                 can't be handed over.
         """
-        clock = clock or SystemClock()
+        clock = clock or RunClock()
         super().__init__(spec, exit_barrier_timeout=exit_barrier_timeout, metrics=metrics, clock=clock)
         self._shown = _shown(redirects, tee, local_ranks_filter)
         self._local_clock = clock

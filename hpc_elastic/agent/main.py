@@ -33,7 +33,7 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.attempt import AttemptInfo, load_attempt
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock import Clock, RunClock, SystemClock
 from hpc_elastic.errors import UnreadableFileError, UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FileThread
@@ -71,7 +71,7 @@ def agent_main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     if options.launcher_pid is not None and not _end_with(options.launcher_pid):
         return 128 + signal.SIGHUP
-    clock = SystemClock()
+    clock = RunClock()
     me = _Me.found(options, inherited, clock)
     spec, at = me.spec, me.paths
     settings = rendezvous_settings(spec, me.attempt)
@@ -121,7 +121,7 @@ def agent_main(argv: Sequence[str]) -> int:
         environ={**me.env, TAG_VARIABLE: str(me.tag)},
         files=files,
     )
-    health = _health_checks(me, worker_env, meeting.info.addresses, clock)
+    health = _health_checks(me, worker_env, meeting.info.addresses)
     metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
     labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
     metrics = metrics_from_option(spec.metrics, labels=labels, post=metrics_files.post)
@@ -236,7 +236,7 @@ class _Me:
         )
 
 
-def _health_checks(me: _Me, worker_env: Mapping[str, str], addresses: Sequence[str], clock: Clock) -> HealthChecks:
+def _health_checks(me: _Me, worker_env: Mapping[str, str], addresses: Sequence[str]) -> HealthChecks:
     spec, tag, run_dir = me.spec, str(me.tag), str(me.run.root)
     return HealthChecks(
         HealthPlan(
@@ -252,7 +252,7 @@ def _health_checks(me: _Me, worker_env: Mapping[str, str], addresses: Sequence[s
             addresses=tuple(address for address in addresses if address != LOOPBACK),
             gpus_given=JobEnvironment.from_env(me.env).node.gpus if in_job(me.env) else None,
         ),
-        clock=clock,
+        clock=SystemClock(),  # it judges the wall clock as that is now
     )
 
 

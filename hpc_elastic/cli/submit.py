@@ -50,7 +50,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     from hpc_elastic.clock import SystemClock
 
     clock = SystemClock()
-    client = submission_client(submission, env, clock)
+    client = submission_client(submission, env, clock, say)
     job = submit_job(submission, client, clock=clock, env=env, tell=say)
     from hpc_elastic.cli.follow import follow, leave
 

@@ -13,7 +13,7 @@ from hpc_elastic import run_index
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock import Clock, RunClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.job_word import allocation_of, slurm_answer
@@ -28,9 +28,9 @@ from hpc_elastic.requeue import Arming, ArmingFacts, RequeueChoice, RequeueWay, 
 from hpc_elastic.run_paths import RunPaths, task_index
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.self_command import own_command
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
+from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.job_state import JobPhase
@@ -131,6 +131,12 @@ class SlurmSite:
                 return Arming(way=RequeueWay.REQUEUE, reason=f"{arming.reason}; it was set for this job")
             if arming.way is RequeueWay.CHAIN:
                 why = self._client.would_run(str(self._script))
+                if why is not None and is_limit(why):
+                    # Slurm took this very script: what is over its limit now is the number of jobs, which changes.
+                    reason = (
+                        f"{arming.reason}; a job more would be refused now, so it is tried at this one's end: {why}"
+                    )
+                    return Arming(way=arming.way, reason=reason)
                 if why is not None:
                     return Arming(way=RequeueWay.NONE, reason=f"no job can be submitted from here: {why}")
         except SlurmUnavailableError as error:
@@ -219,12 +225,13 @@ class SlurmSite:
         if self._script is None:
             return None
         try:
-            return self._hurried.would_run(str(self._script), extra=[f"--exclude={compress(nodes)}"])
+            return why_not_without(self._hurried, str(self._script), f"--exclude={compress(nodes)}")
         except SlurmError:
             return None  # nobody knows; Slurm refuses a list that makes no sense
 
     def requeue(self, plan: NextAttempt) -> Requeued:
-        done = self._requeuer.carry_out(replace(plan, script=self._script))
+        nodes = plan.nodes if self._job.het_leader_id is None else None  # of a het job each component has a number
+        done = self._requeuer.carry_out(replace(plan, script=self._script, nodes=nodes))
         if done.next_job:
             self._remember(done.next_job)
         return done
@@ -280,7 +287,7 @@ def run_batch(
     umask = os.umask(0o077)
     log_to_stdout()
     env = os.environ if env is None else env
-    clock = clock or SystemClock()
+    clock = clock or RunClock()
     WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
     site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
@@ -328,13 +335,13 @@ def slurm_site(
         hurried=hurried,
         clock=clock,
         umask=umask,
-        script=_own_script(paths),
+        script=own_script(paths),
         nodes=nodes,
         keep=keep,
     )
 
 
-def _own_script(paths: RunPaths) -> Path | None:
+def own_script(paths: RunPaths) -> Path | None:
     """What `submit` made for this run, or for the array whose task it is; None where the job's script is not ours."""
     if task_index(paths.root.name) is not None:
         paths = RunPaths(paths.root.parent)

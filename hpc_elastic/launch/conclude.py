@@ -158,18 +158,22 @@ class _End:
 
     def _requeue(self, nodes: NextNodes, *, is_late: bool = False) -> bool:
         """Have it done. Returns whether it was: a decision that can't be carried out is one to end."""
+        spec = self._spec
+        fixed = spec.min_nodes == spec.max_nodes
         plan = NextAttempt(
             way=RequeueWay.CHAIN if self._attempt.requeue_way == RequeueWay.CHAIN.value else RequeueWay.REQUEUE,
             delay=self._decision.delay,
             excluded=nodes.excluded,
+            nodes=(spec.max_nodes, spec.max_nodes + spec.spares) if fixed and spec.spares else None,
             is_late=is_late,
-            falls_back=self._spec.requeue_with == RequeueChoice.AUTO.value,
+            falls_back=spec.requeue_with == RequeueChoice.AUTO.value,
         )
         try:
             done = self._site.requeue(plan)
         except HpcElasticError as error:
             logger.error("the requeue failed: %s", error)
-            self._give_up(f"the requeue failed: {error}", ExitCode.WORKERS_FAILED)
+            again = f"to start it again: hpc-elastic requeue {self._paths.run_id}"
+            self._give_up(f"the requeue failed: {error}; {again}", ExitCode.WORKERS_FAILED)
             return False
         logger.info("%s", done.words)
         self._events.write("requeued", job_id=done.next_job or self._attempt.job_id, reason=done.words)

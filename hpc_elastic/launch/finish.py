@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.clock import RunClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import closed_result
@@ -56,7 +56,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
         signal.SIGTERM, signal.SIG_IGN
     )  # Slurm may send it more than once; its SIGKILL is the end of the time
     umask = os.umask(0o077)
-    clock = SystemClock()
+    clock = RunClock()
     paths, spec = load_run(run_dir)
     attempt_paths = paths.attempt(number)
     try:

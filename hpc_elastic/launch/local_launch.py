@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.clock import RunClock
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
@@ -99,7 +99,7 @@ def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Cal
     ready()
     site = LocalSite(os.environ if env is None else env, umask=umask)
     while True:
-        decision = run_attempt(paths, spec, site, clock=SystemClock(), signals=signals)
+        decision = run_attempt(paths, spec, site, clock=RunClock(), signals=signals)
         if decision.action is not RequeueAction.REQUEUE:
             break
     output.close()

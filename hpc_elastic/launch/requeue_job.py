@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,6 +57,9 @@ class NextAttempt:
     """Slurm ends this process in KillWait, and it has things to write: what is not taken at once is left."""
     script: Path | None = None
     """For a follow-on job: where there is none, the job can only be requeued."""
+    nodes: tuple[int, int] | None = None
+    """The number of nodes that the run trains on, and the same with its spares, where both are fixed and not alike: a
+    spare that is drained or down is not waited for. None: the job asks for what it asked for before."""
     falls_back: bool = True
     """Whether a follow-on job is submitted where Slurm refuses the requeue."""
 
@@ -153,6 +156,7 @@ class JobRequeuer:
         patience = 0.0 if plan.is_late else UPDATE_PATIENCE
         if plan.excluded is not None:
             words += self._exclude(plan.excluded, patience)
+        words += self._resize(plan, patience)
         problem = self._update(lambda: self._client.start_now(self._job, delay=max(plan.delay, gone)), patience)
         if problem is None:
             when = f"in {plan.delay:.0f} s" if plan.delay else "when this attempt is gone"
@@ -170,6 +174,32 @@ class JobRequeuer:
             return f" without {compress(nodes)}"
         logger.warning("job %s may get nodes that were to be left out: %s", self._job, problem)
         return f" (not without {compress(nodes)}: {problem})"
+
+    def _resize(self, plan: NextAttempt, patience: float) -> str:
+        """Ask for no more nodes than there are, and for all of them again when they are back. Returns words."""
+        asked = self._nodes_to_ask(plan)
+        if asked is None:
+            return ""
+        (least, most), why = asked
+        problem = self._update(lambda: self._client.set_num_nodes(self._job, least, most), patience)
+        if problem is not None:
+            return f" (not with fewer spares, which are not up: {problem})" if why else ""
+        return f" {why}" if why else ""
+
+    def _nodes_to_ask(self, plan: NextAttempt) -> tuple[tuple[int, int], str] | None:
+        """The range and its reason; None: it stays as it is, or nobody knows."""
+        if plan.nodes is None or plan.is_late:
+            return None
+        try:
+            state = self._client.job_state(self._job)
+            partitions = self._client.partitions(state.partition) if state is not None else ()
+        except SlurmError as error:
+            logger.warning("the partition's nodes can't be asked for: %s", error)
+            return None
+        excluded = set(plan.excluded if plan.excluded is not None else state.excluded if state is not None else ())
+        names = frozenset().union(*(part.names for part in partitions)) - excluded
+        up = frozenset().union(*(part.usable_names for part in partitions)) - excluded
+        return node_range(plan.nodes, names=names, up=up) if names else None
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:
         """Try until it is done, or can't be. Returns why not."""
@@ -215,7 +245,9 @@ class JobRequeuer:
                 return
             if plan.excluded is None:
                 excluded = self._excluded_now()
-            extra = follow_on_arguments(self._job, replace(plan, excluded=excluded), array_task=self._array_task)
+            asked = self._nodes_to_ask(plan)
+            now = replace(plan, excluded=excluded, nodes=asked[0] if asked is not None else None)
+            extra = follow_on_arguments(self._job, now, array_task=self._array_task)
             found.append(str(self._client.submit(str(script), extra=extra)))
 
         self._patiently(submit)
@@ -261,7 +293,28 @@ def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None
         arguments.append(f"--array={array_task}")
     if plan.excluded:
         arguments.append(f"--exclude={compress(plan.excluded)}")
+    if plan.nodes is not None:
+        arguments.append(f"--nodes={plan.nodes[0]}-{plan.nodes[1]}")
     return arguments
+
+
+def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection[str]) -> tuple[tuple[int, int], str]:
+    """How many nodes to ask for: all spares where there are enough nodes for them, else as many as there are. Pure.
+
+    Args:
+        nodes: As in `NextAttempt`.
+        names: The nodes that the job may get.
+        up: Those of them that are neither drained nor down; busy ones count.
+
+    Returns:
+        Least and most, and in words why it is not all; empty where it is.
+    """
+    train, with_spares = nodes
+    if len(up) >= with_spares:
+        return (with_spares, with_spares), ""
+    gone = sorted(set(names) - set(up))
+    why = f"with {train} to {with_spares} nodes"
+    return nodes, f"{why} ({compress(gone)} {'is' if len(gone) == 1 else 'are'} drained or down)" if gone else why
 
 
 def _has_been_requeued(state: JobState, restart_count: int) -> bool:

@@ -20,7 +20,7 @@ from hpc_elastic.agent.main import node_key
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.clock import Clock, RunClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import HURRIED_SECONDS, SlurmSite
 from hpc_elastic.launch.job_watch import ControllerOutage
@@ -207,7 +207,7 @@ def run_first_task(run_dir: Path, env: Mapping[str, str], *, meeting: StepMeetin
     signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
     umask = os.umask(0o077)
     log_to_stdout()
-    clock = SystemClock()
+    clock = RunClock()
     paths, spec = load_run(run_dir)
     site = StepSite(env, meeting=meeting, clock=clock, umask=umask)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code

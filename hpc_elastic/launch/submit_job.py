@@ -75,10 +75,10 @@ class Submission:
         )
 
 
-def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock) -> SlurmClient:
-    """Whose sbatch takes from `env` only what the submission does not say itself."""
+def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock, tell: Tell) -> SlurmClient:
+    """Whose sbatch takes from `env` only what the submission does not say itself; `tell` hears what it says besides."""
     overruled = submission.job.options.overruled_variables()
-    return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock)
+    return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock, tell=tell)
 
 
 def dry_run(submission: Submission) -> str:

@@ -12,7 +12,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.bad_nodes import nodes_needed, settings_of
 from hpc_elastic.node_records import account_evidence
 from hpc_elastic.node_score import NodeScore, Scope, choose_excluded, score_nodes
-from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.client import SlurmClient, why_not_without
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.hostlist import HostlistError, compress, expand
@@ -112,7 +112,7 @@ def bad_nodes(
     try:
         bad = [score for score in _bad(client, job, env, now_ns=now_ns) if score.node not in users]
         chosen = _chosen(job, partitions, users, bad, tell)
-        why = client.would_run(script, extra=[exclude_argument({*users, *chosen})]) if chosen else None
+        why = why_not_without(client, script, exclude_argument({*users, *chosen})) if chosen else None
     except (SlurmError, HostlistError):
         return ()
     if why is not None:

@@ -24,6 +24,8 @@ CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})
 SUPERVISOR = -1
 _VIEWS = 8
 _SOME = 16
+_SET_NS = 1_000_000_000
+"""From one attempt to the next a wall clock is slewed; by more it was set."""
 _STEP_NS = 1_000_000
 """A wall clock whose distance to the time since the boot changed by more was set in between."""
 
@@ -102,6 +104,10 @@ class Clocks:
     _hops: Mapping[int, _Hop] = field(default_factory=dict)
     _walls: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Node → (time since the boot, how far the wall clock is ahead of it), ascending."""
+    set_nodes: frozenset[int] = frozenset()
+    """Nodes whose wall clocks were set between two measurements: no one offset holds for all of their times."""
+    _axis_ns: int | None = None
+    """What is added to the reference's time since the boot; None: how far its own wall clock is ahead of that."""
     _supervisor: int | None = None
     _views: tuple[Clocks, ...] = ()
     """The same from each coordinator, where there were several."""
@@ -149,7 +155,8 @@ class Clocks:
             at, more = hop.cross(at)
             bound += more
             here = hop.to
-        return Moment(at + self._walls[self.reference][-1][1], bound, node, own, True)
+        ahead = self._walls[self.reference][-1][1] if self._axis_ns is None else self._axis_ns
+        return Moment(at + ahead, bound, node, own, True)
 
     def _from_wall(self, node: int, wall_ns: int) -> tuple[int, int]:
         """By its clock since its boot, and the bound: it may have been set between two words."""
@@ -164,6 +171,45 @@ class Clocks:
             aheads = [ahead for begin, end, ahead in times if begin <= wall_ns - ahead <= end] or aheads
         low, high = min(aheads), max(aheads)
         return wall_ns - (low + high) // 2, 0 if high - low <= _STEP_NS else (high - low + 1) // 2
+
+    def likely(self, node: int, wall_ns: int) -> int | None:
+        """Where a moment of a wall clock that was set in between stands most likely, for a picture.
+
+        A clock that was set back shows the same time twice. Of the possible moments it is the one that is nearest to a
+        measurement: agents compare clocks whenever workers start.
+
+        Returns:
+            By the reference's wall clock; None: this clock was not set, or not compared with the reference's.
+        """
+        here = self._supervisor if node == SUPERVISOR else node
+        if here is None or here not in self.set_nodes:
+            return None
+        uptime = min((abs(wall_ns - ahead - at), wall_ns - ahead) for at, ahead in self._walls[here])[1]
+        moment = self.moment(here, wall_ns, uptime_ns=uptime)
+        return None if moment.bound_ns is None else moment.at_ns
+
+    def axes(self) -> dict[int, tuple[int, int]]:
+        """Node → when it last compared clocks, since its boot; how far the reference's wall clock is ahead of that."""
+        found = {}
+        for node, walls in self._walls.items():
+            uptime = walls[-1][0]
+            moment = self.moment(node, 0, uptime_ns=uptime)
+            if moment.bound_ns is not None:
+                found[node] = (uptime, moment.at_ns - uptime)
+        return found
+
+    def on_axis_of(self, before: tuple[int, int] | None) -> Clocks:
+        """The same by the wall clock of an earlier attempt, where the reference's was set since then.
+
+        Args:
+            before: What `axes` said of the reference's host then; None: nothing.
+        """
+        if self.reference is None or before is None:
+            return self
+        (first, _), (_, ahead) = self._walls[self.reference][0], self._walls[self.reference][-1]
+        if first < before[0] or abs(ahead - before[1]) < _SET_NS:  # booted anew; or nobody has set it
+            return self
+        return replace(self, _axis_ns=before[1], set_nodes=frozenset(self._walls), _views=(), _found={})
 
     @property
     def bound_ns(self) -> int | None:
@@ -221,6 +267,8 @@ class ClocksBuilder:
             return Clocks()
         degree = Counter(near for near, _ in links)
         references = {word.reference for word in self._words}.intersection(walls) or walls.keys()
+        steps = {node: {ahead for _, ahead in told} for node, told in walls.items()}
+        were_set = frozenset(node for node, aheads in steps.items() if max(aheads) - min(aheads) > _STEP_NS)
         supervisor = self._hosts.get(SUPERVISOR)
         nodes = [node for node in sorted({*degree, *walls}) if supervisor and self._hosts.get(node) == supervisor]
         views = []
@@ -231,6 +279,7 @@ class ClocksBuilder:
                 contradicted=contradicted,
                 _hops=_tree(links, reference),
                 _walls={node: tuple(sorted(told)) for node, told in walls.items()},
+                set_nodes=were_set,
                 _supervisor=nodes[0] if nodes else None,
             )
             known = [node for node in sorted(clocks._hops) if node in walls]

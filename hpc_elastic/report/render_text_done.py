@@ -30,7 +30,9 @@ def done_lines(history: RunHistory, subject: Subject, shown: AttemptHistory | No
 def _without_repeat(line: str, first: str) -> str:
     """The supervisor's reason quotes the coordinator's, which stands above it already."""
     reason = first.partition(": ")[2]
-    return line.replace(reason, "").rstrip(" :") if line is not first and len(reason) > 20 else line
+    if line is first or len(reason) <= 20:
+        return line
+    return line.replace(f": {reason}", "").replace(reason, "").rstrip(" :")
 
 
 def _without_cause(line: str, subject: Subject) -> str:

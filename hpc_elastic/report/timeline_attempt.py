@@ -60,7 +60,7 @@ class PlacedAttempt:
         }
         self._times: dict[int, list[NodeTimes]] = {}
         for told in attempt.times.nodes:
-            self._times.setdefault(told.node, []).append(self._shifted(told) if told.node in self.offsets else told)
+            self._times.setdefault(told.node, []).append(self._shifted(told))
         self.start_ns, self.end_ns = self._extent()
         self.stays = {
             node: make_stays(
@@ -86,7 +86,8 @@ class PlacedAttempt:
 
     def at(self, node: int, when_ns: int) -> int:
         """A node's time on the common axis."""
-        return when_ns - self._shifts.get(node, 0)
+        likely = self.attempt.clocks.likely(node, when_ns)
+        return when_ns - self._shifts.get(node, 0) if likely is None else likely
 
     def failure_at(self, failure: WorkerFailure) -> int:
         """When it happened, on the common axis."""
@@ -99,14 +100,15 @@ class PlacedAttempt:
         return self._known(moment_of_loss(loss, self.attempt.clocks), guess)
 
     def _seen_by_supervisor(self, when_ns: int | None) -> int | None:
-        return when_ns and self._known(self.attempt.clocks.moment(SUPERVISOR, when_ns), when_ns)
+        likely = when_ns and self.attempt.clocks.likely(SUPERVISOR, when_ns)
+        return when_ns and (likely or self._known(self.attempt.clocks.moment(SUPERVISOR, when_ns), when_ns))
 
     @staticmethod
     def _known(moment: Moment, otherwise_ns: int) -> int:
         return otherwise_ns if moment.bound_ns is None else moment.at_ns
 
     def _shifted(self, told: NodeTimes) -> NodeTimes:
-        if told.node not in self._shifts:
+        if told.node not in self._shifts and told.node not in self.attempt.clocks.set_nodes:
             return told
         values = (told.final_ns, told.started_ns, told.stopping_ns, told.ended_ns)
         final, started, stopping, ended = (None if when is None else self.at(told.node, when) for when in values)
@@ -163,5 +165,11 @@ class PlacedAttempt:
 
 def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
     """The attempts of which anything is known."""
-    placed = [PlacedAttempt(attempt) for attempt in history.attempts]
+    placed = []
+    axes: dict[str, tuple[int, int]] = {}
+    for attempt in history.attempts:
+        clocks = attempt.clocks.on_axis_of(axes.get(attempt.clocks.host))
+        part = PlacedAttempt(replace(attempt, clocks=clocks))
+        axes |= {part.name(node): axis for node, axis in clocks.axes().items()}
+        placed.append(part)
     return [part for part in placed if part.end_ns]

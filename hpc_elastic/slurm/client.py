@@ -6,6 +6,7 @@ again is the caller's decision.
 
 from __future__ import annotations
 
+import logging
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from hpc_elastic.slurm.errors import (
 )
 from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_sacct, parse_show_job, parse_squeue
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT = 60.0
 
@@ -217,17 +220,20 @@ class CommandSlurmClient:
         *,
         timeout: float = DEFAULT_TIMEOUT,
         heard: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
+        tell: Callable[[str], object] = logger.info,
     ) -> None:
         """Args:
         runner: Runs the commands.
         clock: For how long they took.
         timeout: Seconds for each.
         heard: Called after each: with the error where the controller did not answer, else with None.
+        tell: Hears what sbatch prints besides the job's id: notes of the site's plugins, mostly.
         """
         self._heard = heard
         self._runner = runner
         self._clock = clock
         self._timeout = timeout
+        self._tell = tell
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
         argv = commands.sbatch(script, extra=extra)
@@ -243,6 +249,8 @@ class CommandSlurmClient:
         if not (number.isascii() and number.isdigit()):
             why = f"printed {answer!r} instead of a job id"
             raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
+        if note := one_line(result.stderr):
+            self._tell(f"sbatch: {note}")
         return JobId(number, cluster or None)
 
     def job_state(self, job: JobId) -> JobState | None:
@@ -379,3 +387,16 @@ class CommandSlurmClient:
 
 def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:
     return error(what=what, why=why, argv=tuple(argv), rc=result.rc, stdout=result.stdout, stderr=result.stderr)
+
+
+def why_not_without(client: SlurmClient, script: str, exclude: str) -> str | None:
+    """Ask whether Slurm could never run a batch script with this ``--exclude=NODES``. Raises as `would_run`.
+
+    A refusal that the script gets in any case (its user has as many jobs as may be submitted, or a rule of the site's
+    keeps it out) says nothing of the nodes.
+
+    Returns:
+        Why it could not; None where nothing speaks against it.
+    """
+    why = client.would_run(script, extra=[exclude])
+    return None if why is None or client.would_run(script) == why else why

@@ -121,6 +121,11 @@ def classify(text: str) -> ErrorKind:
     return ErrorKind.OTHER
 
 
+def is_limit(why: str) -> bool:
+    """Whether a refusal is for a limit of the account or the QOS: of a job's size, its time, or the number of jobs."""
+    return "violates accounting/QOS policy" in why
+
+
 def one_line(text: str) -> str:
     """A command's messages on one line, without ``sbatch: error:`` before each, at most 500 characters."""
     lines = [_PREFIX.sub("", line.strip()) for line in text.splitlines()]

@@ -135,7 +135,7 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
                 _write_call(place, request, call, limit)
 
         clock = SystemClock()
-        client = submission_client(submission, request.env, clock)
+        client = submission_client(submission, request.env, clock, logger.warning)
         number = submit_job(
             submission, client, clock=clock, env=request.env, tell=logger.warning, fill=write_calls
         ).number

@@ -12,8 +12,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_elastic.events import read_events
 from tests.rigs.local_run import LocalRun
-from tests.rigs.wrong_clocks import fail_one_after_the_other, node_0_coordinates, node_clocks, rank_on
+from tests.rigs.wrong_clocks import (
+    fail_one_after_the_other,
+    node_0_coordinates,
+    node_clocks,
+    rank_on,
+    set_clock,
+    with_jumps,
+)
 
 HOUR = 3600.0
 SCRIPT = """
@@ -107,3 +115,33 @@ def test_after_the_references_death_the_order_is_known_all_the_same(tmp_path: Pa
         assert "clocks known to within" in part["verdict"]["evidence"]
         others = {1, 2, 3} - {report["clocks"]["reference_node"]}
         assert others <= {item["node"] for item in report["clocks"]["offsets"]}
+
+
+def test_a_wall_clock_that_is_set_in_mid_run_changes_no_time_that_the_run_records(tmp_path: Path) -> None:
+    """Node 1's goes an hour ahead, then two back; node 0's goes the other way."""
+    jumps = tmp_path / "jumps"
+    jumps.mkdir()
+    started = time.time()
+    script = """
+        tell("here")
+        others_in_round()
+        wait_for(f"go-{ROUND}")
+        if ROUND < 2 and RANK == ROUND:
+            raise (RuntimeError, KeyError)[ROUND]("told to")
+    """
+    with LocalRun(tmp_path, script, nodes=2, environ=with_jumps(jumps)) as run:
+        for round_index, ahead in enumerate((HOUR, -HOUR, 0.0)):
+            run.wait_moments("here", count=2 * (round_index + 1))
+            set_clock(jumps, 1, ahead)
+            set_clock(jumps, 0, -ahead)
+            run.say(f"go-{round_index}")
+        assert run.finish() == 0
+        took = time.time() - started
+        report = run.report()
+        assert report["goodput"]["wall"] < took
+        (attempt,) = report["attempts"]
+        assert len(attempt["rounds"]) == 3
+        assert all(item["seconds"] is not None and item["seconds"] < took for item in attempt["rounds"])
+        times = [event["t"] / 1e9 for event in read_events(run.attempt().events)]
+        assert started < min(times) <= max(times) < started + took
+        assert run.events("health_warning"), "who reads a node's other logs learns that its clock is wrong"

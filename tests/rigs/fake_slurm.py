@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpc_elastic.slurm.client import CommandResult, CommandTimeoutError
@@ -49,6 +49,7 @@ class FakeSlurm:
         reachable: False: as with a controller that is down.
         hangs: True: no command ever ends.
         missing: Commands that are not installed.
+        note: What sbatch prints besides when it takes a job: a site's plugin may.
     """
 
     def __init__(self, version: str = "22.05.8") -> None:
@@ -58,6 +59,7 @@ class FakeSlurm:
         self.reachable = True
         self.hangs = False
         self.missing: set[str] = set()
+        self.note = ""
         self._next = 1000
 
     def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
@@ -104,7 +106,8 @@ class FakeSlurm:
                 job.name = value
         self._next += 1
         self.jobs[job.number] = job
-        return self._answer("sbatch-parsable", {captured(self.version, "sbatch-parsable")[1].strip(): job.number})
+        answer = self._answer("sbatch-parsable", {captured(self.version, "sbatch-parsable")[1].strip(): job.number})
+        return replace(answer, stderr=answer.stderr + self.note)
 
     def _try(self, argv: Sequence[str]) -> CommandResult:
         for option in argv[:-1]:

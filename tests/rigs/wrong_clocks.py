@@ -36,6 +36,18 @@ def node_clocks(clocks: Mapping[int, tuple[float, float]]) -> dict[str, str]:
     }
 
 
+def with_jumps(folder: Path) -> dict[str, str]:
+    """The same for wall clocks that are set while the run goes on: `set_clock` does it."""
+    return {**node_clocks({}), "TEST_CLOCK_JUMPS": str(folder)}
+
+
+def set_clock(folder: Path, node: int, ahead: float) -> None:
+    """Set a node's wall clock so many seconds ahead of this machine's."""
+    fresh = folder / f".{node}"
+    fresh.write_text(str(ahead))
+    os.replace(fresh, folder / str(node))
+
+
 def node_0_coordinates(folder: Path) -> list[str]:
     """Options of ``hpc-elastic run`` with which no other node can open the first round, however slow node 0 starts."""
     check = folder / "node-0-first.sh"

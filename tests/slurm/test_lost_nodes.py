@@ -21,16 +21,6 @@ while not pathlib.Path("end").exists():
     time.sleep(0.05)
 """
 
-# The first time, rank 1 takes more memory than its node's job has.
-TAKES_TOO_MUCH = """
-import os, time
-rank, first = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-if first and rank == "1":
-    taken = [bytearray(16 << 20) for _ in range(64)]
-time.sleep(120 if first else 0)
-print("rank", rank, "is done")
-"""
-
 # Each step is a collective over sockets that have no timeout: where one node is cut off, all wait in it.
 IN_STEP = """
 import os, pathlib, socket, time
@@ -294,16 +284,3 @@ def test_a_spare_takes_the_place_of_a_node_that_fails_its_health_check(cluster: 
     log = run.wait_log(lambda log: "; exit code 0" in log)
     assert f"{spare} took the place of {broken}" in log
     assert f"node {broken} left: health check failed: {check} ended with exit code 1" in log
-
-
-def test_a_worker_that_takes_too_much_memory_is_told_as_that(slurm_can_run: None) -> None:
-    """On nodes that hold the job to its memory; without accounting, too."""
-    with SlurmCluster(2, accounting=False, cgroups=True) as cluster:
-        runs = SlurmRuns(cluster)
-        run = runs.submit_and_follow("--nodes", "2", "--mem", "400", *SHORT, runs.script(TAKES_TOO_MUCH))
-        assert run.done is not None
-        assert run.done.returncode == 0, run.log
-        cause = run.report()["verdict"]["failure"]
-        assert (cause["global_rank"], cause["failure_class"]) == (1, "infrastructure")
-        assert cause["oom_kills"] > 0
-        assert run.wait_end() == "COMPLETED"

@@ -13,6 +13,8 @@ from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
 from tests.rigs.slurm_runs import ALL_COME, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "1")
+FLAP_SECONDS = 4.0
+"""Longer than a node may be silent before it becomes a suspect."""
 
 SAVES = """
 import os, pathlib, sys, time
@@ -67,23 +69,36 @@ def _final_line(log: str) -> tuple[float, float]:
 
 @on_both
 @pytest.mark.torch
-def test_the_example_trains_to_the_same_loss_with_a_worker_killed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+def test_the_example_trains_to_the_same_loss_through_a_drain_a_flap_and_a_kill(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    """While a link is down, all wait in a collective: the training can't end before it is up again."""
     example = str(cluster.environment.examples / "train_digits.py")
     undisturbed = runs.submit_and_follow(
         "--nodes", "4", *SHORT, example, "--epochs", "4", "--checkpoint", str(runs.folder / "a.pt")
     )
     assert undisturbed.done.returncode == 0, undisturbed.log
-    disturbed = runs.submit_and_follow(
+    disturbed = runs.submit(
         *("--nodes", "4", *SHORT, example, "--epochs", "4", "--checkpoint", str(runs.folder / "b.pt")),
         *("--kill-rank", "0", "--kill-epoch", "3"),
     )
-    assert disturbed.done.returncode == 0, disturbed.log
+    disturbed.wait_log(lambda log: "epoch 1/4" in log)
+    cluster.cut_link("n3")
+    cut_at = time.monotonic()
+    cluster.drain("n4")
+    wait_until(lambda: time.monotonic() - cut_at > FLAP_SECONDS, timeout=2 * FLAP_SECONDS, what="the flap's end")
+    assert cluster.job_state(disturbed.job) == "RUNNING"
+    cluster.heal_link("n3")
+    assert disturbed.wait_end() == "COMPLETED", disturbed.log
     assert "resuming after epoch 2" in disturbed.log
     loss, accuracy = _final_line(undisturbed.log)
     assert _final_line(disturbed.log) == pytest.approx((loss, accuracy), abs=1e-4)
     assert accuracy > 0.9
     assert "Root Cause (first observed failure)" in disturbed.log
     assert disturbed.report()["verdict"]["failure"]["global_rank"] == 0
+    lost = [event for event in disturbed.events() if event["event"] == "node_lost"]
+    assert lost == [], "its files answered all the time"
+    assert cluster.node_state("n4").rstrip("*").startswith("drain")
 
 
 @pytest.mark.any_release

@@ -184,6 +184,16 @@ def test_after_a_shrink_the_whole_range_is_asked_for_again(cluster: SlurmCluster
     assert _nodes(run, 1) == ["n1", "n2", "n3", "n4"]
 
 
+def test_a_drained_spare_is_not_waited_for(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    run = runs.submit("--nodes", "3", "--spares", "1", "--max-restarts", "0", *SHORT, *QUICK, runs.script(STAYS))
+    _seated(run, 3)
+    cluster.drain("n2")
+    (runs.folder / "die").touch()
+    _wait_end(run)
+    assert (_nodes(run, 0), _nodes(run, 1)) == (["n1", "n2", "n3", "n4"], ["n1", "n3", "n4"])
+    assert "requeued with 3 to 4 nodes (n2 is drained or down)" in run.log
+
+
 def test_the_delay_that_slurm_adds_is_waived(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """With the two minutes that it is on most sites; the rig has 11 s else."""
     cluster.reconfigure({"AuthInfo": f"cred_expire={SITE_DELAY}"}, restart=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpc_elastic import run_index
 from hpc_elastic.cli.cancel import cancel
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.requeue import requeue
@@ -16,18 +19,29 @@ from hpc_elastic.reading.run_status import RunState
 from hpc_elastic.run_index import record
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import RequeueDisabledError, SlurmError, SlurmPermissionError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobState
 from tests.unit.cli.test_cli_status import status
 from tests.unit.reading.test_reading_run_status import RUN_ID, Run
 
 
 class Client:
-    def __init__(self, state: str = "PENDING") -> None:
+    def __init__(self, state: str = "PENDING", *, refuses: Exception | None = None) -> None:
         self.state = state
+        self.refuses = refuses
         self.done: list[str] = []
 
     def __getattr__(self, name: str) -> object:
         return lambda job: self.done.append(f"{name} {job}")
+
+    def requeue(self, job: JobId) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        self.done.append(f"requeue {job}")
+
+    def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
+        self.done.append(" ".join(["submit", *extra, script]))
+        return JobId("43")
 
     def queue_states(self, jobs: object) -> tuple[JobState, ...]:
         return (JobState(job_id="42", state=self.state, reason=""),)
@@ -82,6 +96,35 @@ def test_what_would_not_requeue_it_is_refused(found: RunJob, word: str) -> None:
     with pytest.raises(UsageError, match=word):
         requeue(found, client)  # type: ignore[arg-type]
     assert client.done == []
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        RequeueDisabledError(what="requeueing job 42", why="Requested operation is presently disabled"),
+        UnknownJobError(what="requeueing job 42", why="Invalid job id specified"),
+        SlurmPermissionError(what="requeueing job 42", why="Access/permission denied"),
+    ],
+)
+@pytest.mark.parametrize(("name", "extra"), [("run", ""), ("task-3", "--array=3 ")])
+def test_a_run_whose_job_can_not_run_again_goes_on_in_another_job(
+    refusal: SlurmError, name: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may not be requeued, Slurm has forgotten it, or the site keeps that for operators."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    client, found = Client(refuses=refusal), asked(RunState.ENDED)
+    found = replace(found, paths=RunPaths(tmp_path / name))
+    found.paths.root.mkdir()
+    with pytest.raises(type(refusal)):
+        requeue(found, client)  # type: ignore[arg-type]
+    script = tmp_path / ("job.sbatch" if extra else "run/job.sbatch")
+    script.touch()
+    said = requeue(found, client)  # type: ignore[arg-type]
+    assert client.done == [f"submit {extra}{script}"]
+    job = "43_3" if extra else "43"
+    assert said.startswith(f"job {job} goes on from the last checkpoint")
+    assert str(refusal.facts["why"]) in said
+    assert [entry.run_dir for entry in run_index.entries(job)] == [script.parent]
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "NODE_FAIL", "COMPLETED"])

@@ -48,6 +48,8 @@ class World:
         self.restarts = 0
         self.has_epilog = False
         self.excluded: tuple[str, ...] = ()
+        self.up = frozenset({"n1", "n2", "n3", "n4"})
+        self.num_nodes: tuple[int, int] | None = None
         self.waived: float | None = None
         self.began_with: tuple[str, ...] | None = None
         self.submitted: list[Sequence[str]] = []
@@ -75,7 +77,15 @@ class World:
         return SimpleNamespace(has_epilog=self.has_epilog)
 
     def _job_state(self, job: JobId) -> Any:
-        return SimpleNamespace(phase=self.phase, restarts=self.restarts, excluded=self.excluded)
+        return SimpleNamespace(phase=self.phase, restarts=self.restarts, excluded=self.excluded, partition="main")
+
+    def _partitions(self, names: str) -> Any:
+        assert names == "main"
+        return (SimpleNamespace(names=frozenset({"n1", "n2", "n3", "n4"}), usable_names=self.up),)
+
+    def _set_num_nodes(self, job: JobId, least: int, most: int) -> None:
+        self._need_pending()
+        self.num_nodes = least, most
 
     def _requeue(self, job: JobId) -> None:
         if self.phase is JobPhase.PENDING:
@@ -332,3 +342,37 @@ def test_sbatchs_arguments() -> None:
         "--exclude=n[3-4]",
     ]
     assert not any("exclude" in word for word in follow_on_arguments(JOB, NextAttempt(excluded=())))
+
+
+@pytest.mark.parametrize(
+    ("up", "excluded", "asked", "said"),
+    [
+        ("n1 n2 n3 n4", (), (4, 4), ""),
+        ("n1 n3 n4", (), (3, 4), "with 3 to 4 nodes (n2 is drained or down)"),
+        ("n1 n2 n3 n4", ("n2",), (3, 4), "with 3 to 4 nodes"),
+        ("n1 n4", (), (3, 4), "with 3 to 4 nodes (n[2-3] are drained or down)"),
+    ],
+)
+@pytest.mark.parametrize("way", [RequeueWay.REQUEUE, RequeueWay.CHAIN])
+def test_a_spare_that_is_not_up_is_not_waited_for(
+    way: RequeueWay, up: str, excluded: tuple[str, ...], asked: tuple[int, int], said: str
+) -> None:
+    world = World()
+    world.up = frozenset(up.split())
+    done = requeuer(world).carry_out(NextAttempt(way=way, script=SCRIPT, nodes=(3, 4), excluded=excluded or None))
+    if way is RequeueWay.REQUEUE:
+        assert world.num_nodes == asked
+        assert world.calls.index("set_num_nodes") < world.calls.index("start_now")
+        assert said in done.words
+    else:
+        assert f"--nodes={asked[0]}-{asked[1]}" in world.submitted[0]
+
+
+def test_where_the_nodes_can_not_be_asked_for_their_number_stays() -> None:
+    world = World()
+    world.refusals["partitions"] = UNAVAILABLE
+    requeuer(world).carry_out(NextAttempt(nodes=(3, 4)))
+    assert (world.num_nodes, world.phase) == (None, JobPhase.PENDING)
+    world = World()
+    requeuer(world).carry_out(NextAttempt(nodes=(3, 4), is_late=True))
+    assert "partitions" not in world.calls

@@ -56,7 +56,7 @@ class Client:
             answer = self.answers[name]
             if isinstance(answer, Exception):
                 raise answer
-            return answer
+            return answer(*arguments, **keywords) if callable(answer) else answer
 
         return call
 
@@ -92,6 +92,10 @@ def test_a_controller_that_is_down_at_the_start_disarms_nothing() -> None:
     assert facts.requeue_reason.startswith("not verified: Slurm can't be asked")
 
 
+LIMIT = (
+    "QOSMaxSubmitJobPerUserLimit; allocation failure: Job violates accounting/QOS policy "
+    "(job submit limit, user's size and/or time limits)"
+)
 FORBIDDEN = JobState(job_id="7", state="RUNNING", reason="", requeue=False)
 
 
@@ -102,6 +106,11 @@ def test_a_follow_on_job_is_tried_out_before_it_is_promised() -> None:
     facts = site(Client(state=FORBIDDEN, would_run="jobs can't be submitted from compute nodes")).facts(SPEC)
     assert not facts.requeue_armed
     assert "jobs can't be submitted from compute nodes" in facts.requeue_reason
+    facts = site(Client(state=FORBIDDEN, would_run=LIMIT)).facts(SPEC)
+    assert facts.requeue_way is RequeueWay.CHAIN, (
+        "this script was taken once: at this job's end there may be room again"
+    )
+    assert LIMIT in facts.requeue_reason
     facts = site(Client(state=FORBIDDEN, would_run=UNAVAILABLE)).facts(SPEC)
     assert (facts.requeue_armed, "not verified" in facts.requeue_reason) == (True, True)
 
@@ -152,12 +161,24 @@ def test_whether_another_job_runs() -> None:
 
 def test_why_a_run_could_not_do_without_nodes() -> None:
     for script, answer, why in (
-        (SCRIPT, "Requested node configuration is not available", "Requested node configuration is not available"),
+        (
+            SCRIPT,
+            lambda script, extra=(): "Requested node configuration is not available" if extra else None,
+            "Requested node configuration is not available",
+        ),
         (SCRIPT, None, None),
         (SCRIPT, SlurmError(what="x", why="y"), None),
         (None, "not asked", None),
     ):
         assert site(Client(would_run=answer), script=script).why_not_without(None, ["n3"]) == why  # type: ignore[arg-type]
+
+
+def test_a_refusal_that_has_nothing_to_do_with_the_nodes_keeps_no_bad_node() -> None:
+    """A user who has as many jobs as may be submitted, or a rule of the site's own, is refused with any list."""
+    client = Client(would_run=lambda script, extra=(): LIMIT)
+    assert site(client).why_not_without(None, ["n3"]) is None  # type: ignore[arg-type]
+    client = Client(would_run=lambda script, extra=(): "no such nodes are left" if extra else LIMIT)
+    assert site(client).why_not_without(None, ["n3"]) == "no such nodes are left"  # type: ignore[arg-type]
 
 
 def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> None:

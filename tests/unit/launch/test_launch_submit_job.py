@@ -54,7 +54,7 @@ class Site:
         )
 
     def submit(self, submission: Submission, **more: Any) -> str:
-        client = CommandSlurmClient(self.slurm, self.clock)
+        client = CommandSlurmClient(self.slurm, self.clock, tell=self.told.append)
         return submit_job(submission, client, clock=self.clock, env=self.env, tell=self.told.append, **more).number
 
     @property
@@ -141,6 +141,13 @@ def test_what_slurm_refuses_leaves_nothing(site: Site) -> None:
     with pytest.raises(UsageError, match=r"sbatch is not on PATH: .*; run on this machine with cluster='local'"):
         site.submit(site.submission())
     assert not site.runs.exists()
+
+
+def test_what_the_site_says_of_a_job_that_it_takes_reaches_the_user(site: Site) -> None:
+    """By a job_submit plugin, say: sbatch prints it, and takes the job all the same."""
+    site.slurm.note = "sbatch: 17 core-hours are left to you.\nsbatch: See https://hpc.example\n"
+    site.submit(site.submission())
+    assert site.told == ["sbatch: 17 core-hours are left to you; See https://hpc.example"]
 
 
 def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,9 @@ class Client:
             raise self.error
         return (MAIN,) if names == "main" else (MAIN, OTHER)
 
-    def would_run(self, script: str, *, extra: list[str]) -> str | None:
+    def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
+        if not extra:
+            return None
         self.tried.append([script, *extra])
         return self.why
 

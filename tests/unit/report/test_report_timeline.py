@@ -237,6 +237,53 @@ def test_measured_offsets_are_used(builder: RunBuilder) -> None:
     assert timeline.attempts[0].end_ns - timeline.attempts[0].start_ns < 30 * SECOND
 
 
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+@pytest.mark.parametrize("node", [0, 2])
+def test_an_agent_that_was_started_again_after_its_nodes_clock_was_set(
+    builder: RunBuilder, node: int, jump: float
+) -> None:
+    """Of the coordinator's node or of another: the first round keeps its place beside the second."""
+    builder.attempt(0)
+    builder.round(0, 0, at=5)
+    for each in range(3):
+        builder.clock_offset(0, each, at=5.01)
+    builder.stopped(0, 0, at=20)
+    builder.event(0, "agent", node, 22 + jump, "agent_started", pid=2)
+    builder.round(0, 1, at=25, ahead={node: jump})
+    for each in range(3):
+        ahead = jump if each == node else 0.0
+        builder.clock_offset(0, each, at=25.01, ahead=ahead)
+        builder.event(0, "agent", each, 40 + ahead, "workers_succeeded", round=1)
+    timeline = picture(builder)
+    spans = [row(timeline, name).spans for name in ("n1", "n3")]
+    for index, state in ((0, State.RUNNING), (1, State.RUNNING)):
+        here, there = ([span for span in some if span.state is state][index] for some in spans)
+        assert abs(here.start_ns - there.start_ns) < SECOND
+        assert abs(here.end_ns - there.end_ns) < SECOND
+    goodput = goodput_of(collect_run(builder.root))
+    assert 29 < goodput.training < 31
+    assert goodput.wall < 60
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+@pytest.mark.parametrize("coordinator", [0, 2])
+def test_a_clock_that_was_set_between_two_attempts(builder: RunBuilder, coordinator: int, jump: float) -> None:
+    """Of the node by whose clock the second attempt is placed, which need not be the first one's."""
+    for attempt, start, ahead in ((0, 0.0, 0.0), (1, 60.0, jump)):
+        reference = coordinator if attempt else 0
+        builder.compares_clocks = False
+        mine = {node: ahead if node == reference else 0.0 for node in range(3)}
+        builder.attempt(attempt, at=start + mine[0])
+        builder.round(attempt, 0, at=start + 5, ahead=mine)
+        for node in range(3):
+            builder.clock_offset(attempt, node, at=start + 5.02, ahead=mine[node], reference=reference)
+            builder.event(attempt, "agent", node, start + 30 + mine[node], "workers_succeeded", round=0)
+    goodput = goodput_of(collect_run(builder.root))
+    assert 29 < goodput.queued <= 36
+    assert goodput.wall <= 91
+    assert 49 < goodput.training < 51
+
+
 def test_axis_shortens_waits_and_keeps_short_attempts_visible() -> None:
     axis = make_axis([(0, 0, 3600 * SECOND), (1, 90_000 * SECOND, 90_002 * SECOND)])
     first, gap, second = axis.pieces
