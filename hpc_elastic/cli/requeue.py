@@ -41,6 +41,9 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     if status.state is RunState.ENDED:
         client.requeue(job)
         return f"job {job} is in the queue again; it goes on from the last checkpoint"
+    if _has_ended(job, client):
+        client.requeue(job)
+        return f"job {job} had ended without a verdict; it is in the queue again, and goes on from the last checkpoint"
     if status.requeues_used >= status.max_requeues:
         raise UsageError(
             f"run {status.run_id} has used its {status.max_requeues} requeues: a notice would end it for good; "

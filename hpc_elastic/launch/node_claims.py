@@ -2,7 +2,7 @@
 
 A claim is a lock on a file of this host, one for each node: it ends with the process that holds it, and with each srun
 that was started with it, however these end. So runs that were started on the same host, as from one batch script or one
-salloc, stay apart; nothing is told to other hosts.
+salloc, stay apart; other hosts do not see them.
 """
 
 from __future__ import annotations
