@@ -171,8 +171,8 @@ def where_to_look(job: JobId, paths: RunPaths) -> str:
     reports = [f"hpc-elastic report {base}_{task}" for task in failed[:_MOST_REPORTS]]
     if len(failed) > _MOST_REPORTS:
         reports.append(f"{len(failed) - _MOST_REPORTS} more failed")
-    told = f"reports: {'; '.join(reports)}; " if reports else ""
-    return f"{told}all its runs: hpc-elastic status {base}"
+    first = f"reports: {'; '.join(reports)}; " if reports else ""
+    return f"{first}all its runs: hpc-elastic status {base}"
 
 
 class _Waiting:
@@ -229,9 +229,9 @@ class _Waiting:
             return self._look()
         now, result = self._clock.monotonic(), newest_result(self._paths)
         self._ended_since = now if self._ended_since is None else self._ended_since
-        told = result is not None and result != ExitCode.REQUEUED
+        is_final = result is not None and result != ExitCode.REQUEUED
         cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
-        if told or cancelled or now - self._ended_since >= _SETTLE:
+        if is_final or cancelled or now - self._ended_since >= _SETTLE:
             return how_it_ended(states or self._accounted(), result)
         return None
 

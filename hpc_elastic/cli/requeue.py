@@ -47,6 +47,9 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
         raise UsageError(f"job {job} waits in the queue already; hpc-elastic status {job} says for what")
     if status.state is RunState.ENDED:
         return _again(asked, client, f"job {job} is in the queue again; it goes on from the last checkpoint")
+    if _has_ended(job, client):
+        said = "had ended without a verdict; it is in the queue again, and goes on from the last checkpoint"
+        return _again(asked, client, f"job {job} {said}")
     if status.requeues_used >= status.max_requeues:
         raise UsageError(
             f"run {status.run_id} has used its {status.max_requeues} requeues: a notice would end it for good; "

@@ -93,8 +93,9 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)
     runs_dir = runs_directory(parsed, cwd)
-    claims = open_claims(job.requeue_id, job.restart_count, candidates(env))
-    chosen = claims.claim(job.nodes, _node_wish(parsed), clock=SystemClock(), shares=parsed.flag("overlap"))
+    clock = SystemClock()
+    claims = open_claims(job.requeue_id, job.restart_count, candidates(env), clock=clock)
+    chosen = claims.claim(job.nodes, _node_wish(parsed), clock=clock, shares=parsed.flag("overlap"))
     nodes = nodes_of(parsed, len(chosen), what="allocation" if chosen == job.nodes else "choice of nodes")
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None

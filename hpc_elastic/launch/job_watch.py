@@ -117,7 +117,7 @@ class JobWatch:
         self._differ = NodesDiffer()
 
     def look(self, *, used: Sequence[str] | None, lost: Sequence[str]) -> None:
-        """Ask where it is time to, and tell what is new. To be called as often as one likes; never waits.
+        """Ask where it is time to, and log what is new. To be called as often as one likes; never waits.
 
         Args:
             used: As in `nodes_differ`; None: nodes are just meeting, and nothing is compared.
@@ -139,7 +139,7 @@ class JobWatch:
         self._asked = False
         self.due = now + (RETRY_SECONDS if isinstance(answer, SlurmError) else LOOK_SECONDS)
         if not isinstance(answer, SlurmError) and used is not None:
-            self._tell(nodes_differ(used=used, lost=lost, job=answer))
+            self._report(nodes_differ(used=used, lost=lost, job=answer))
 
     def _question(self) -> None:
         try:
@@ -147,7 +147,7 @@ class JobWatch:
         except SlurmError as error:
             self._answer = error
 
-    def _tell(self, differ: NodesDiffer) -> None:
+    def _report(self, differ: NodesDiffer) -> None:
         if differ == self._differ:
             return
         self._differ = differ

@@ -2,12 +2,13 @@
 
 A claim is a lock on a file of this host, one for each node: it ends with the process that holds it, and with each srun
 that was started with it, however these end. So runs that were started on the same host, as from one batch script or one
-salloc, stay apart; nothing is told to other hosts.
+salloc, stay apart; other hosts do not see them.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import threading
@@ -21,9 +22,12 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.slurm.hostlist import compress
 
+logger = logging.getLogger(__name__)
+
 CHOICE_SECONDS = 10.0
 """How long another run that is just choosing may take."""
 _RETRY_SECONDS = 0.05
+_KEPT_SECONDS = 7 * 86400.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
@@ -113,8 +117,17 @@ class NodeClaims:
         """
         if self.folder is None:
             return choose_nodes(allocated, wish, {})
-        with _alone(self.folder / "choosing", clock):
-            taken = self._lock_all(allocated)
+        try:
+            return self._claim(self.folder, allocated, wish, clock=clock, shares=shares)
+        except OSError as error:
+            logger.warning("runs of this allocation are not kept apart: %s", error)  # a full /dev/shm, say
+            return choose_nodes(allocated, wish, {})
+
+    def _claim(
+        self, folder: Path, allocated: Sequence[str], wish: NodeWish, *, clock: Clock, shares: bool
+    ) -> tuple[str, ...]:
+        with _alone(folder / "choosing", clock):
+            taken = self._lock_all(folder, allocated)
             chosen: tuple[str, ...] = ()
             try:
                 chosen = choose_nodes(allocated, wish, {} if shares else taken)
@@ -130,12 +143,11 @@ class NodeClaims:
             os.truncate(fd, 0)
             os.pwrite(fd, run.encode("utf-8", "surrogateescape"), 0)
 
-    def _lock_all(self, allocated: Sequence[str]) -> dict[str, str]:
+    def _lock_all(self, folder: Path, allocated: Sequence[str]) -> dict[str, str]:
         """Lock what is free. Returns what is not → which run has it."""
-        assert self.folder is not None
         taken = {}
         for node in allocated:
-            fd = os.open(self.folder / _UNSAFE.sub("-", node), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fd = os.open(folder / _UNSAFE.sub("-", node), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self.held[node] = fd
@@ -145,13 +157,16 @@ class NodeClaims:
         return taken
 
 
-def open_claims(job_id: str, restart_count: int, bases: Iterator[Path]) -> NodeClaims:
+def open_claims(job_id: str, restart_count: int, bases: Iterator[Path], *, clock: Clock) -> NodeClaims:
     """Where claims on an allocation's nodes are held, in the first folder of this host's that can be written.
+
+    What jobs of other weeks left there is removed.
 
     Args:
         job_id: The job's.
         restart_count: How often it was requeued.
         bases: Folders of this host's own.
+        clock: For the age of what others left.
     """
     for base in bases:
         try:
@@ -159,10 +174,30 @@ def open_claims(job_id: str, restart_count: int, bases: Iterator[Path]) -> NodeC
             make_private_dir(top)
             folder = top / f"{_UNSAFE.sub('-', job_id)}-{restart_count}"
             make_private_dir(folder)
+            for other in top.iterdir():
+                if other != folder and clock.time_ns() / 1e9 - other.stat().st_mtime > _KEPT_SECONDS:
+                    _remove_unused(other)
             return NodeClaims(folder)
         except (OSError, UnsafePathError):
             continue
     return NodeClaims(None)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder of claims unless somebody holds one."""
+    paths = list(folder.iterdir())
+    fds = [os.open(path, os.O_RDWR | os.O_NOFOLLOW) for path in paths]
+    try:
+        for fd in fds:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in paths:
+            path.unlink()
+        folder.rmdir()
+    except OSError:
+        pass  # a job that has lasted for a week
+    finally:
+        for fd in fds:
+            os.close(fd)
 
 
 @contextmanager

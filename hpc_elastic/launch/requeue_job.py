@@ -270,7 +270,7 @@ class JobRequeuer:
 
     def _patiently(self, action: Callable[[], None]) -> None:
         deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
-        is_told = False
+        is_logged = False
         while True:
             try:
                 action()
@@ -280,9 +280,9 @@ class JobRequeuer:
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
                     raise
-                if not is_told:
+                if not is_logged:
                     logger.warning("%s; trying again for up to %.0f s", error, left)
-                is_told = True
+                is_logged = True
                 self._clock.wait(threading.Event(), CONTROLLER_RETRY)
 
 

@@ -286,7 +286,7 @@ class Supervisor:
             self._give_notice("seen by the supervisor", decision)
 
     def _compare_nodes(self) -> None:
-        """Slurm may have another view of which nodes are in the job: people are told."""
+        """Log where Slurm has another view of which nodes are in the job."""
         if self._job_watch is None or self.record is None or self._is_ending():
             return
         names, record = self._attempt.nodes, self.record

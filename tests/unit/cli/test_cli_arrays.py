@@ -195,7 +195,8 @@ def test_a_task_is_cancelled_or_requeued_by_its_own_id(array: RunPaths) -> None:
     cancel.cancel(run_job.find_run_job(args("48_4"), arrays=True), slurm)  # type: ignore[arg-type]
     requeue.requeue(run_job.find_run_job(args("48_1")), slurm)  # type: ignore[arg-type]
     said = cancel.cancel(run_job.find_run_job(args("48"), arrays=True), slurm)  # type: ignore[arg-type]
-    assert slurm.calls == [("cancel", "48_1"), ("cancel", "48_4"), ("notify", "48_1"), ("cancel", "48")]
+    calls = [call for call in slurm.calls if call[0] != "squeue"]
+    assert calls == [("cancel", "48_1"), ("cancel", "48_4"), ("notify", "48_1"), ("cancel", "48")]
     assert "none of its 5 runs begins any more" in said
 
 

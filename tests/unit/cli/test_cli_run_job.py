@@ -83,6 +83,13 @@ def test_workers_save_before_a_requeue(state: RunState, done: list[str]) -> None
     assert client.done == done
 
 
+@pytest.mark.parametrize("state", [RunState.TRAINING, RunState.ENDING])
+def test_one_whose_batch_script_was_killed_is_put_back(state: RunState) -> None:
+    client = Client("FAILED")
+    assert "had ended without a verdict; it is in the queue again" in requeue(asked(state), client)  # type: ignore[arg-type]
+    assert client.done == ["requeue 42"]
+
+
 @pytest.mark.parametrize(
     ("found", "word"),
     [

@@ -63,8 +63,12 @@ def test_what_is_refused_names_the_nodes(wish: NodeWish, taken: dict[str, str], 
 
 
 def two_of(folder: Path) -> tuple[NodeClaims, NodeClaims]:
-    first, second = (open_claims("7", 0, iter([folder / "not-there", folder])) for _ in range(2))
+    first, second = (opened(folder / "not-there", folder) for _ in range(2))
     return first, second
+
+
+def opened(*bases: Path, job: str = "7", restarts: int = 0, at: float = 0.0) -> NodeClaims:
+    return open_claims(job, restarts, iter(bases), clock=FakeClock(at))
 
 
 def claim(claims: NodeClaims, wish: NodeWish, *, shares: bool = False) -> Sequence[str]:
@@ -95,11 +99,34 @@ def test_two_runs_of_an_allocation_stay_apart(tmp_path: Path) -> None:
 
 def test_another_job_is_another_allocation(tmp_path: Path) -> None:
     assert claim(two_of(tmp_path)[0], NodeWish()) == NODES
-    assert claim(open_claims("8", 0, iter([tmp_path])), NodeWish()) == NODES
-    assert claim(open_claims("7", 1, iter([tmp_path])), NodeWish()) == NODES
+    assert claim(opened(tmp_path, job="8"), NodeWish()) == NODES
+    assert claim(opened(tmp_path, restarts=1), NodeWish()) == NODES
 
 
 def test_where_no_folder_can_be_written_runs_are_not_kept_apart(tmp_path: Path) -> None:
-    claims = open_claims("7", 0, iter([tmp_path / "not-there"]))
+    claims = opened(tmp_path / "not-there")
     assert claim(claims, NodeWish(least=2, most=2)) == ("n1", "n2")
     assert claims.held == {}
+
+
+def test_what_other_weeks_left_is_removed_unless_it_is_held(tmp_path: Path) -> None:
+    held, left = opened(tmp_path, job="8"), opened(tmp_path, job="9")
+    assert claim(held, NodeWish()) == claim(left, NodeWish()) == NODES
+    for fd in left.held.values():
+        os.close(fd)
+    assert held.folder is not None
+    assert left.folder is not None
+    week = 7 * 86400
+    opened(tmp_path, at=left.folder.stat().st_mtime + week - 60)
+    assert left.folder.exists()
+    opened(tmp_path, at=left.folder.stat().st_mtime + week + 60)
+    assert not left.folder.exists()
+    assert held.folder.exists()
+
+
+def test_a_full_folder_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    claims = opened(tmp_path)
+    assert claims.folder is not None
+    claims.folder.rmdir()
+    assert claim(claims, NodeWish(least=2, most=2)) == ("n1", "n2")
+    assert "runs of this allocation are not kept apart" in caplog.text
