@@ -182,8 +182,11 @@ def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, family: Famil
         What still runs after `bound` seconds (D state).
     """
 
+    def is_own(proc: Proc, environ: Environ) -> bool:
+        return tag.is_own_worker(environ, lambda: tree.cgroup_job(proc.pid))
+
     def find(_elapsed: float) -> _Found:
-        marked = {proc.pid: proc for proc in tree.own_processes_where(lambda _, environ: tag.is_own_worker(environ))}
+        marked = {proc.pid: proc for proc in tree.own_processes_where(is_own)}
         if family is not None:
             marked |= {proc.pid: proc for proc in family.remnants()}
         return _with_descendants(list(marked.values()), protected={os.getpid()}), []
@@ -210,13 +213,13 @@ def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) 
     born = (me.starttime, me.pid) if me is not None else (0, 0)
 
     def is_stranger(proc: Proc, environ: Environ) -> bool:
-        if not tag.is_in_own_job(environ):
-            return False
         worker_tag = environ.get(TAG_VARIABLE)
         if worker_tag is not None:
-            return tag.is_of_other_incarnation(worker_tag)
-        # Of two agents that start at once the younger ends the older one, never the other way round.
-        return environ.get(NODE_TAG_VARIABLE) == tag.node and (proc.starttime, proc.pid) < born
+            is_marked = tag.is_of_other_incarnation(worker_tag)
+        else:
+            # Of two agents that start at once the younger ends the older one, never the other way round.
+            is_marked = environ.get(NODE_TAG_VARIABLE) == tag.node and (proc.starttime, proc.pid) < born
+        return is_marked and tag.is_in_own_job(environ, lambda: tree.cgroup_job(proc.pid))
 
     def find(elapsed: float) -> _Found:
         marked = tree.own_processes_where(is_stranger)

@@ -12,6 +12,7 @@ everything that it starts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpc_elastic.light_dataclasses import dataclass
@@ -51,14 +52,22 @@ class Tag:
         """The value of `TAG_VARIABLE`."""
         return f"{self.node}:{self.agent_uid}"
 
-    def is_in_own_job(self, environ: Environ) -> bool:
-        """Whether a process belongs to a job of this run; where the run is no job's, to no job at all."""
-        job = environ.get(JOB_VARIABLE)
-        return job in self.jobs if self.jobs else not job
+    def is_in_own_job(self, environ: Environ, cgroup_job: Callable[[], str | None]) -> bool:
+        """Whether a process belongs to a job of this run; where the run is no job's, to no job at all.
 
-    def is_own_worker(self, environ: Environ) -> bool:
-        """Whether this very agent started the process, or what started it."""
-        return environ.get(TAG_VARIABLE) == str(self) and self.is_in_own_job(environ)
+        Args:
+            environ: The process' own.
+            cgroup_job: Looks up the job of its cgroup, for a process that has dropped SLURM_JOB_ID. Where that says
+                nothing either, the process counts as another's.
+        """
+        job = environ.get(JOB_VARIABLE)
+        if not self.jobs:
+            return not job
+        return (job or cgroup_job()) in self.jobs
+
+    def is_own_worker(self, environ: Environ, cgroup_job: Callable[[], str | None]) -> bool:
+        """Whether this very agent started the process, or what started it. Arguments as of `is_in_own_job`."""
+        return environ.get(TAG_VARIABLE) == str(self) and self.is_in_own_job(environ, cgroup_job)
 
     def is_of_other_incarnation(self, worker_tag: str) -> bool:
         """Whether `worker_tag` marks a worker of this run's agents on this node, but not of this very agent."""

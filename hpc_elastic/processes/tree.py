@@ -222,6 +222,21 @@ def tagged(key: str, value: str) -> list[Proc]:
     return own_processes_where(lambda _proc, environ: environ.get(key) == value)
 
 
+def cgroup_job(pid: int) -> str | None:
+    """The id of the Slurm job in whose cgroup a process is; None where Slurm keeps no cgroups, or it is gone."""
+    return parse_cgroup_job(_read(f"/proc/{pid}/cgroup") or b"")
+
+
+def parse_cgroup_job(raw: bytes) -> str | None:
+    """Read ``/proc/<pid>/cgroup``: ``…/slurm/uid_1000/job_12/step_0`` (v1), ``…/slurmstepd.scope/job_12/…`` (v2)."""
+    for line in raw.splitlines():
+        for folder in line.split(b"/"):
+            number = folder.removeprefix(b"job_")
+            if number != folder and b"slurm" in line and number.isdigit():
+                return number.decode()
+    return None
+
+
 def kill_safely(proc: Proc, signal_number: int) -> Delivery:
     """Signal `proc`, and no other process that has got its pid meanwhile. Raises nothing for the process's sake.
 

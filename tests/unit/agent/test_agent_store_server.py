@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+import select
 import socket
 import subprocess
 import sys
@@ -97,3 +99,38 @@ def test_the_agents_side_never_imports_torch() -> None:
     code = "import sys, hpc_elastic.agent.store_server; print([m for m in sys.modules if m.split('.')[0] == 'torch'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_guarded_port_is_had_by_one_program_and_again_in_each_round(server: StoreServer) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(MasterPortTakenError):
+            server.bind("no-such-host.invalid", port, guarded=True)
+    for _ in range(3):
+        server.bind("no-such-host.invalid", port, guarded=True)
+        assert server.guard is not None
+        server.guard.admit([])
+        with socket.create_connection(("127.0.0.1", port), timeout=30):
+            pass  # it lingers
+    server.release()
+    assert server.guard is None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def test_who_was_refused_is_told_once(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+    _, port = server.bind("no-such-host.invalid", None, guarded=True)
+    for _ in range(2):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+            assert select.select([server], [], [], 30)[0]
+            server.handle()
+            assert client.recv(1) == b""
+    assert re.findall(r"TCPStore refused (\S+):", caplog.text) in (["127.0.0.1"], ["::ffff:127.0.0.1"])
+
+
+def test_on_the_loopback_nothing_is_guarded(server: StoreServer) -> None:
+    server.bind("127.0.0.1", None, guarded=True)
+    assert server.guard is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hpc_elastic.processes.command_path import WorkerStartError, candidates, exec_failure, find_program
 from hpc_elastic.processes.spawn import pipe_bytes_for
 from hpc_elastic.processes.tags import Tag
-from hpc_elastic.processes.tree import Environ, Proc, ancestors, parse_stat, subtree
+from hpc_elastic.processes.tree import Environ, Proc, ancestors, parse_cgroup_job, parse_stat, subtree
 
 
 def _proc(pid: int, ppid: int) -> Proc:
@@ -30,6 +30,48 @@ def test_tag_text_and_incarnations() -> None:
     assert not tag.is_of_other_incarnation("run2:3:a2")
     assert not tag.is_of_other_incarnation("xrun:3:a2")
     assert not tag.is_of_other_incarnation("run:3")
+
+
+OWN, OTHER = b"HPC_ELASTIC_TAG=run:host:a1\0", b"HPC_ELASTIC_TAG=run:host:a2\0"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "raw", "cgroup", "is_own"),
+    [
+        (("12",), OWN + b"SLURM_JOB_ID=12\0", None, True),
+        (("12",), OWN + b"SLURM_JOB_ID=13\0", "12", False),
+        (("14", "12"), OWN + b"SLURM_JOB_ID=12\0", None, True),
+        (("12",), OTHER + b"SLURM_JOB_ID=12\0", None, False),
+        (("12",), OWN, "12", True),
+        (("12",), OWN, "13", False),
+        (("12",), OWN, None, False),
+        ((), OWN, "12", True),
+        ((), OWN + b"SLURM_JOB_ID=12\0", "12", False),
+        ((), OWN + b"SLURM_JOB_ID=\0", None, True),
+    ],
+)
+def test_a_tag_counts_in_the_runs_own_jobs_alone(
+    jobs: tuple[str, ...], raw: bytes, cgroup: str | None, is_own: bool
+) -> None:
+    """A job that a worker submits inherits it; a worker may drop what Slurm says of its job."""
+    tag = Tag(run_uid="run", node_key="host", agent_uid="a1", jobs=frozenset(jobs))
+    assert tag.is_own_worker(Environ(raw), lambda: cgroup) is is_own
+
+
+@pytest.mark.parametrize(
+    ("text", "job"),
+    [
+        ("0::/system.slice/slurmstepd.scope/job_12/step_0/user/task_0\n", "12"),
+        ("9:cpuset:/\n4:freezer:/slurm/uid_1000/job_345/step_batch\n0::/user.slice\n", "345"),
+        ("4:freezer:/slurm_n1/uid_1000/job_7/step_0\n", "7"),
+        ("0::/user.slice/job_12\n", None),
+        ("0::/\n", None),
+        ("", None),
+        ("4:freezer:/slurm/uid_1000/job_x\n", None),
+    ],
+)
+def test_the_job_of_a_cgroup(text: str, job: str | None) -> None:
+    assert parse_cgroup_job(text.encode()) == job
 
 
 @pytest.mark.parametrize("value", ["", "a:b", "a=b", "a\n", "ü"])
