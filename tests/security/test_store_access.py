@@ -6,8 +6,6 @@ import subprocess
 
 import pytest
 
-pytest.importorskip("tests.rigs.two_users")
-
 from tests.rigs.two_users import User
 
 _SERVE = """
