@@ -25,6 +25,10 @@ STORE_LOST_CODE = 94
 UNHEALTHY_CODE = 95
 """Of an agent alone: its node failed a health check and has left the run; another agent there would find the same."""
 
+REFUSED_CODE = 96
+"""Of an agent alone: the run directory has refused it, or not answered, for longer than an agent waits. Whether that is
+its node's fault depends on what the others saw."""
+
 
 class ExitCode(IntEnum):
     """Of every command that ends with a run's end. A run that a signal ended: 128 + the signal's number."""

@@ -207,13 +207,14 @@ class _End:
         )
 
         def save() -> bool:
-            try:
-                stored.save(self._folder.result_json)
-            except OSError as error:
-                logger.error("the result could not be written: %s", error)
+            stored.save(self._folder.result_json)
             return True
 
-        return self._disk.do(save, False)
+        try:
+            return self._disk.do(save, False)
+        except OSError as error:
+            logger.error("the result could not be written: %s", error)
+            return True
 
 
 def _history(paths: RunPaths) -> RunHistory | None:
@@ -268,7 +269,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns:
         return
     if result.outcome not in (Outcome.FAILED, Outcome.TOO_FEW_NODES):
         return  # it was told to end, and no worker had failed
-    known = verdict.lost_node is not None or failure is not None
+    known = verdict.lost_node is not None or failure is not None or bool(verdict.what)
     own: dict[str, object] = {"verdict": verdict.evidence, "reason": result.reason}
     if verdict.category is not None:
         own["category"] = verdict.category.value

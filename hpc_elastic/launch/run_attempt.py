@@ -20,7 +20,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.file_thread import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.launch.attempts import claim_attempt, give_way
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.last_files import HUNG_SECONDS
@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+BEGIN_SECONDS = 120.0
+"""How long a filesystem that refuses is waited for before an attempt, as an agent waits for it before a round."""
+
 T = TypeVar("T")
 
 
@@ -65,7 +68,13 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
 
     def on_disk(action: Callable[[], T]) -> T:
         try:
-            return files.do(action, within=math.inf, unless=lambda: signals.holds(_ENDING_SIGNALS))
+            return files.do(
+                action,
+                within=math.inf,
+                unless=lambda: signals.holds(_ENDING_SIGNALS),
+                again=is_refusal,
+                refused_within=BEGIN_SECONDS,
+            )
         except FilesystemHangsError:
             raise FilesystemSilentError(path=paths.root, seconds=files.stuck_for()) from None
 

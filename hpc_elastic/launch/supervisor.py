@@ -21,7 +21,7 @@ from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
-from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
+from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreWipedError
@@ -119,6 +119,8 @@ class Supervisor:
         """Nodes whose agent ended with the code for wrong usage: the run can't be read there, say."""
         self._unhealthy: set[int] = set()
         """Nodes whose agent found them unfit."""
+        self._without_files: set[int] = set()
+        """Nodes whose agent was refused by the filesystem for too long."""
         self._agents_heard = ""
         """What the log has told of that: each word is looked into once."""
         self._signal: signal.Signals | None = None
@@ -162,6 +164,8 @@ class Supervisor:
         self._launcher.end(within=self._last_grace)
         self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_notices()
+        if (refusal := self._coordination.told_refusal()) is not None:
+            self._events.write(refusal[0], **refusal[1])
         return self.result()
 
     def _wait(self) -> None:
@@ -282,6 +286,8 @@ class Supervisor:
             elif isinstance(notice, tuple):
                 if notice[0] == "looked_anew":
                     self._looks_done = notice[1]["serial"]
+                elif notice[0] == "filesystem_refused":
+                    self._events.write(notice[0], **notice[1])
                 elif notice[0] == "end_taken_over":
                     self.superseded = True
                     self._end_by = self._clock.monotonic()
@@ -344,6 +350,12 @@ class Supervisor:
         elif ended.code == UNHEALTHY_CODE:
             logger.warning("%s has left the run: it failed a health check", name)
             self._unhealthy.add(ended.node)
+            self._give_up(ended.node)
+        elif ended.code == REFUSED_CODE:
+            logger.error(
+                "%s has left the run: the filesystem of the run directory refuses it, or does not answer", name
+            )
+            self._without_files.add(ended.node)
             self._give_up(ended.node)
         elif ended.code == STORE_LOST_CODE:
             logger.error("the agent on %s has lost the run's store", name)
@@ -461,7 +473,19 @@ class Supervisor:
 
     @property
     def _are_all_unfit(self) -> bool:
-        return bool(self._unhealthy) and len(self._given_up) == len(self._attempt.nodes)
+        return bool(self._unhealthy | self._without_files) and len(self._given_up) == len(self._attempt.nodes)
+
+    def _why_all_are_unfit(self) -> str:
+        """Empty where they are not."""
+        refusal, known = self._coordination.refusal, len(self._given_up)
+        by_what = f": {refusal}" if refusal is not None else ""
+        reasons = [f"{len(self._unhealthy)} of {known} failed a health check"] if self._unhealthy else []
+        if self._without_files:
+            reasons.append(
+                f"the filesystem of the run directory refused {len(self._without_files)} of {known}, "
+                f"or did not answer{by_what}"
+            )
+        return f"no node is left: {'; '.join(reasons)}" if reasons else ""
 
     def result(self) -> AttemptResult:
         """How the attempt ended, as far as it is known."""
@@ -481,8 +505,7 @@ class Supervisor:
             outcome, reason = Outcome.FAILED, str(self.failure)
         elif len(self._given_up) == len(self._attempt.nodes):
             outcome = Outcome.TOO_FEW_NODES
-            unfit = f"no node is left: {len(self._unhealthy)} of {len(self._given_up)} failed a health check"
-            reason = unfit if self._unhealthy else "no agent could be started"
+            reason = self._why_all_are_unfit() or "no agent could be started"
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(

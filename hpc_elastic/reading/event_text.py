@@ -143,6 +143,13 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "agent_failed": lambda e: f"the agent itself failed: {e['error']} at {e['where']}",
     "end_taken_over": lambda e: f"this agent ({e['by']}) sees to the job's end",
     "output_lost": _bytes_lost,
+    "filesystem_refused": lambda e: (
+        f"the shared filesystem refused for {float(e['seconds']):.0f} s{'' if e['over'] else ', to the end'}: "
+        f"{e['error']}" + (f" ({e['path']})" if e.get("path") else "")
+    ),
+    "link_lost": lambda e: (
+        f"the network link to {_name(e)} was lost for {float(e['seconds']):.0f} s{'' if e['over'] else ', to the end'}"
+    ),
     "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
     "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",
     "spare_lost": lambda e: f"{_name(e)}, which waited for a place, had died{_silence(e)}",
