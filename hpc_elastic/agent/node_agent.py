@@ -305,9 +305,6 @@ class NodeAgent:
             return
         tell_health(c.events, verdict, round_index=max(0, self._round))
         if verdict.is_healthy:
-            for write in self._unwritten:
-                c.files.post(write)
-            self._unwritten.clear()
             c.coordination.ask(lambda participant: participant.join())
             return
         self._unfit = verdict
@@ -355,6 +352,7 @@ class NodeAgent:
             watch=c.watch,
         )
         self._workers = workers
+        self._write_again()
         self._swept, self._has_run = False, True
         self._platform_failure = ""
         tell_round(c.events, facts, restarts_used=record.restarts_used)
@@ -382,6 +380,12 @@ class NodeAgent:
         if first and facts.agent_store:
             c.store_server.serve()
         c.files.post(import_what_failures_need)
+
+    def _write_again(self) -> None:
+        """The filesystem takes files again, or never will."""
+        for write in self._unwritten:
+            self._.files.post(write)
+        self._unwritten.clear()
 
     def _could_not_start(self, error: Exception) -> None:
         assert self._workers is not None
@@ -472,6 +476,7 @@ class NodeAgent:
         """The phase is ENDED: close all, and say the last words. Returns the exit code."""
         c = self._
         self._selector.close()
+        self._write_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
         c.store_server.close()
         c.watch.close()

@@ -124,6 +124,11 @@ class LifeSigns:
         """Seconds for which its heartbeat has looked the same."""
         return self._liveness.age(uid)
 
+    def is_overdue(self, uid: str) -> bool:
+        """Read its heartbeat: whether a beat to the files is overdue, and the time to see it over."""
+        self.look_at([uid], closely=True)
+        return self.unchanged(uid) > self._pace.heartbeat + self._pace.answer_unheard
+
     def silence(self, uid: str) -> float | None:
         """Seconds since it was heard, up to this step's begin; None where it was not, which says nothing."""
         return self._hearing.silence(uid, self._listened)

@@ -171,12 +171,15 @@ class Participant:
         self._own_life.doubt_store()
 
     def beat_to_files(self) -> None:
-        """Rewrite the heartbeat now: an access that no cache answers.
+        """Rewrite the heartbeat now: an access that no cache answers. Of a store that is missing the next step tells.
 
         Raises:
             OSError: as `step` does.
         """
-        self._own_life.beat_to_files(self._clock.monotonic())
+        try:
+            self._own_life.beat_to_files(self._clock.monotonic())
+        except FileNotFoundError:
+            pass  # the store is doubted now, which the next step looks into
 
     def look_anew(self, serial: int) -> None:
         """Look at the log past all caches; the listener hears ``looked_anew`` with the serial when that is done."""

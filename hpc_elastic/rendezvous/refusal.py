@@ -59,7 +59,9 @@ class RefusalWatch:
         if self.now is not None:
             return False
         cause = error.__cause__ if isinstance(error, StoreFullError) else error
-        path, text = getattr(cause, "filename", None), getattr(cause, "strerror", None)
+        # Of a link's two names the second one is its own; the first is what it holds.
+        path = getattr(cause, "filename2", None) or getattr(cause, "filename", None)
+        text = getattr(cause, "strerror", None)
         if isinstance(path, bytes):
             path = path.decode("utf-8", "replace")
         where = str(path) if path else str(error.facts["root"]) if isinstance(error, StoreFullError) else ""
