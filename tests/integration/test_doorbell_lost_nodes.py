@@ -126,3 +126,17 @@ def test_a_link_that_comes_and_goes_is_told_with_its_number_and_its_time(tmp_pat
         assert f"n{flapping}: network link lost 2 times, " in text
         run.let_workers_end()
         run.wait_for_ends(range(3))
+
+
+@pytest.mark.slow
+def test_a_slow_file_server_loses_nobody(tmp_path: Path) -> None:
+    """Each operation takes 0.2 s, with the settings that a run has by default: a restart takes its time."""
+    with NetworkRun(tmp_path, nodes=3, caches=30.0) as run:
+        index = run.wait_round(count=3)
+        run.emulator.change(latency=0.2)
+        run.kill_worker(run.workers(index)[1])
+        run.wait_round(count=3, after=index)
+        assert not run.events("node_lost")
+        run.emulator.change(latency=0.0)
+        run.let_workers_end()
+        run.wait_for_ends(range(3))

@@ -114,3 +114,22 @@ def test_one_node_alone_leaves_and_the_others_go_on(tmp_path: Path) -> None:
         assert "this node leaves the run" in run.log(alone)
         assert "Permission denied" in run.log(alone)
         run.let_workers_end()
+
+
+def test_a_quota_that_is_used_up_holds_a_restart_and_no_node_is_blamed(emulator: NfsEmulator) -> None:
+    with run_on(emulator, _ROUNDS, nodes=2, nproc=1) as run:
+        run.wait_moments("here", count=2)
+        for operation in ("write", "create", "mkdir", "symlink", "link", "commit"):
+            emulator.fail("EDQUOT", operation=operation)
+        run.kill_worker(1, round_index=0)
+        run.until(lambda: "is full: Disk quota exceeded" in run.log(), "word about the quota")
+        time.sleep(HOLD)
+        emulator.heal()
+        run.wait_moments("here", count=2, round_index=1)
+        run.say("end-1")
+        assert run.finish() == ExitCode.OK
+        assert run.events("node_lost") == run.events("health_check_failed") == []
+        (refused,) = [event for event in run.events("filesystem_refused") if event["node"] == 1]
+        assert refused["error"] == "Disk quota exceeded"
+        assert refused["path"].startswith(f"{emulator.paths[0]}")
+        assert run.rank(1).error_file.exists()

@@ -51,6 +51,12 @@ def test_a_quota_is_named_as_such() -> None:
     assert str(watch.now) == "Disk quota exceeded (/runs/store)"
 
 
+def test_a_link_is_named_by_its_path_and_not_by_its_text() -> None:
+    watch = RefusalWatch()
+    watch.refused(OSError(errno.EACCES, "Permission denied", b"12 the text", None, b"/runs/store/log/1"), 0.0, 0)
+    assert str(watch.now) == "Permission denied (/runs/store/log/1)"
+
+
 def alone(*beats: tuple[float, frozenset[str]], at: float) -> bool:
     """Refused since 0; the beats of a peer, and whether this process is alone with it then."""
     watch = RefusalWatch()
