@@ -1,4 +1,4 @@
-"""The thread that touches the shared filesystem on behalf of a loop that must never wait for it.
+"""The thread that touches the shared filesystem on behalf of a loop that must never wait for it, and what a refusal is.
 
 A dead mount answers never, and a thread that asked it something can't be called back: not by a signal, and on some
 filesystems not by SIGKILL. So whoever has workers to end leaves files to this thread: `post` for what may take
@@ -18,6 +18,44 @@ from hpc_elastic.clock import Clock, SystemClock
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.05
+_LONGEST_PAUSE = 1.0
+"""Seconds between two tries on a filesystem that refuses."""
+_REFUSALS = frozenset(
+    getattr(errno, name)
+    for name in [
+        "EACCES",
+        "EPERM",
+        "EIO",
+        "ESTALE",
+        "EROFS",
+        "ENODEV",
+        "ENXIO",
+        "EREMOTEIO",
+        "ENOTCONN",
+        "ESHUTDOWN",
+        "ETIMEDOUT",
+        "ECONNREFUSED",
+        "ECONNRESET",
+        "EHOSTDOWN",
+        "EHOSTUNREACH",
+        "ENETDOWN",
+        "ENETUNREACH",
+        "ENOLINK",
+        "EKEYEXPIRED",
+        "EKEYREVOKED",
+        "EKEYREJECTED",
+        "ENOKEY",
+    ]
+)
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the filesystem as a whole may refuse for a while: an expired ticket, a withdrawn export, a dead server.
+
+    A missing file, a full disk or a lack of descriptors is none.
+    """
+    return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 class FilesystemHangsError(TimeoutError):
@@ -48,7 +86,15 @@ class FileThread:
                 self._thread.start()
             self._changed.notify()
 
-    def do(self, action: Callable[[], T], *, within: float, unless: Callable[[], bool] | None = None) -> T:
+    def do(
+        self,
+        action: Callable[[], T],
+        *,
+        within: float,
+        unless: Callable[[], bool] | None = None,
+        again: Callable[[BaseException], bool] | None = None,
+        refused_within: float | None = None,
+    ) -> T:
         """Have `action` done, and wait for it.
 
         Args:
@@ -57,10 +103,27 @@ class FileThread:
             within: Seconds. They count from when the thread got stuck, where it is stuck already: who comes after one
                 that was given up does not wait as long again.
             unless: Asked all the time: whether to give up at once.
+            again: Of what `action` raised: whether it is to be done again, as `is_refusal` says; None: never.
+            refused_within: Seconds after which it is not; None: `within`.
 
         Raises:
             FilesystemHangsError: not in time, or given up.
         """
+        began, pause = self._clock.monotonic(), _LOOK_SECONDS
+        deadline = began + (within if refused_within is None else refused_within)
+        while True:
+            try:
+                return self._do(action, within, unless)
+            except FilesystemHangsError:
+                raise
+            except Exception as error:
+                has_time = self._clock.monotonic() + pause < deadline and not (unless is not None and unless())
+                if again is None or not again(error) or not has_time:
+                    raise
+            self._clock.wait(threading.Event(), pause)
+            pause = min(_LONGEST_PAUSE, 2 * pause)
+
+    def _do(self, action: Callable[[], T], within: float, unless: Callable[[], bool] | None) -> T:
         done, given_up = threading.Event(), threading.Event()
         outcome: list[T] = []
         errors: list[BaseException] = []

@@ -27,7 +27,11 @@ STORE_LOST_CODE = 94
 UNHEALTHY_CODE = 95
 """Of an agent alone: its node failed a health check and has left the run; another agent there would find the same."""
 
-UNCONFIRMED_CODE = 96
+REFUSED_CODE = 96
+"""Of an agent alone: the run directory has refused it, or not answered, for longer than an agent waits. Whether that is
+its node's fault depends on what the others saw."""
+
+UNCONFIRMED_CODE = 97
 """Of the process in which an agent would finish an attempt: Slurm did not confirm that this node belongs to the job."""
 
 
@@ -44,6 +48,8 @@ class GivenUp(str, Enum):
     """It failed a health check."""
     STORE_LOST = "store_lost"
     """Its agent lost the run's store."""
+    REFUSED = "refused"
+    """The run directory's filesystem refused its agent, or did not answer, for longer than an agent waits."""
 
 
 class ExitCode(IntEnum):

@@ -168,6 +168,8 @@ class SharedFacts:
     """There was no room: that stops recording, not training."""
     lacks_descriptor: bool = False
     """No file could be opened, wherever it lies: that says nothing about this filesystem."""
+    is_refusal: bool = False
+    """It may pass: `file_thread.is_refusal`."""
     clock: ClockOffset | None = None
     """Where its stamps are the server's; a client that stamps by itself shows no offset."""
 
@@ -219,6 +221,8 @@ class Finding:
     reason: str = ""
     """Why the node is unfit; empty: it is fit."""
     warning: str = ""
+    is_refusal: bool = False
+    """The run directory's filesystem refuses, or does not answer: that need not be this node's fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +235,8 @@ class HealthVerdict:
     """Those that failed."""
     warnings: Mapping[str, str] = field(default_factory=dict)
     """Check → what it warns of."""
+    is_refusal: bool = False
+    """Nothing else is wrong than that the run directory's filesystem refuses, or does not answer."""
 
     @property
     def is_healthy(self) -> bool:
@@ -246,6 +252,7 @@ def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
         reason=f"health check failed: {'; '.join(reasons[:_MOST_REASONS])}{more}" if bad else "",
         checks=tuple(finding.check for finding in bad),
         warnings={finding.check: finding.warning for finding in findings if finding.warning},
+        is_refusal=bool(bad) and all(finding.is_refusal for finding in bad),
     )
 
 
@@ -277,7 +284,7 @@ def judge_shared(facts: SharedFacts) -> Finding:
     if facts.is_full:
         return Finding(check=Check.SHARED.value, warning=f"{facts.path} is full: {facts.error}")
     reason = f"the run directory can't be written: {facts.error} ({facts.path})" if facts.error else ""
-    return Finding(check=Check.SHARED.value, reason=reason)
+    return Finding(check=Check.SHARED.value, reason=reason, is_refusal=facts.is_refusal)
 
 
 def judge_clock(offset: ClockOffset | None, *, most: float) -> Finding:
@@ -373,7 +380,8 @@ def judge_script(facts: ScriptFacts, *, command: str) -> Finding:
 
 def did_not_answer(check: str, what: str, seconds: float) -> Finding:
     """A check that hangs says that the node is unfit."""
-    return Finding(check=check, reason=f"{what} has not answered for {seconds:g} s")
+    reason = f"{what} has not answered for {seconds:g} s"
+    return Finding(check=check, reason=reason, is_refusal=check == Check.SHARED.value)
 
 
 def size(count: float) -> str:

@@ -27,6 +27,7 @@ from hpc_elastic.agent.health import (
     HealthPlan,
     HealthVerdict,
     ScriptFacts,
+    SharedFacts,
     did_not_answer,
     judge_clock,
     judge_gpus,
@@ -75,6 +76,8 @@ class HealthSite:
     inherited: Inherited
     addresses: tuple[str, ...] = ()
     """Of this node, for others; empty: nobody else takes part."""
+    is_refused_alone: Callable[[], bool] = lambda: False
+    """Whether the shared filesystem refuses this node and not the others: then it need not be waited for."""
     gpus_given: int | None = None
     """GPUs that Slurm gave to the job on this node; None: there is no Slurm."""
 
@@ -191,10 +194,19 @@ class HealthChecks:
         return _Job(check.value, path, CHECK_SECONDS, action)
 
     def _shared(self, session: _Session, probe: Path) -> _Job:
-        limits, clock = self._plan.limits, self._clock
+        limits, clock, is_alone = self._plan.limits, self._clock, self._site.is_refused_alone
+
+        def measure() -> SharedFacts:
+            """A filesystem that refuses is waited for as one that hangs is."""
+            began, patience = time.monotonic(), limits.get(Check.SHARED, 0.0)
+            deadline = began + max(patience / 2, patience - 2 * AGAIN_SECONDS)  # before it counts as one that hangs
+            while (facts := measure_shared(probe, clock)).is_refusal:
+                if is_alone() or not session.pause(min(AGAIN_SECONDS, deadline - time.monotonic())):
+                    return replace(facts, error=f"{facts.error}, for {time.monotonic() - began:.0f} s")
+            return facts
 
         def look() -> list[Finding]:
-            facts = measure_shared(probe, clock)
+            facts = measure()
             found = [judge_shared(facts)] if Check.SHARED in limits else []
             return found + ([judge_clock(facts.clock, most=limits[Check.CLOCK])] if Check.CLOCK in limits else [])
 

@@ -11,6 +11,7 @@ from hpc_elastic.agent.health import ClockOffset, MemoryFacts, RoomFacts, Shared
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.file_thread import is_refusal
 from hpc_elastic.processes.cgroup import memory_folders
 from hpc_elastic.processes.spare_fd import OUT_OF_DESCRIPTORS
 
@@ -84,6 +85,7 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
             error=_no_descriptor(error) or error.strerror or str(error),
             is_full=error.errno in _FULL,
             lacks_descriptor=error.errno in OUT_OF_DESCRIPTORS,
+            is_refusal=is_refusal(error),
         )
     except UnsafePathError as error:
         return SharedFacts(path=folder, error=str(error))

@@ -7,16 +7,17 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.outcome import STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
+from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN, END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.self_command import own_command
-from hpc_elastic.store.base import StoreWipedError
+from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 
 logger = logging.getLogger(__name__)
 
@@ -55,25 +56,31 @@ def is_unclaimed(
 
 
 def exit_code(
-    *, ended_by: signal.Signals | None, failure: Exception | None, is_unhealthy: bool, record: RoundRecord | None
+    *,
+    ended_by: signal.Signals | None,
+    failure: Exception | None,
+    unfit: HealthVerdict | None,
+    record: RoundRecord | None,
 ) -> int:
     """The agent's exit code.
 
     Args:
         ended_by: The signal that ended it.
         failure: What ended it otherwise.
-        is_unhealthy: Whether its node failed a health check.
+        unfit: Why its node took itself out, where a health check failed.
         record: The newest one.
     """
     if ended_by is not None:
         return 128 + ended_by
     if isinstance(failure, StoreWipedError):
         return STORE_LOST_CODE
+    if isinstance(failure, StoreRefusedError) or (failure is None and unfit is not None and unfit.is_refusal):
+        return REFUSED_CODE
     if failure is not None:
         if not isinstance(failure, HpcElasticError):
             logger.error("internal error: %r", failure)
         return ExitCode.WORKERS_FAILED
-    if is_unhealthy:
+    if unfit is not None:
         return UNHEALTHY_CODE
     if record is not None and record.outcome in (Outcome.SUCCEEDED, Outcome.PREEMPTED):
         return ExitCode.OK

@@ -9,6 +9,7 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
@@ -16,7 +17,7 @@ from hpc_elastic.agent.pump import Pump
 from hpc_elastic.agent.ring import DeadWorker, keep_apart
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock, uptime_ns
-from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.file_thread import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.log_pieces import holds_at_end
 from hpc_elastic.outcome import ExitCode
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDERS_SECONDS = 60.0
-"""How long a filesystem is waited for that hangs just when workers are to be started."""
+"""How long a filesystem is waited for that hangs, or refuses, just when workers are to be started."""
 EVIDENCE_SECONDS = 10.0
 """For reading what failed workers left, and writing it down."""
 HURRIED_SECONDS = 2.0
@@ -130,6 +131,8 @@ class LocalWorkers:
         self.stacks: dict[int, RankStacks] = {}
         """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left;
         empty where there was none."""
+        self.unwritten_evidence: list[Callable[[], object]] = []
+        """Each writes a failure's evidence that the filesystem refused when `describe_failures` wrote it."""
         self._started_at = clock.monotonic()
         self._oom_kills = oom_kill_count() or 0
 
@@ -151,7 +154,7 @@ class LocalWorkers:
             WorkerStartError: one could not be; the others, if any, run and are to be stopped.
             OSError: their folders could not be made.
         """
-        self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._is_ending)
+        self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._is_ending, again=is_refusal)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
 
@@ -393,7 +396,7 @@ class LocalWorkers:
         return failures
 
     def _gather(self, slot: _Slot, facts: ExitFacts) -> WorkerFailure:
-        from hpc_elastic.failures.evidence import describe_failure, write_evidence
+        from hpc_elastic.failures.evidence import describe_failure
 
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = describe_failure(
@@ -402,8 +405,14 @@ class LocalWorkers:
             stderr_log=slot.paths.stderr,
             unwritten=slot.unwritten(),
         )
-        write_evidence(failure, slot.paths.error_file)
+        self._write_evidence(failure, slot.paths.error_file)
         return failure
+
+    def _write_evidence(self, failure: WorkerFailure, path: Path) -> None:
+        from hpc_elastic.failures.evidence import write_evidence
+
+        if write_evidence(failure, path):
+            self.unwritten_evidence.append(lambda: write_evidence(failure, path))
 
     def _silenced(self) -> list[_Slot]:
         """Those whom our signal ended."""
@@ -416,12 +425,12 @@ class LocalWorkers:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
             if slot.exit is None or not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_GLANCE):
                 continue
-            from hpc_elastic.failures.evidence import describe_failure, write_evidence
+            from hpc_elastic.failures.evidence import describe_failure
 
             facts = self._facts(slot, slot.exit, kills)
             failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
             if failure.exception_type:
-                write_evidence(failure, slot.paths.error_file)
+                self._write_evidence(failure, slot.paths.error_file)
                 failures.append(failure)
         return failures
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from hpc_elastic import __version__
 from hpc_elastic.addresses import LOOPBACK
@@ -34,11 +35,11 @@ from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.attempt import AttemptInfo, load_attempt
 from hpc_elastic.clock import Clock, RunClock, SystemClock
-from hpc_elastic.errors import UnreadableFileError, UsageError
+from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FileThread
+from hpc_elastic.file_thread import FileThread, is_refusal
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.outcome import REFUSED_CODE, ExitCode
 from hpc_elastic.processes import linux
 from hpc_elastic.processes.guardian import end_strangers, start_guardian
 from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
@@ -57,11 +58,14 @@ from hpc_elastic.store.ring_secret import read_secret
 logger = logging.getLogger(__name__)
 
 CLOSE_LOGS_SECONDS = 5.0
-READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
-"""Pauses before the run directory is read again that a fault of the filesystem kept from being read."""
+READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, *[3.2] * 36)
+"""Pauses before the run directory is read again that a fault of the filesystem kept from being read: two minutes, as
+the health check waits for it before a round."""
 METRICS_SECONDS = 0.5
 HUNG_LOGS_SECONDS = 1.0
 """The same where the filesystem has shown that it does not answer."""
+
+T = TypeVar("T")
 
 
 def agent_main(argv: Sequence[str]) -> int:
@@ -72,10 +76,14 @@ def agent_main(argv: Sequence[str]) -> int:
     if options.launcher_pid is not None and not _end_with(options.launcher_pid):
         return 128 + signal.SIGHUP
     clock = RunClock()
-    me = _Me.found(options, inherited, clock)
+    try:
+        me = _Me.found(options, inherited, clock)
+        settings = rendezvous_settings(me.spec, me.attempt)
+        secret = _patiently(lambda: read_secret(me.run.secret), clock) if settings.doorbell else b""
+    except _RefusedError as refused:
+        print(f"hpc-elastic agent: error: {refused}", file=sys.stderr, flush=True)
+        return REFUSED_CODE
     spec, at = me.spec, me.paths
-    settings = rendezvous_settings(spec, me.attempt)
-    secret = read_secret(me.run.secret) if settings.doorbell else b""
     folder = open_folder(f"{spec.uid}.{me.tag.node_key}.{me.short_uid}", me.env)
     guardian = start_guardian(
         me.tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
@@ -121,7 +129,9 @@ def agent_main(argv: Sequence[str]) -> int:
         environ={**me.env, TAG_VARIABLE: str(me.tag)},
         files=files,
     )
-    health = _health_checks(me, worker_env, meeting.info.addresses)
+    health = _health_checks(
+        me, worker_env, meeting.info.addresses, is_refused_alone=meeting.coordination.is_refused_alone
+    )
     metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
     labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
     metrics = metrics_from_option(spec.metrics, labels=labels, post=metrics_files.post)
@@ -216,7 +226,11 @@ class _Me:
         spec, attempt = _load(run, options.attempt, clock)
         node = _node_index(attempt, options.node, env)
         host = attempt.nodes[node]
-        uid = new_uid(node, host, clock, start=claim_start_number(paths.store, node, clock=clock))
+        try:
+            start = claim_start_number(paths.store, node, clock=clock)
+        except OSError as error:
+            raise _RefusedError(host=host, why=error) from None
+        uid = new_uid(node, host, clock, start=start)
         return cls(
             spec=spec,
             attempt=attempt,
@@ -236,7 +250,9 @@ class _Me:
         )
 
 
-def _health_checks(me: _Me, worker_env: Mapping[str, str], addresses: Sequence[str]) -> HealthChecks:
+def _health_checks(
+    me: _Me, worker_env: Mapping[str, str], addresses: Sequence[str], *, is_refused_alone: Callable[[], bool]
+) -> HealthChecks:
     spec, tag, run_dir = me.spec, str(me.tag), str(me.run.root)
     return HealthChecks(
         HealthPlan(
@@ -250,6 +266,7 @@ def _health_checks(me: _Me, worker_env: Mapping[str, str], addresses: Sequence[s
             cwd=spec.cwd,
             inherited=me.inherited,
             addresses=tuple(address for address in addresses if address != LOOPBACK),
+            is_refused_alone=is_refused_alone,
             gpus_given=JobEnvironment.from_env(me.env).node.gpus if in_job(me.env) else None,
         ),
         clock=SystemClock(),  # it judges the wall clock as that is now
@@ -340,20 +357,42 @@ def _end_with(launcher_pid: int) -> bool:
     return os.getppid() == launcher_pid
 
 
-def _load(paths: RunPaths, number: int, clock: Clock) -> tuple[RunSpec, AttemptInfo]:
+class _RefusedError(HpcElasticError):
+    """The filesystem has refused the run directory for longer than an agent waits."""
+
+    template = "{host}: the filesystem refuses the run directory: {why}"
+
+
+def _patiently(action: Callable[[], T], clock: Clock) -> T:
+    """Do what reads or writes the run directory, and again where its filesystem refuses.
+
+    Raises:
+        _RefusedError: it refuses for too long.
+        Exception: what `action` raises otherwise.
+    """
     for pause in (*READ_AGAIN_SECONDS, None):
         try:
-            return load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)
-        except UnreadableFileError as error:
-            # A node that says "usage" gets no agent any more: not for a fault that passes.
-            if pause is not None and error.may_pass:
-                clock.wait(threading.Event(), pause)
-                continue
-            raise UsageError(
-                f"{os.uname().nodename}: the run directory can't be read from this node: {error}; "
-                "it must lie on a filesystem that all nodes share (--runs-dir)"
-            ) from None
+            return action()
+        except (UnreadableFileError, OSError) as error:
+            may_pass = error.may_pass if isinstance(error, UnreadableFileError) else is_refusal(error)
+            if not may_pass:
+                raise
+            if pause is None:
+                raise _RefusedError(host=os.uname().nodename, why=error) from None
+        clock.wait(threading.Event(), pause)
     raise AssertionError("the last try returns or raises")
+
+
+def _load(paths: RunPaths, number: int, clock: Clock) -> tuple[RunSpec, AttemptInfo]:
+    try:
+        return _patiently(
+            lambda: (load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)), clock
+        )
+    except UnreadableFileError as error:
+        raise UsageError(
+            f"{os.uname().nodename}: the run directory can't be read from this node: {error}; "
+            "it must lie on a filesystem that all nodes share (--runs-dir)"
+        ) from None
 
 
 def _node_index(attempt: AttemptInfo, given: int | None, env: dict[str, str]) -> int:

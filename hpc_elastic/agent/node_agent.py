@@ -11,12 +11,14 @@ import errno
 import logging
 import selectors
 import signal
+from collections.abc import Callable
 
 from hpc_elastic.agent.clock_words import ClockWords
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.heard_signals import HeardSignals
 from hpc_elastic.agent.last_duties import exit_code, finish_if_unclaimed, leave_run
 from hpc_elastic.agent.later import import_what_failures_need
@@ -75,7 +77,9 @@ class NodeAgent:
         self._watched: set[int] = set()
         self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
         """The workers' last signs of life before they were ended, and when they were read."""
-        self._is_unhealthy = False
+        self._unfit: HealthVerdict | None = None
+        self._unwritten: list[Callable[[], object]] = []
+        """Evidence of failures that the filesystem refused."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
         self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
@@ -304,7 +308,7 @@ class NodeAgent:
         if verdict.is_healthy:
             c.coordination.ask(lambda participant: participant.join())
             return
-        self._is_unhealthy = True
+        self._unfit = verdict
         c.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
 
@@ -355,6 +359,7 @@ class NodeAgent:
             watch=c.watch,
         )
         self._workers = workers
+        self._write_again()
         self._swept, self._has_run = False, True
         self._platform_failure = ""
         tell_round(c.events, facts, restarts_used=record.restarts_used)
@@ -382,6 +387,12 @@ class NodeAgent:
         if first and facts.agent_store:
             c.store_server.serve()
         c.files.post(import_what_failures_need)
+
+    def _write_again(self) -> None:
+        """The filesystem takes files again, or never will."""
+        for write in self._unwritten:
+            self._.files.post(write)
+        self._unwritten.clear()
 
     def _could_not_start(self, error: Exception) -> None:
         assert self._workers is not None
@@ -447,6 +458,7 @@ class NodeAgent:
         if workers is not None:
             seconds = workers.seconds
             failures = workers.describe_failures()
+            self._unwritten += workers.unwritten_evidence
             for failure in failures:
                 tell_failure(c.events, failure)
             told = [failure for failure in failures if not failure.stopped_by_agent]
@@ -471,9 +483,8 @@ class NodeAgent:
         """The phase is ENDED: close all, and say the last words. Returns the exit code."""
         c = self._
         self._selector.close()
-        code = exit_code(
-            ended_by=self._heard.ended_by, failure=self._failure, is_unhealthy=self._is_unhealthy, record=self._record
-        )
+        self._write_again()
+        code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
         c.store_server.close()
         c.watch.close()
         c.health.close()
@@ -487,8 +498,10 @@ class NodeAgent:
             c.files.stuck_for() >= HUNG_SECONDS or not c.coordination.stop(within=LAST_WORDS_SECONDS - HUNG_SECONDS)
         ):
             self.hangs = True
-            logger.warning("%s does not answer; leaving without it", c.run_dir)
-        for notice in c.coordination.take():
+            refusal = c.coordination.refusal
+            how = "does not answer" if refusal is None else f"refuses: {refusal}"
+            logger.warning("%s %s; leaving without it", c.run_dir, how)
+        for notice in [*c.coordination.take(), c.coordination.told_refusal()]:
             if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
                 tell_coordination(c.events, *notice, nodes=c.attempt.nodes)
         return code

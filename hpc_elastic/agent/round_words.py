@@ -31,10 +31,12 @@ def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *
         if event == "node_missing":
             logger.warning("node %s has not come: the round begins without it", name)
             return
-        silent = f", silent for {fields['age']:.0f} s" if fields.get("age") else ""
+        silent = f", silent for {fields['age']:.0f} s" if fields.get("age", 0.0) >= 1 else ""
         logger.warning("%s %s is lost%s", event.split("_")[0], name, silent)
     elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
         logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
+    elif event == "link_lost":
+        logger.warning("%s: %s", fields.get("host") or f"node {fields.get('node')}", fields.get("reason"))
     elif event in ("signal_heard", "notice_given", "step_agreed"):
         logger.info("%s", fields.get("reason"))
     elif event == "node_left":

@@ -15,7 +15,8 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.store.base import Store, StoreFullError
 from hpc_elastic.store.file_store import FileStore
 
-PATIENCE = 30.0
+PATIENCE = 120.0
+"""Seconds for which a filesystem that refuses is waited for, as the health check does before a round."""
 """Seconds for which a filesystem may refuse."""
 _PAUSE = 0.1
 

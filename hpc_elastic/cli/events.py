@@ -25,7 +25,16 @@ from hpc_elastic.reading.log_streams import read_layouts
 from hpc_elastic.reading.output_reader import OutputReader
 from hpc_elastic.reading.screen_text import harmless
 
-_BAD = {"worker_failed", "hang", "node_lost", "agent_failed", "health_check_failed", "output_lost", "events_dropped"}
+_BAD = {
+    "worker_failed",
+    "hang",
+    "node_lost",
+    "agent_failed",
+    "health_check_failed",
+    "output_lost",
+    "events_dropped",
+    "filesystem_refused",
+}
 _DECISIONS = {"restart_decision", "requeue_decision", "verdict", "closed", "round_frozen", "attempt_started"}
 _LOOK_FOR_FILES_S = 1.0
 _LAST_WAIT_S = 0.5

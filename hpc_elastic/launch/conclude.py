@@ -94,6 +94,8 @@ class _End:
         self._clock = clock
         self._disk = disk
         self._next_job = ""
+        self._is_removed = False
+        """Whether the attempt's folder is gone: another attempt would find no run either."""
         before = None
         events.write("verdict", outcome=result.outcome.value, reason=result.reason)
         if attempt.number:
@@ -105,6 +107,8 @@ class _End:
     def in_order(self) -> RequeueDecision:
         """Write, then requeue; and write again what the requeue changed. Returns the decision that holds then."""
         nodes, history = self._judge()
+        if self._is_removed and self._is_asked_of_slurm():
+            self._give_up("the run directory was removed", ExitCode.NOT_RETRYABLE)
         self._finish(history)
         if not self._is_asked_of_slurm():
             return self._decision
@@ -136,7 +140,7 @@ class _End:
 
     def _judge(self, *, asks_slurm: bool = True) -> tuple[NextNodes, RunHistory | None]:
         """Look at the nodes. Returns whom the next attempt does without, and the history with that in it."""
-        if not self._save():
+        if not self._save() or self._is_removed:
             return NextNodes(), None
         history = self._disk.do(lambda: _history(self._paths), None, answers=True)
         if history is None:
@@ -192,7 +196,7 @@ class _End:
             _report(self._attempt, self._paths, self._result, self._decision, history, now_ns=self._clock.time_ns())
             return True
 
-        if not (self._save() and self._disk.do(report, False, answers=True)):
+        if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
             logger.error("%s does not answer: the report can't be written", self._folder.root)
         _say_end(self._attempt, self._result, self._decision)
 
@@ -211,13 +215,18 @@ class _End:
         )
 
         def save() -> bool:
-            try:
-                stored.save(self._folder.result_json)
-            except OSError as error:
-                logger.error("the result could not be written: %s", error)
+            stored.save(self._folder.result_json)
             return True
 
-        return self._disk.do(save, False)
+        try:
+            return self._disk.do(save, False)
+        except FileNotFoundError:
+            if not self._is_removed:
+                logger.error("%s was removed: neither the result nor a report can be written", self._folder.root)
+            self._is_removed = True
+        except OSError as error:
+            logger.error("the result could not be written: %s", error)
+        return True
 
 
 def _history(paths: RunPaths) -> RunHistory | None:
@@ -272,7 +281,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns:
         return
     if result.outcome not in (Outcome.FAILED, Outcome.TOO_FEW_NODES):
         return  # it was told to end, and no worker had failed
-    known = verdict.lost_node is not None or failure is not None
+    known = verdict.lost_node is not None or failure is not None or bool(verdict.what)
     own: dict[str, object] = {"verdict": verdict.evidence, "reason": result.reason}
     if verdict.category is not None:
         own["category"] = verdict.category.value

@@ -25,11 +25,11 @@ from hpc_elastic.launch.result import load_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.outcome import UNCONFIRMED_CODE, ExitCode
-from hpc_elastic.rendezvous.ending import OBSERVERS, claim_end
+from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status
-from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, new_uid
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.store.file_store import FileStore
 
@@ -77,7 +77,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     host = os.uname().nodename
     why = f"the supervisor on {attempt.batch_host} did not finish the attempt"
     logger.warning("%s; this is %s", why, host)
-    uid = new_uid(OBSERVERS, f"finisher-{host}", clock)
+    uid = new_uid(OBSERVER_PLACE, f"finisher-{host}", clock)
     events = EventLog(
         attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
     )

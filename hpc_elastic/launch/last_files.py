@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.file_thread import FULL, FilesystemHangsError, FileThread, is_refusal
 
 REPORT_SECONDS = 120.0
 """For the report of an attempt: of a large run, on a slow filesystem."""
@@ -28,21 +29,40 @@ class LastFiles:
         self._files = files
         self._is_hurried = is_hurried
         self._is_late = is_late
+        self._has_refused = False
+        """Whether it was waited for in vain: once is enough."""
 
     def do(self, action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
         """Have `action` done.
 
         Args:
-            action: Its result is returned, what it raises is raised here.
+            action: Its result is returned, what it raises is raised here; where the filesystem refuses, or is full,
+                it is done again for as long as one that hangs is waited for.
             otherwise: Returned where the filesystem hangs.
             answers: The filesystem has just answered, so what takes long is work.
         """
         is_stuck = self._files.stuck_for() > HUNG_SECONDS
         within = HUNG_SECONDS if is_stuck or (self._is_late and not answers) else REPORT_SECONDS
+        began, refused_within = time.monotonic(), 0.0 if self._has_refused else within
+
+        def is_waited_for(error: BaseException) -> bool:
+            if not is_refusal(error) and not (isinstance(error, OSError) and error.errno in FULL):
+                return False
+            self._has_refused = True
+            return not (self._is_hurried() and time.monotonic() - began > HUNG_SECONDS)
+
         try:
-            return self._files.do(action, within=within, unless=self._hangs_and_is_hurried)
+            done = self._files.do(
+                action,
+                within=within,
+                unless=self._hangs_and_is_hurried,
+                again=is_waited_for,
+                refused_within=refused_within,
+            )
         except FilesystemHangsError:
             return otherwise
+        self._has_refused = False
+        return done
 
     def _hangs_and_is_hurried(self) -> bool:
         return self._files.stuck_for() > HUNG_SECONDS and self._is_hurried()

@@ -21,7 +21,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FilesystemHangsError, FileThread
+from hpc_elastic.file_thread import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.job_watch import JobWatch
@@ -33,9 +33,8 @@ from hpc_elastic.launch.supersede import EarlierAttempts
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.launch.supervisor_failed import end_after
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import OBSERVERS
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, new_uid
 from hpc_elastic.requeue import (
     RequeueAction,
     RequeueDecision,
@@ -48,6 +47,9 @@ from hpc_elastic.store.ring_secret import read_secret
 logger = logging.getLogger(__name__)
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+BEGIN_SECONDS = 120.0
+"""How long a filesystem that refuses is waited for before an attempt, as an agent waits for it before a round."""
 
 T = TypeVar("T")
 
@@ -75,7 +77,13 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
 
     def on_disk(action: Callable[[], T]) -> T:
         try:
-            return files.do(action, within=math.inf, unless=lambda: signals.holds(_ENDING_SIGNALS))
+            return files.do(
+                action,
+                within=math.inf,
+                unless=lambda: signals.holds(_ENDING_SIGNALS),
+                again=is_refusal,
+                refused_within=BEGIN_SECONDS,
+            )
         except FilesystemHangsError:
             raise FilesystemSilentError(path=paths.root, seconds=files.stuck_for()) from None
 
@@ -105,7 +113,7 @@ def _run_attempt(
     attempt = on_disk(lambda: _begin(paths, site, facts, clock))
     attempt_paths = paths.attempt(attempt.number)
     _say_head(paths, spec, attempt, attempt_paths)
-    uid = new_uid(OBSERVERS, f"supervisor-{attempt.batch_host}", clock)
+    uid = new_uid(OBSERVER_PLACE, f"supervisor-{attempt.batch_host}", clock)
     events = _open_events(attempt, attempt_paths, uid, clock, files)
     _end_earlier(
         EarlierAttempts(paths, spec, attempt, uid=uid, site=site, events=events, clock=clock),

@@ -24,7 +24,7 @@ from hpc_elastic.launch.result import StoredResult
 from hpc_elastic.launch.site import Site
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.closing import close_run
-from hpc_elastic.rendezvous.ending import OBSERVERS, claim_end, departed, newest_agents
+from hpc_elastic.rendezvous.ending import claim_end, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.pace import Pace, pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.peers import Bell, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import record_name
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
-from hpc_elastic.rendezvous.uid import host_of, node_of
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, host_of, node_of
 from hpc_elastic.requeue import RequeueAction
 from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
@@ -135,7 +135,7 @@ class EarlierAttempt:
 
     def notify(self, bell: Bell, uid: str) -> None:
         """Have the agents look at the log now, not at their next poll."""
-        observer = NodeInfo(uid=uid, node=OBSERVERS, host="", local_world_size=0, addresses=(), port=0)
+        observer = NodeInfo(uid=uid, node=OBSERVER_PLACE, host="", local_world_size=0, addresses=(), port=0)
         peers = Peers(self._store, observer, bell)
         peers.learn(())
         if self.record is not None:

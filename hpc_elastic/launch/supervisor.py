@@ -26,7 +26,7 @@ from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.unable_nodes import UnableNode, is_same_everywhere, says_no_for_good, unable_words
-from hpc_elastic.outcome import STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
+from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -161,6 +161,8 @@ class Supervisor:
         """Nodes that were given up because what was started there never became an agent."""
         self._unhealthy: set[int] = set()
         """Nodes whose agent found them unfit."""
+        self._without_files: set[int] = set()
+        """Nodes whose agent was refused by the filesystem for too long."""
         self._agents_heard = ""
         """What the log has told of that: each word is looked into once."""
         self._signal: signal.Signals | None = None
@@ -206,6 +208,8 @@ class Supervisor:
         self._launcher.end(within=self._last_grace)
         self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_notices()
+        if (refusal := self._coordination.told_refusal()) is not None:
+            self._events.write(refusal[0], **refusal[1])
         return self.result()
 
     def _wait(self) -> None:
@@ -340,6 +344,8 @@ class Supervisor:
                     self._take_announced(notice[1]["announced"])
                 elif notice[0] == "end_claimed":
                     self._is_end_settled = True
+                elif notice[0] == "filesystem_refused":
+                    self._events.write(notice[0], **notice[1])
                 elif notice[0] == "end_taken_over":
                     self.superseded = self._is_end_settled = True
                     self._end_by = self._clock.monotonic()
@@ -440,6 +446,11 @@ class Supervisor:
             logger.warning("%s has left the run: it failed a health check", name)
             self._unhealthy.add(ended.node)
             self._give_up(ended.node, GivenUp.UNHEALTHY, "it failed a health check")
+        elif ended.code == REFUSED_CODE:
+            reason = "the filesystem of the run directory refuses it, or does not answer"
+            logger.error("%s has left the run: %s", name, reason)
+            self._without_files.add(ended.node)
+            self._give_up(ended.node, GivenUp.REFUSED, reason)
         elif ended.code == STORE_LOST_CODE:
             logger.error("the agent on %s has lost the run's store", name)
             self._has_lost_store = True
@@ -594,7 +605,20 @@ class Supervisor:
     def _are_all_unfit(self) -> bool:
         """No node is left, and not one because its agent died: there is no verdict to wait for."""
         none_is_left = len(self._given_up) == len(self._attempt.nodes)
-        return none_is_left and (bool(self._unhealthy) or len(self._unable) == len(self._given_up))
+        unfit = bool(self._unhealthy | self._without_files)
+        return none_is_left and (unfit or len(self._unable) == len(self._given_up))
+
+    def _why_all_are_unfit(self) -> str:
+        """Empty where they are not."""
+        refusal, known = self._coordination.refusal, len(self._given_up)
+        by_what = f": {refusal}" if refusal is not None else ""
+        reasons = [f"{len(self._unhealthy)} of {known} failed a health check"] if self._unhealthy else []
+        if self._without_files:
+            reasons.append(
+                f"the filesystem of the run directory refused {len(self._without_files)} of {known}, "
+                f"or did not answer{by_what}"
+            )
+        return f"no node is left: {'; '.join(reasons)}" if reasons else ""
 
     @property
     def _is_same_everywhere(self) -> bool:
@@ -625,8 +649,7 @@ class Supervisor:
             outcome, reason = Outcome.FAILED, str(self.failure)
         elif len(self._given_up) == len(self._attempt.nodes):
             outcome = Outcome.TOO_FEW_NODES
-            unfit = f"no node is left: {len(self._unhealthy)} of {len(self._given_up)} failed a health check"
-            reason = unfit if self._unhealthy else self._unable_words or "no agent could be started"
+            reason = self._why_all_are_unfit() or self._unable_words or "no agent could be started"
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(

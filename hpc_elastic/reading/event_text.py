@@ -150,6 +150,13 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
         + (f"; not heard of: {', '.join(e['silent'])}" if e["silent"] else "")
     ),
     "output_lost": _bytes_lost,
+    "filesystem_refused": lambda e: (
+        f"the shared filesystem refused for {float(e['seconds']):.0f} s{'' if e['over'] else ', to the end'}: "
+        f"{e['error']}" + (f" ({e['path']})" if e.get("path") else "")
+    ),
+    "link_lost": lambda e: (
+        f"the network link to {_name(e)} was lost for {float(e['seconds']):.0f} s{'' if e['over'] else ', to the end'}"
+    ),
     "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
     "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",
     "spare_lost": lambda e: f"{_name(e)}, which waited for a place, had died{_silence(e)}",

@@ -15,11 +15,13 @@ from typing import Any
 
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.file_thread import is_refusal
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan
+from hpc_elastic.rendezvous.refusal import WORTH_TELLING, Refusal, RefusalWatch
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.store.base import StoreFullError
+from hpc_elastic.store.base import StoreFullError, StoreRefusedError
 from hpc_elastic.store.doorbell import Doorbell
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,8 @@ _LONGEST_BACKOFF = 5.0
 _LONG_WAIT = 0.5
 _SLACK = 0.1
 FULL_SECONDS = 600.0
-"""How long a full disk is waited for, with something to write: as long as a rendezvous waits by default."""
+"""How long a filesystem that is full, or that refuses, is waited for with something to write: as long as a rendezvous
+waits by default."""
 
 Notice = RoundRecord | tuple[str, Mapping[str, Any]] | Exception
 """A newer record; an event of this node's coordinator; or what ended the thread."""
@@ -66,6 +69,7 @@ class Coordination:
         self._told_read, self._told_write = _wake_pair()
         self._beats_due = BeatPlan()
         self._beat_interval = beat_interval
+        self._refusals = RefusalWatch()
         self._thread = threading.Thread(target=self._run, name="coordination", daemon=True)
         self._beats: threading.Thread | None = None
         if doorbell is not None:
@@ -108,6 +112,15 @@ class Coordination:
         """
         self._tell(error)
 
+    @property
+    def refusal(self) -> Refusal | None:
+        """The refusal that lasts; None: the shared filesystem answers, or hangs."""
+        return self._refusals.now
+
+    def is_refused_alone(self) -> bool:
+        """Whether the shared filesystem refuses this node, and not its peers. For any thread."""
+        return self._refusals.is_alone(self._clock.monotonic())
+
     def on_record(self, record: RoundRecord) -> None:
         self._tell(record)
 
@@ -131,6 +144,8 @@ class Coordination:
                 if participant is None:
                     participant = self._make_participant(self)
                 asked = bool(self._commands)
+                if self._refusals.now is not None:
+                    participant.beat_to_files()  # a step may touch no file, and says nothing then
                 while self._commands:
                     self._commands[0](participant)
                     self._commands.popleft()  # not before: what a filesystem refuses is tried again
@@ -140,17 +155,19 @@ class Coordination:
                 self._beats_due = participant.beats()
                 self._beat_interval = max(self._beat_interval, participant.pace.beat)
                 backoff, full_since = _FIRST_BACKOFF, None
+                self._answered()
             except (OSError, StoreFullError) as error:
-                if backoff == _FIRST_BACKOFF:
+                now = self._clock.monotonic()
+                if self._refusals.refused(error, now, self._clock.time_ns()):
                     logger.warning("the shared filesystem refused: %s; trying again", error)
                 backoff = min(self._longest_backoff, backoff * 1.5)
                 refused = True
-                if isinstance(error, StoreFullError):
-                    now = self._clock.monotonic()
-                    full_since = now if full_since is None else full_since
-                    if now - full_since > FULL_SECONDS:
-                        self._tell(error)
-                        return
+                # What is refused is a write where the disk is full; else it may be a look that nothing depends on.
+                waits = isinstance(error, StoreFullError) or participant is None or participant.waits_to_speak
+                full_since = (now if full_since is None else full_since) if waits else None
+                if full_since is not None and now - full_since > FULL_SECONDS:
+                    self._give_up(error, now - full_since)
+                    return
             except HpcElasticError as error:
                 self._tell(error)
                 return
@@ -161,6 +178,28 @@ class Coordination:
             if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
                 return
             rung = self._wait(delay, participant) or rung
+
+    def _answered(self) -> None:
+        """A step worked: where the ones before did not, say for how long."""
+        ended = self._refusals.answered()
+        if ended is None:
+            return
+        now = self._clock.monotonic()
+        if now - ended.since >= WORTH_TELLING:
+            logger.warning("the shared filesystem answers again, after %.0f s of: %s", now - ended.since, ended)
+            self._tell(("filesystem_refused", ended.fields(now, over=True)))
+
+    def _give_up(self, error: Exception, seconds: float) -> None:
+        if is_refusal(error):
+            error = StoreRefusedError(seconds=seconds, why=self._refusals.now or error)
+        self._tell(error)
+
+    def told_refusal(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The event of a refusal that lasts at this process' end; None: none does, or not for long."""
+        refusal, now = self._refusals.now, self._clock.monotonic()
+        if refusal is None or now - refusal.since < WORTH_TELLING:
+            return None
+        return "filesystem_refused", {**refusal.fields(now, over=False)}
 
     def _wait(self, seconds: float, participant: Participant | None) -> bool:
         """Until somebody asks or rings, or the time has passed. Returns whether it rang.
@@ -202,6 +241,10 @@ class Coordination:
                     participant.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
                 participant.rung_about(heard.about)
                 news = participant.told_of(heard.told)
+                if self._refusals.heard(heard.hears.keys(), heard.refused, self._clock.monotonic()):
+                    # A cache may still answer here: an access that goes to the server shows how this node fares.
+                    self._commands.append(lambda p: p.beat_to_files())
+                    news = True
         return heard.rung or news
 
     def _beat(self, doorbell: Doorbell) -> None:
@@ -209,8 +252,9 @@ class Coordination:
         # Without the other thread the node only seems to live: then let the others find out.
         while not self._clock.wait(self._stop, self._beat_interval) and self._thread.is_alive():
             plan = self._beats_due
-            doorbell.beat(plan.heard, plan.about, hears=True)
-            doorbell.beat(plan.unheard, plan.about, hears=False)
+            refused = self._refusals.now is not None
+            doorbell.beat(plan.heard, plan.about, hears=True, refused=refused)
+            doorbell.beat(plan.unheard, plan.about, hears=False, refused=refused)
 
 
 def _wake_pair() -> tuple[socket.socket, socket.socket]:

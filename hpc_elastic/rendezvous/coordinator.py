@@ -145,13 +145,14 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     if not settings.give_up:
         return None
     if not enough and not awaited:
-        hopeless = len(away - view.gone - left) == 0 or view.since_lost >= settings.last_call_timeout
-        if hopeless:
+        lost = away - view.gone - left
+        if not lost or view.is_unsupervised or view.since_lost >= settings.last_call_timeout:
+            nobody = ", and no supervisor answers that could start an agent" if lost and view.is_unsupervised else ""
             return _close(
                 record,
                 Outcome.TOO_FEW_NODES,
                 f"{len(present)} of at least {settings.min_nodes} nodes are left{_in_segments(settings)}"
-                f"{_named(away, view)}",
+                f"{_named(away, view)}{nobody}",
             )
     if timed_out:
         closed = _close(

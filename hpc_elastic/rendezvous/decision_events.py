@@ -8,7 +8,7 @@ from typing import Any
 from hpc_elastic.rendezvous.coordinator import Proposal
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.state import Member, RoundRecord
+from hpc_elastic.rendezvous.state import Member, NodeInfo, RoundRecord
 from hpc_elastic.rendezvous.succession import Move
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.rendezvous.uid import node_of
@@ -50,6 +50,23 @@ def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
 def told_of_move(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
     """As `told`, of what a participant that is not the coordinator did about it."""
     return EVENT_NAMES[move.event], {"round": record.round, "reason": move.why}
+
+
+def told_of_link(
+    record: RoundRecord, info: NodeInfo, lost: tuple[str, float, float, bool], *, now: float, now_ns: int
+) -> tuple[str, dict[str, Any]]:
+    """As `told`, of packets that did not come through: `LifeSigns.links_lost`."""
+    _, since, seconds, over = lost
+    again = "" if over else ", and none has since"
+    return "link_lost", {
+        "round": record.round,
+        "node": info.node,
+        "host": info.host,
+        "since_ns": now_ns - round((now - since) * 1e9),
+        "seconds": round(seconds, 3),
+        "over": over,
+        "reason": f"no packet of it came through for {seconds:.1f} s{again}; it answered through the files",
+    }
 
 
 def consequences(
@@ -97,6 +114,7 @@ def consequences(
 
 
 def _silence(seconds: float) -> dict[str, Any]:
+    seconds = max(0.0, seconds)  # a process that was held up counts less than what has passed
     return {"age": round(seconds, 3), "reason": f"no sign of it for {seconds:.1f} s"}
 
 

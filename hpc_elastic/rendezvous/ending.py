@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.rendezvous.uid import node_of, supersedes
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, node_of, supersedes
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0
@@ -25,8 +25,6 @@ END_UNCONFIRMED = 30.0
 """Seconds after which the end is claimed without Slurm's confirmation: no process of the run may be able to ask it."""
 _BY = "end/by"
 _BYE = "bye"
-OBSERVERS = 99999
-"""The node index in the uids of supervisors and of other processes that take no part in rounds."""
 
 
 class EventListener(Protocol):
@@ -55,7 +53,7 @@ def newest_agents(uids: Iterable[str], *, without: Collection[int] = ()) -> dict
     newest: dict[int, str] = {}
     for uid in uids:
         node = node_of(uid)
-        if node == OBSERVERS or node < 0 or node in without:
+        if node == OBSERVER_PLACE or node < 0 or node in without:
             continue
         if node not in newest or supersedes(uid, newest[node]):
             newest[node] = uid

@@ -12,6 +12,9 @@ class Hearing:
         self._heard: dict[str, float] = {}
         self._asked: dict[str, float] = {}
         self._hears: dict[str, bool] = {}
+        self._out: dict[str, float] = {}
+        """Who answered through the files and is not heard: when it was heard last."""
+        self._back: list[tuple[str, float, float]] = []
 
     def heard(self, uids: Iterable[str], now: float, *, hears_us: bool | None = True) -> None:
         """Args:
@@ -21,6 +24,8 @@ class Hearing:
         """
         for uid in uids:
             self._heard[uid] = now
+            if (since := self._out.pop(uid, None)) is not None:
+                self._back.append((uid, since, now))
             if hears_us is not None:
                 self._hears[uid] = hears_us
 
@@ -46,6 +51,26 @@ class Hearing:
         """These are suspects now: remember since when, for those that were not before."""
         self._asked = {uid: self._asked.get(uid, now) for uid in suspects}
 
+    def answered(self, uid: str) -> None:
+        """It was asked, and has answered through the files: it lives, and no packet of its comes through."""
+        if (at := self._heard.get(uid)) is not None:
+            self._out.setdefault(uid, at)
+        self.forget(uid)
+
+    def take_back(self) -> list[tuple[str, float, float]]:
+        """Whose packets come through again since the last call, from when to when they did not."""
+        taken, self._back = self._back, []
+        return taken
+
+    def out(self) -> dict[str, float]:
+        """Whose packets do not come through, though it lives: since when."""
+        return dict(self._out)
+
+    def lost(self, uids: Iterable[str]) -> None:
+        """These are lost: their silence was no matter of packets."""
+        for uid in uids:
+            self._out.pop(uid, None)
+
     def asked_since(self, uid: str) -> float | None:
         return self._asked.get(uid)
 
@@ -56,6 +81,6 @@ class Hearing:
 
     def forgive(self, seconds: float, *, now: float) -> None:
         """This process was held up for so long: nobody was silent, or slow to answer, meanwhile."""
-        for times in (self._heard, self._asked):
+        for times in (self._heard, self._asked, self._out):
             for uid in times:
                 times[uid] = min(now, times[uid] + seconds)

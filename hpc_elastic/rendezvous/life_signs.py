@@ -61,6 +61,23 @@ class LifeSigns:
         """These are suspects in the log's newest record."""
         self._hearing.asked(suspects, now)
 
+    def links_lost(self, *, to_the_end: bool) -> list[tuple[str, float, float, bool]]:
+        """Whose packets did not come through for a while: from when, for how many seconds, and whether that is over.
+
+        Each once, when it is over; those that last where this is the end.
+        """
+        now = self._clock.monotonic()
+        found = [(uid, since, until - since, True) for uid, since, until in self._hearing.take_back()]
+        if to_the_end:
+            lasting = self._hearing.out()
+            self._hearing.lost(lasting)
+            found += [(uid, since, now - since, False) for uid, since in lasting.items()]
+        return found
+
+    def lost(self, uids: Iterable[str]) -> None:
+        """These are lost to the run: their silence meant more than a lost link."""
+        self._hearing.lost(uids)
+
     def expect(self, uids: Iterable[str]) -> None:
         """These will send their beats to this participant from now on."""
         self._hearing.expect(uids, self._clock.monotonic())
@@ -106,6 +123,11 @@ class LifeSigns:
     def unchanged(self, uid: str) -> float:
         """Seconds for which its heartbeat has looked the same."""
         return self._liveness.age(uid)
+
+    def is_overdue(self, uid: str) -> bool:
+        """Read its heartbeat: whether a beat to the files is overdue, and the time to see it over."""
+        self.look_at([uid], closely=True)
+        return self.unchanged(uid) > self._pace.heartbeat + self._pace.answer_unheard
 
     def silence(self, uid: str) -> float | None:
         """Seconds since it was heard, up to this step's begin; None where it was not, which says nothing."""
@@ -154,5 +176,5 @@ class LifeSigns:
                 found.add(uid)
             elif self._liveness.changed_since(uid, asked):
                 found.add(uid)
-                self._hearing.forget(uid)
+                self._hearing.answered(uid)
         return frozenset(found)

@@ -106,6 +106,8 @@ class Lookout:
         self._dead = dead
         if record.status is Status.FINAL:
             self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._life.mark)
+        supervisor = self._peers.observer() if joinable and record.lost else None
+        is_unsupervised = supervisor is not None and self._life.is_overdue(supervisor)
         return View(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
@@ -120,6 +122,7 @@ class Lookout:
             names=self._peers.names(),
             since_status=self._life.mark - self._status_since,
             since_lost=self._life.mark - self._lost_since,
+            is_unsupervised=is_unsupervised,
             since_waiting=self._growth.since_waiting,
             since_saved=self._growth.since_saved,
             is_saving=self._growth.is_saving,

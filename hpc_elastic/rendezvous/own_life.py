@@ -88,6 +88,10 @@ class OwnLife:
             self._epoch.check(now)
         elif self._heartbeat.age(now) == float("inf"):
             self._doubts_store = True  # once, as soon as a record has told which store it should be
+        self.beat_to_files(now)
+
+    def beat_to_files(self, now: float) -> None:
+        """At once; a store that is missing is doubted."""
         try:
             self._heartbeat.beat_now(now)
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
-from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_move
+from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_link, told_of_move
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
@@ -116,6 +116,11 @@ class Participant:
         """Whether what its agent asks for is a reason to look at the files too."""
         return self.observes or self._record is None or self._record.status is Status.CLOSED
 
+    @property
+    def waits_to_speak(self) -> bool:
+        """Whether it has something to write that others wait for."""
+        return bool(self._claims or self._to_all) or self._wants_in
+
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
     def join(self) -> None:
@@ -172,6 +177,17 @@ class Participant:
     def doubt_store(self) -> None:
         """Somebody has lost the store: look whether it is still the one that was joined."""
         self._own_life.doubt_store()
+
+    def beat_to_files(self) -> None:
+        """Rewrite the heartbeat now: an access that no cache answers. Of a store that is missing the next step tells.
+
+        Raises:
+            OSError: as `step` does.
+        """
+        try:
+            self._own_life.beat_to_files(self._clock.monotonic())
+        except FileNotFoundError:
+            pass  # the store is doubted now, which the next step looks into
 
     def look_anew(self, serial: int) -> None:
         """Look at the log past all caches, and at who has ever announced itself.
@@ -283,7 +299,7 @@ class Participant:
         """
         now = self._life.begin_step()
         self._own_life.check_if_doubted(now)
-        plans = bool(self._claims or self._to_all) or self._wants_in
+        plans = self.waits_to_speak
         if not (rung or plans) and now < self._rests_until and self._in_touch():
             self._lookout.held_up(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
@@ -295,6 +311,7 @@ class Participant:
         looked = self._read_log(now, rung=rung)
         if self._own_life.answer_if_asked(self._record, now):
             self._ring_coordinator()
+        self._tell_links(self._record)
         said = any([self._say_what_waits(), self._join_if_wanted()])
         self._lookout.held_up(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
@@ -391,9 +408,21 @@ class Participant:
             self._lookout.notice_was_given(now)
         self._watch.new_record(now)
         self._life.asked(record.suspects, now)
+        if before is not None and before.lost != record.lost:
+            self._life.lost(m.uid for m in before.members if m.node in record.lost)
+        self._tell_links(record)
         if before is not None:
             self._succession.new_record(before, record)
         self._listener.on_record(record)
+
+    def _tell_links(self, record: RoundRecord | None) -> None:
+        """As coordinator: whose packets did not come through, though it lived."""
+        if record is None:
+            return
+        now, now_ns = self._clock.monotonic(), self._clock.time_ns()
+        for event in self._life.links_lost(to_the_end=record.status is Status.CLOSED):
+            if record.leader == self._info.uid and (info := self._peers.get(event[0])) is not None:
+                self._listener.on_event(*told_of_link(record, info, event, now=now, now_ns=now_ns))
 
     def _ring_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():

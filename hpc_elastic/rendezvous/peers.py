@@ -11,7 +11,7 @@ from typing import Protocol
 from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.rung_about import record_name
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, decode_node
-from hpc_elastic.rendezvous.uid import host_of, node_of
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, host_of, node_of, supersedes
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
 
@@ -63,6 +63,14 @@ class Peers:
 
     def get(self, uid: str) -> NodeInfo | None:
         return self._known.get(uid)
+
+    def observer(self) -> str | None:
+        """The supervisor's newest uid; None where none is known to have announced itself."""
+        newest = None
+        for uid in self._known:
+            if node_of(uid) == OBSERVER_PLACE and (newest is None or supersedes(uid, newest)):
+                newest = uid
+        return newest
 
     def learn(self, uids: Iterable[str]) -> None:
         """Learn about those that are not known yet, and with them about everybody new: observers want rings too."""

@@ -8,6 +8,8 @@ from hpc_elastic.clock import Clock
 
 _TIME_BITS = 48
 _TIME_SHIFT = 16
+OBSERVER_PLACE = 99999
+"""The node index in the uid of a supervisor, which is no node."""
 
 
 def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:

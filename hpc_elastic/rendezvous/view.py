@@ -38,6 +38,9 @@ class View:
     """Seconds since this coordinator first saw this round in this status."""
     since_lost: float
     """Seconds since this coordinator last found a node missing; `since_status` where none was."""
+    is_unsupervised: bool = False
+    """Whether the supervisor's heartbeat has stopped too: nobody starts an agent on a lost node any more. Looked for
+    where a node is lost and the round is joinable."""
     since_waiting: float = 0.0
     """Seconds for which nodes have waited while the round is final."""
     since_saved: float = float("inf")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.outcome import UNHEALTHY_CODE, ExitCode
+from hpc_elastic.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
@@ -21,6 +21,7 @@ from hpc_elastic.report.history import (
     RoundHistory,
     RoundNode,
 )
+from hpc_elastic.report.outages import Outage, OutageKind, attributed, read_outage
 from hpc_elastic.report.output_losses import OutputLoss, read_loss
 from hpc_elastic.report.timeline_times import TimesBuilder
 
@@ -55,6 +56,7 @@ class AttemptBuilder:
     missing: set[int] = field(default_factory=set)
     """Nodes that the others did not wait for any longer."""
     notices: list[str] = field(default_factory=list)
+    outages: list[Outage] = field(default_factory=list)
     output_lost: list[OutputLoss] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     closed_outcome: str = ""
@@ -128,6 +130,7 @@ class AttemptBuilder:
             unstarted=tuple(self.unstarted.items()),
             given_up=tuple(sorted((*self.given_up.values(), *self._never_joined()), key=lambda one: one.node)),
             notices=tuple(dict.fromkeys(self.notices)),
+            outages=attributed(self.outages, self.nodes),
             output_lost=tuple(self.output_lost),
             problems=tuple(self.problems),
             times=self.times.build(),
@@ -251,6 +254,8 @@ def _end_text(end: AgentEnd) -> str:
         return end.detail or "its agent ended"
     if end.code == UNHEALTHY_CODE:
         return "its agent took it out: a health check failed"
+    if end.code == REFUSED_CODE:
+        return "its agent left: the filesystem of the run directory refused it, or did not answer"
     if end.why:
         return f"its agent failed: {end.why}"
     name = signal_name(signal_of(end.code))
@@ -328,6 +333,14 @@ def _output_lost(builder: AttemptBuilder, event: dict[str, Any], when: int) -> N
     builder.output_lost.append(read_loss(event, when))
 
 
+def _filesystem_refused(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.outages.append(read_outage(OutageKind.FILESYSTEM, event, when))
+
+
+def _link_lost(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
+    builder.outages.append(read_outage(OutageKind.LINK, event, when))
+
+
 # The supervisor's `node` field is the node that the event is about; an agent's is its own.
 _HANDLERS = {
     ("supervisor", "attempt_started"): _attempt_started,
@@ -341,4 +354,7 @@ _HANDLERS = {
     ("agent", "agent_failed"): _agent_failed,
     ("agent", "node_missing"): _node_missing,
     ("agent", "output_lost"): _output_lost,
+    ("agent", "filesystem_refused"): _filesystem_refused,
+    ("supervisor", "filesystem_refused"): _filesystem_refused,
+    ("agent", "link_lost"): _link_lost,
 }

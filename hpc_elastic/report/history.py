@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.node_score import NodeScore
+from hpc_elastic.outcome import REFUSED_CODE
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
+from hpc_elastic.report.outages import Outage, refused_hosts
 from hpc_elastic.report.output_losses import OutputLoss
 from hpc_elastic.report.ring import RingRestart
 from hpc_elastic.report.timeline_times import AttemptTimes
@@ -240,6 +242,8 @@ class AttemptHistory:
     """By node: those that the attempt went on without, or could not go on without."""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
+    outages: tuple[Outage, ...] = ()
+    """What came and went: the filesystem, network links; by time."""
     output_lost: tuple[OutputLoss, ...] = ()
     """What of the workers' output was lost."""
     problems: tuple[str, ...] = ()
@@ -253,6 +257,20 @@ class AttemptHistory:
     def unable(self) -> tuple[NodeLoss, ...]:
         """Nodes of which no agent ever took part, with the reason."""
         return tuple(loss for node in self.given_up if (loss := node.loss) is not None)
+
+    @property
+    def without_files(self) -> frozenset[int]:
+        """The nodes whose agent gave up since the run directory's filesystem refused it, or did not answer."""
+        return frozenset(end.node for end in self.agent_ends if end.code == REFUSED_CODE)
+
+    @property
+    def filesystem_failed(self) -> bool:
+        """Whether that was so on several nodes, or on all: then it was not the nodes that were broken."""
+        ends = [end for end in self.agent_ends if end.code == REFUSED_CODE]
+        names = {end.name.partition(".")[0] for end in ends}
+        for end in ends:
+            names |= set(refused_hosts(self.outages, at_ns=end.seen_ns))
+        return len(names) > 1 or (bool(names) and len(self.nodes) == 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

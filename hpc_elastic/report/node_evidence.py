@@ -88,7 +88,9 @@ def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistor
 
 
 def _kind_of_loss(attempt: AttemptHistory, loss: NodeLoss) -> EvidenceKind | None:
-    """An agent that was killed and started again tells nothing about its node."""
+    """An agent that was killed and started again tells nothing about its node; nor does a failed filesystem."""
+    if loss.node in attempt.without_files:
+        return None if attempt.filesystem_failed else EvidenceKind.UNHEALTHY
     if loss.agent_only or loss.broke:
         return None
     if loss.left:

@@ -10,6 +10,7 @@ from hpc_elastic.report.clock_text import whose_clock
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.fold import Fold
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
+from hpc_elastic.report.outages import describe_outages
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
 from hpc_elastic.report.render_html_markup import Markup, element, join, table_head
@@ -107,6 +108,8 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
         facts.append(("kind", describe_class(failure)))
         if failure.last_step is not None:
             facts.append(("last step", str(failure.last_step)))
+    elif verdict.what:
+        what = verdict.what
     elif fine:
         what = "No worker failed by itself."
     else:
@@ -117,6 +120,7 @@ def verdict_part(history: RunHistory, subject: Subject, shown: AttemptHistory | 
     facts += [("" if number else "then", line) for number, line in enumerate(_done(subject, shown))]
     if shown is not None:
         facts += [("did without", line) for line in nodes_done_without(subject, shown)]
+        facts += describe_outages(shown.outages, clock_time)
         facts += [("output lost", line) for line in describe_losses(shown.output_lost)]
     problems = [*history.problems, *(shown.problems if shown is not None else ())]
     if problems:

@@ -11,6 +11,7 @@ from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.fold import Fold, SameWords, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.order import moment_of_failure
+from hpc_elastic.report.outages import outages_json
 from hpc_elastic.report.output_losses import losses_json
 from hpc_elastic.report.ring import ring_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
@@ -154,6 +155,7 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         "exit_code": attempt.exit_code,
         "decision": attempt.decision or None,
         "notices": list(attempt.notices),
+        "outages": outages_json(attempt.outages),
         "output_lost": losses_json(attempt.output_lost),
         "agents_ended": [
             {"node": end.node, "name": end.name, "code": end.code, "detail": end.detail or None, "seen_ns": end.seen_ns}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hpc_elastic.report.bad_node_words import bad_node_lines
 from hpc_elastic.report.history import AttemptHistory, RunHistory
+from hpc_elastic.report.outages import describe_outages
 from hpc_elastic.report.output_losses import describe_losses
 from hpc_elastic.report.render_text_cause import cause_lines
 from hpc_elastic.report.render_text_done import done_lines
 from hpc_elastic.report.render_text_others import other_lines, stack_lines
 from hpc_elastic.report.render_text_past import describe_outcome, past_lines
-from hpc_elastic.report.render_text_words import clean_line, fit, split_words
+from hpc_elastic.report.render_text_words import clean_line, clock_text, fit, split_words
 from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without
 from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Cause
@@ -98,6 +99,11 @@ def _head(
     if attempt is not None:
         for line in nodes_done_without(subject, attempt):
             lines += split_words(f"  did without  : {clean_line(line)}", width)
+        told = describe_outages(attempt.outages, clock_text)
+        lines += [
+            fit(f"  {name:<13}: {clean_line(line)}", width) if name else f"{'':17}{clean_line(line)}"
+            for name, line in told
+        ]
         lines += [fit(f"  output lost  : {clean_line(line)}", width) for line in describe_losses(attempt.output_lost)]
     problems = [*history.problems, *(attempt.problems if attempt is not None else ())]
     if problems:

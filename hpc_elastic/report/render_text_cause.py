@@ -9,6 +9,7 @@ from hpc_elastic.report.clock_text import whose_clock
 from hpc_elastic.report.clocks import NO_CLOCKS
 from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.report.history import AgentEnd, AttemptHistory, RoundHistory
+from hpc_elastic.report.outages import Outage, OutageKind
 from hpc_elastic.report.render_text_words import (
     clean_line,
     clean_lines,
@@ -52,6 +53,10 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
             *wrapped("verdict", verdict.evidence, width),
         ]
     failure = verdict.failure
+    if verdict.what:
+        since = min((one.since_ns for one in _refusals(subject.attempt)), default=None)
+        when = [text_field("time", f"{time_text(since)} (since then)")] if since is not None else []
+        return [*headline(verdict.what, width), *when, *wrapped("verdict", verdict.evidence, width)]
     if failure is None:
         if verdict.headline:
             return [*headline(verdict.headline, width), *wrapped("verdict", verdict.evidence, width)]
@@ -81,6 +86,10 @@ def cause_lines(subject: Subject, shown: AttemptHistory | None, width: int, *, l
         fields += [fit(text_field("caused by", clean_line(cause)), width) for cause in found_text.causes[:2]]
     left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(fields)))
     return fields + _traceback(failure, width, left, lost=_lost_stderr(subject.attempt, failure))
+
+
+def _refusals(attempt: AttemptHistory | None) -> list[Outage]:
+    return [one for one in attempt.outages if one.kind is OutageKind.FILESYSTEM] if attempt is not None else []
 
 
 def _with_code(end: AgentEnd) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.verdict import Cause, Verdict, decide_start_verdict, decide_verdict
+from hpc_elastic.report.outages import OutageKind, refused_hosts
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_start_verdict, decide_verdict
 
 _WITHOUT = 3
 
@@ -32,6 +33,8 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
     """
     candidates = [part for part in history.attempts if attempt is None or part.number == attempt]
     for part in reversed(candidates):
+        if part.filesystem_failed and part.outcome != "succeeded":
+            return _filesystem_subject(part)
         for item in reversed(part.rounds):
             verdict = verdict_of(item)
             if verdict.cause is not Cause.NONE:
@@ -41,6 +44,32 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
             return Subject(attempt=part, round=None, verdict=start)
     last = candidates[-1] if candidates else None
     return Subject(attempt=last, round=None, verdict=decide_start_verdict((), nodes=0))
+
+
+def _filesystem_subject(attempt: AttemptHistory) -> Subject:
+    """The filesystem ended the attempt: whatever else failed in it, the nodes could not go on from that."""
+    refused = [one for one in attempt.outages if one.kind is OutageKind.FILESYSTEM]
+    longest = max(refused, key=lambda one: one.seconds, default=None)
+    gone = sorted(attempt.nodes[node] for node in attempt.without_files if 0 <= node < len(attempt.nodes))
+    parts = [f"given up after the patience of a health check by the agents on {', '.join(gone)}"]
+    how = "refused its nodes, or did not answer"
+    if longest is not None:
+        how = f"refused its nodes: {longest.error}{f' ({longest.path})' if longest.path else ''}"
+        lasts = f"for {longest.seconds:.0f} s{'' if longest.over else ', to the end'}"
+        hosts = ", ".join(dict.fromkeys([*gone, *refused_hosts(attempt.outages)]))
+        parts.insert(0, f"seen on {hosts}, {lasts}")
+    broken = next((item for item in reversed(attempt.rounds) if item.failures), None)
+    if broken is not None:
+        parts.append(f"a failure that the nodes could not go on from: {verdict_of(broken).summary}")
+    verdict = Verdict(
+        cause=Cause.FILESYSTEM,
+        confidence=Confidence.HIGH,
+        what=f"the filesystem of the run directory {how}",
+        evidence="; ".join(parts),
+        category=Category.INFRASTRUCTURE,
+        fingerprint="filesystem_refused",
+    )
+    return Subject(attempt=attempt, round=broken or (attempt.rounds[-1] if attempt.rounds else None), verdict=verdict)
 
 
 def verdict_of(part: RoundHistory) -> Verdict:

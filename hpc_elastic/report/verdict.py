@@ -41,6 +41,8 @@ class Cause(str, Enum):
 
     WORKER = "worker"
     NODE = "node"
+    FILESYSTEM = "filesystem"
+    """The run directory's filesystem refused several nodes, or all, for longer than they wait."""
     UNKNOWN = "unknown"
     """Something failed, and every failure reads like a consequence of another one."""
     NONE = "none"
@@ -68,6 +70,8 @@ class Verdict:
     failure: WorkerFailure | None = None
     """The root cause, or for `Cause.UNKNOWN` the first of the symptoms."""
     lost_node: NodeLoss | None = None
+    what: str = ""
+    """For `Cause.FILESYSTEM`: what it refused whom."""
     category: Category | None = None
     fingerprint: str = ""
     retryable: bool = True
@@ -84,6 +88,8 @@ class Verdict:
     @property
     def summary(self) -> str:
         """One line: what happened, where."""
+        if self.what:
+            return self.what
         if self.lost_node is not None:
             return self.lost_node.summary
         if self.failure is None:

@@ -23,6 +23,12 @@ class StoreFullError(StoreError):
     """A disk or a quota is full: nothing was written, and nothing can be until somebody makes room."""
 
 
+class StoreRefusedError(StoreError):
+    """The filesystem has refused every access for longer than anything waits for it."""
+
+    template = "the filesystem of the run directory has refused for {seconds:.0f} s: {why}"
+
+
 class StoreWipedError(StoreError):
     """The store that this participant joined is gone or was replaced: going on could contradict what others read."""
 

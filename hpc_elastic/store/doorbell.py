@@ -5,9 +5,9 @@ silent node is asked through the files; a forged or repeated datagram is dropped
 no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a
 counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
 addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
-newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for, and the
-sender's clock, with how much it may be ahead of the receiver's as far as it knows (`hpc_elastic.clock_offset`); an
-HMAC-SHA256 with the run's secret stands before it.
+newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for and
+whether the shared filesystem refuses its sender, and the sender's clock, with how much it may be ahead of the
+receiver's as far as it knows (`hpc_elastic.clock_offset`); an HMAC-SHA256 with the run's secret stands before it.
 
 A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the bell is deaf until that time
 is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
@@ -71,6 +71,8 @@ class Heard:
     """The keys of the newest records, as the beats said."""
     hears: Mapping[str, bool] = field(default_factory=dict)
     """Who sent beats, and whether it hears this participant."""
+    refused: frozenset[str] = frozenset()
+    """Those of them whom the files refuse."""
     deaf: float = 0.0
     """Seconds since the last time for which a flood may have drowned what others sent."""
 
@@ -145,15 +147,18 @@ class Doorbell:
             more["f"] = _pack(forward[:MOST_FORWARDED])
         self._send("ring", addresses, more)
 
-    def beat(self, addresses: Iterable[Address], about: str = "", *, hears: bool = False) -> None:
+    def beat(
+        self, addresses: Iterable[Address], about: str = "", *, hears: bool = False, refused: bool = False
+    ) -> None:
         """Tell each of `addresses` that this participant lives. From any thread.
 
         Args:
             addresses: Where the others' bells are.
             about: The key of the newest record, for those whom no ring about it reached.
             hears: Whether this participant hears them.
+            refused: Whether the shared filesystem refuses this participant.
         """
-        self._send("beat", addresses, {"a": about, "h": 1 if hears else 0})
+        self._send("beat", addresses, {"a": about, "h": 1 if hears else 0, **({"r": 1} if refused else {})})
 
     def _send(self, kind: str, addresses: Iterable[Address], more: Mapping[str, Any]) -> None:
         for host, port in addresses:
@@ -201,6 +206,7 @@ class Doorbell:
         about: set[str] = set()
         told: set[str] = set()
         hears: dict[str, bool] = {}
+        refused: dict[str, bool] = {}
         for _ in range(1000):  # many valid ones must not keep the owner from its work either
             try:
                 data, sender_address = self._socket.recvfrom(MAX_DATAGRAM + 1)
@@ -226,13 +232,14 @@ class Doorbell:
                 rung = True
                 self.ring(_unpack(said.get("f")), key)
             else:
-                hears[sender] = bool(said.get("h"))
+                hears[sender], refused[sender] = bool(said.get("h")), bool(said.get("r"))
         return Heard(
             rung=rung,
             alive=frozenset(alive),
             about=frozenset(about),
             told=frozenset(told),
             hears=hears,
+            refused=frozenset(uid for uid, is_refused in refused.items() if is_refused),
             deaf=deaf,
         )
 

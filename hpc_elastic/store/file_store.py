@@ -26,6 +26,7 @@ from typing import TypeVar
 
 from hpc_elastic.atomic_file import check_private_dir, make_private_dir
 from hpc_elastic.clock import Clock
+from hpc_elastic.file_thread import FULL, is_refusal
 from hpc_elastic.store.base import StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
@@ -34,10 +35,11 @@ LANES = 16
 """Reads at a time, where many are needed."""
 SETTLE_SECONDS = 5.0
 """How long a name that a failed create may have left behind is looked for before the create is tried again."""
+REFUSED_SECONDS = 0.5
+"""The same where the looks are refused too: whoever asked tries again later."""
 
 T = TypeVar("T")
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _HOPELESS = {errno.ENAMETOOLONG, errno.EROFS, errno.EMLINK}
 _NO_SUCH_KIND = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
@@ -79,7 +81,7 @@ class FileStore:
                 self._create(path, raw)
                 return True
             except OSError as error:
-                if error.errno in _FULL:
+                if error.errno in FULL:
                     raise StoreFullError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
                 if error.errno in _HOPELESS:
                     raise StoreError(root=self._root, why=f"can't create {key}: {error.strerror}") from error
@@ -134,8 +136,13 @@ class FileStore:
         return room.f_bavail == 0 or (room.f_files > 0 and room.f_favail == 0)
 
     def _settle(self, key: str) -> str | None:
-        """Read what a refused create says is there, until it is visible, or five seconds have passed."""
-        deadline = self._clock.monotonic() + SETTLE_SECONDS
+        """Read what a refused create says is there, until it is visible, or five seconds have passed.
+
+        Raises:
+            OSError: the filesystem refuses the looks too.
+        """
+        began = self._clock.monotonic()
+        deadline = began + SETTLE_SECONDS
         folder, _, name = key.rpartition("/")
         delay = 0.01
         while True:
@@ -144,8 +151,9 @@ class FileStore:
                 found = self.get(key)
                 if found is None and name not in self.list(folder):
                     return None
-            except OSError:
-                pass  # a passing fault: look again until the deadline
+            except OSError as error:  # a passing fault: look again until the deadline
+                if is_refusal(error) and self._clock.monotonic() - began >= REFUSED_SECONDS:
+                    raise
             if found is not None or self._clock.monotonic() >= deadline:
                 return found
             if self._clock.wait(self._stop, delay):
@@ -216,6 +224,9 @@ class FileStore:
             except OSError as error:
                 if error.errno not in _GONE:
                     raise
+                is_stale_root = error.errno == errno.ESTALE and folder == self._root
+            if is_stale_root:
+                _ask_mount(folder)
             if again or folder == self._root or not self._ask_about(os.path.dirname(folder)):
                 break
         return False
@@ -275,7 +286,7 @@ class FileStore:
             if os.fstat(fd).st_size != len(raw):
                 os.ftruncate(fd, len(raw))
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             os.utime(path)  # no room to rewrite it: a new time is a change too
         finally:
@@ -371,6 +382,21 @@ def _decode(raw: bytes) -> str | None:
 def _fits_symlink(raw: bytes) -> bool:
     # sshfs 3.7 refuses to read a link with ".." in it (EPERM).
     return len(raw) <= LONGEST_SYMLINK and b".." not in raw and b"\0" not in raw
+
+
+def _ask_mount(path: str) -> None:
+    """Tell a folder that was removed from a filesystem that is gone, as where its export was withdrawn.
+
+    Raises:
+        OSError: the filesystem as a whole answers no more.
+    """
+    point = "/"
+    with open("/proc/self/mounts", "rb") as mounts:
+        for line in mounts:
+            at = os.fsdecode(line.split(b" ")[1].decode("unicode_escape").encode("latin-1"))
+            if len(at) > len(point) and (path == at or path.startswith(f"{at}/")):
+                point = at
+    os.close(os.open(point, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
 
 def _may_be_no_such_kind(error: OSError, path: str) -> bool:

@@ -326,13 +326,44 @@ def test_a_stop_ends_the_wait_for_a_name_that_never_shows(plain_fs: Filesystem, 
 def test_what_is_gone_or_stale_is_not_there_yet(fs: Filesystem, files: FileStore, number: int) -> None:
     files.put_if_absent("log/1", "v")
     files.overwrite("hb/a", "1")
-    for name in ("readlink", "open", "listdir"):
-        fs.hooks[name] = Filesystem.refuse(number)
+
+    def gone_below(real: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        if os.fsdecode(path).startswith(files.root):
+            raise OSError(number, os.strerror(number))
+        return real(path, *args, **kwargs)
+
+    for name in ("readlink", "open", "listdir", "unlink"):
+        fs.hooks[name] = gone_below
     assert files.get("log/1") is None
     assert files.version("hb/a") is None
     assert files.list("log") == []
-    fs.hooks["unlink"] = Filesystem.refuse(number)
     files.delete("log/1")
+
+
+def test_a_mount_that_is_stale_as_a_whole_refuses(fs: Filesystem, files: FileStore) -> None:
+    """And nothing is taken for absent: an export that was withdrawn comes back."""
+    files.put_if_absent("log/1", "v")
+    for name in ("readlink", "open", "listdir"):
+        fs.hooks[name] = Filesystem.refuse(errno.ESTALE)
+    for call in (lambda: files.get("log/1"), lambda: files.list("log"), lambda: files.version("hb/a")):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == errno.ESTALE
+    fs.hooks.clear()
+    assert files.get("log/1") == "v"
+
+
+def test_a_create_that_is_refused_as_all_else_is_told_soon(fs: Filesystem, tmp_path: Path) -> None:
+    clock = FakeClock()
+    files = FileStore(tmp_path / "store", clock=clock)
+    for name in ("readlink", "open", "listdir", "symlink", "link"):
+        fs.hooks[name] = Filesystem.refuse(errno.EACCES)
+    began = clock.now
+    with pytest.raises(PermissionError):
+        files.put_if_absent("log/1", "v")
+    assert clock.now - began < 2.0, "whoever waits to say something must know that it can't"
+    fs.hooks.clear()
+    assert files.put_if_absent("log/1", "v")
 
 
 def test_a_stale_handle_in_mid_read_is_not_there_yet(fs: Filesystem, files: FileStore) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.render_text import render_text
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.network_nodes.nodes import seconds_to_stop
 from tests.rigs.nfs_emulator import require_fuse
@@ -104,3 +106,37 @@ def test_who_lost_packets_alone_stays_in(tmp_path: Path, disturb: Callable[[Netw
         assert took < 15.0
         run.wait_round(count=NODES, after=index)
         assert not run.events("node_lost")
+
+
+def test_a_link_that_comes_and_goes_is_told_with_its_number_and_its_time(tmp_path: Path) -> None:
+    with NetworkRun(tmp_path, nodes=3) as run:
+        index = run.wait_round(count=3)
+        flapping = next(node for node in range(3) if node != run.coordinator())
+        for number in range(2):
+            run.network.set_link(flapping, up=False)
+            run.until(lambda: run.newest_record()["suspects"], "a suspect")
+            run.until(lambda: not run.newest_record()["suspects"], "its answer through the files")
+            run.network.set_link(flapping, up=True)
+            run.until(lambda number=number: len(run.events("link_lost")) == number + 1, "word of the link")
+        assert {(one["node"], one["over"]) for one in run.events("link_lost")} == {(flapping, True)}
+        assert all(3.0 < one["seconds"] < 30.0 for one in run.events("link_lost"))
+        assert run.newest_round() == index
+        assert not run.events("node_lost")
+        text = render_text(collect_run(run.attempt.root.parent))
+        assert f"n{flapping}: network link lost 2 times, " in text
+        run.let_workers_end()
+        run.wait_for_ends(range(3))
+
+
+@pytest.mark.slow
+def test_a_slow_file_server_loses_nobody(tmp_path: Path) -> None:
+    """Each operation takes 0.2 s, with the settings that a run has by default: a restart takes its time."""
+    with NetworkRun(tmp_path, nodes=3, caches=30.0) as run:
+        index = run.wait_round(count=3)
+        run.emulator.change(latency=0.2)
+        run.kill_worker(run.workers(index)[1])
+        run.wait_round(count=3, after=index)
+        assert not run.events("node_lost")
+        run.emulator.change(latency=0.0)
+        run.let_workers_end()
+        run.wait_for_ends(range(3))

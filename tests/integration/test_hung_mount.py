@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,15 @@ def emulator(tmp_path: Path) -> Iterator[NfsEmulator]:
 
 @contextmanager
 def run_on(
-    emulator: NfsEmulator, script: str, *, prints_there: bool = False, hangs_first: bool = False, **how: Any
+    emulator: NfsEmulator,
+    script: str,
+    *,
+    prints_there: bool = False,
+    hangs_first: bool = False,
+    options: Sequence[str] = (),
+    **how: Any,
 ) -> Iterator[MountedRun]:
-    options = ["--shutdown-timeout", f"{GRACE:g}"]
+    options = ["--shutdown-timeout", f"{GRACE:g}", *options]
     folder = emulator.backing.parent
     run = MountedRun(folder, script, runs_dir=emulator.paths[0] / "runs", options=options, **how)
     run.server, run.prints_there = emulator.backing, prints_there

@@ -69,3 +69,24 @@ def test_everybody_stops_and_says_what_happened(tmp_path: Path, way: str) -> Non
         assert attempt["outcome"] == "failed"
         assert f"{store}" in attempt["reason"]
         assert run.events("agent_relaunched") == []
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_the_run_directory_is_removed_while_workers_train(busy: bool, tmp_path: Path) -> None:
+    """``rm -rf`` by the user; `busy`: and a worker fails. Nobody waits for what does not come back."""
+    with LocalRun(tmp_path, _TRAINS) as run:
+        run.wait_moments("here", count=2)
+        root, uid = run.paths.root, run.uid
+        began = time.monotonic()
+        shutil.rmtree(root)
+        assert uid
+        if busy:
+            run.kill_worker(1, round_index=0)
+        assert run.finish(within=2 * NOTICED) == ExitCode.WORKERS_FAILED
+        assert time.monotonic() - began < NOTICED
+        assert len(run.moments("saved")) == (1 if busy else 2)
+        log = run.log()
+        assert f"the run's store {root}/attempt-000/store was removed" in log
+        assert log.count("neither the result nor a report can be written") == 1
+        assert "Traceback" not in log
+        assert not root.exists(), "nobody makes a folder in its place"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE
 from tests.rigs.rendezvous_world import Node, World
 
 SETTINGS = RendezvousSettings(
@@ -63,6 +65,38 @@ def test_too_few_nodes_end_with_the_missing_named() -> None:
     assert record is not None
     assert record.outcome is Outcome.TOO_FEW_NODES
     assert "0,2" in record.reason
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_too_few_nodes_wait_for_the_last_call_only_while_somebody_could_start_an_agent(lives: bool) -> None:
+    """The batch host is dead, with its supervisor: nobody waits for a node that nobody can bring."""
+    settings = replace(SETTINGS, min_nodes=3, last_call_timeout=60)
+    world = started(settings)
+    supervisor = world.start(OBSERVER_PLACE)
+    assert world.run(world.all_running_in_one_round)
+    world.run(lambda: False, seconds=20)
+    died = world.clock.now
+    world.nodes[0].alive = False
+    supervisor.alive = lives
+    assert world.run(lambda: (r := world.newest()) is not None and r.status is Status.CLOSED, seconds=200)
+    record = world.newest()
+    assert record is not None
+    assert record.outcome is Outcome.TOO_FEW_NODES
+    assert ("no supervisor answers" in record.reason) is not lives
+    if lives:
+        assert world.clock.now - died >= 60
+    else:
+        assert world.clock.now - died < 20
+
+
+def test_one_that_a_living_supervisor_brings_back_is_taken_in() -> None:
+    world = started(replace(SETTINGS, min_nodes=3, last_call_timeout=60))
+    world.start(OBSERVER_PLACE)
+    assert world.run(world.all_running_in_one_round)
+    world.nodes[0].alive = False
+    world.run(lambda: False, seconds=30)
+    world.start(0)
+    assert world.run(world.all_running_in_one_round)
 
 
 def test_a_failure_leads_to_the_next_round_on_all_nodes_and_costs_one_restart() -> None:

@@ -189,6 +189,11 @@ class FakeWatch(HangWatch):
 class FakeCoordination:
     """Stands for `Coordination`, whose thread the world steps."""
 
+    refusal = None
+
+    def told_refusal(self) -> None:
+        return None
+
     def __init__(self, node: AgentNode) -> None:
         self._node = node
         self.commands: deque[Callable[[Participant], None]] = deque()

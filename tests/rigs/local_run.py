@@ -135,6 +135,8 @@ class LocalRun:
         self._behind: int | None = None
         self._sockets: set[str] = set()
         self._run_dir: Path | None = None
+        self._uid = ""
+        """Kept: a test may remove the run directory."""
 
     # -- its life ------------------------------------------------------------------------------------------------
 
@@ -254,7 +256,9 @@ class LocalRun:
 
     @property
     def uid(self) -> str:
-        return str(json.loads(self.paths.run_json.read_text())["uid"])
+        if not self._uid:
+            self._uid = str(json.loads(self.paths.run_json.read_text())["uid"])
+        return self._uid
 
     def events(self, name: str, *, attempt: int = 0) -> list[dict[str, Any]]:
         """All events of this name, by time (one machine, one clock)."""

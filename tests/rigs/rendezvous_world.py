@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.claims import read_claims
-from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.settlement import Settlement
@@ -25,7 +25,7 @@ from hpc_elastic.rendezvous.state import (
     Status,
     decode_record,
 )
-from hpc_elastic.rendezvous.uid import new_uid, supersedes
+from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, new_uid, supersedes
 from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
@@ -99,7 +99,7 @@ class Node:
         clock.now += 0.001  # two agents of one node never start in the same nanosecond
         self.info = NodeInfo(
             uid=new_uid(self.index, f"n{self.index}", clock),
-            node=self.index,
+            node=OBSERVER_NODE if self.index == OBSERVER_PLACE else self.index,
             host=f"n{self.index}",
             local_world_size=self.world.sizes.get(self.index, 1),
             spare=self.world.has_spares and self.index >= self.world.settings.max_nodes,
@@ -120,8 +120,9 @@ class Node:
         self.enter()
 
     def enter(self) -> None:
-        """It wants to be in."""
-        self.participant.join()
+        """It wants to be in; a supervisor only looks."""
+        if not self.participant.observes:
+            self.participant.join()
 
     def _gate(self, where: str) -> None:
         self.effects += 1
@@ -131,6 +132,8 @@ class Node:
         self.world.on_effect(self, where)
 
     def on_record(self, record: RoundRecord) -> None:
+        if self.participant.observes:
+            return
         member = record.member(self.info.uid)
         if record.status is Status.FROZEN and member is not None:
             self.ready_round = record.round

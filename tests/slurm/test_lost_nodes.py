@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from hpc_elastic.events import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns
@@ -133,13 +134,17 @@ def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_en
 
 
 def test_where_all_nodes_are_needed_the_batch_hosts_death_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    """By an agent: no supervisor is left. Then with the node that was left, once Slurm knows."""
+    """By an agent: no supervisor is left, and no last call for what nobody could bring. Then with the node that was
+    left, once Slurm knows."""
     cluster.reconfigure({"SlurmdTimeout": 5})
-    run = _start(runs, "--nodes", "3", "--rdzv-conf", "last_call_timeout=3", nodes=3)
+    run = _start(runs, "--nodes", "3", nodes=3)
     cluster.kill_node("n1")
     wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=90, what="the attempt's verdict")
     assert run.result()["outcome"] == "too_few_nodes"
     assert run.result()["action"] == "requeue"
+    told = {event["event"]: event for event in read_events(run.root / "attempt-000" / "events")}
+    assert "no supervisor answers" in told["closed"]["reason"]
+    assert told["closed"]["t"] - told["node_lost"]["t"] < 25e9, "the last call is 30 s"
     run.wait_training({"n2", "n3", "n4"}, attempt=1, timeout=120)
     run.say_end()
     assert run.wait_end() == "COMPLETED"

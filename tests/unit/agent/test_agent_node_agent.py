@@ -93,6 +93,7 @@ class Workers:
     running: list[int] = field(default_factory=lambda: [0, 1])
     took_stacks: bool = False
     stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    unwritten_evidence: list[Callable[[], object]] = field(default_factory=list)
 
     def take_stacks_first(self) -> None:
         self.took_stacks = True
@@ -158,6 +159,11 @@ Step = Callable[[], Any] | list[Any]
 
 class Script:
     """Stands for the coordination: each look of the agent's loop plays the next step of the test."""
+
+    refusal = None
+
+    def told_refusal(self) -> None:
+        return None
 
     def __init__(self, said: Said, fd: int) -> None:
         self._said = said

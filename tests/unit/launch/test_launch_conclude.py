@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.errors import SlurmError
+from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 NODES = ("n1", "n2", "n3", "n4")
@@ -127,6 +129,21 @@ def test_all_is_written_before_slurm_is_asked(world: tuple[Site, Callable[..., R
     (judged,) = events_of(paths, "nodes_judged")
     assert (judged["excluded"], judged["reason"]) == (["n3"], "n3: node n3 was lost")
     assert [event["job_id"] for event in events_of(paths, "requeued")] == ["7"]
+
+
+def test_a_run_whose_directory_was_removed_is_not_requeued(
+    tmp_path: Path, world: tuple[Site, Callable[..., RequeueDecision]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next attempt would find no run; and it is said once."""
+    site, _ = world
+    shutil.rmtree(site.paths.root)
+    events = EventLog(tmp_path / "elsewhere", role="supervisor", host="n1", node=-1, uid="s", clock=FakeClock())
+    decision = conclude(site.paths, SPEC, site, ATTEMPT, TOO_FEW, events, clock=FakeClock())  # type: ignore[arg-type]
+    assert decision.action is RequeueAction.END
+    assert "the run directory was removed" in decision.reason
+    assert site.plans == []
+    assert sum("was removed" in record.message for record in caplog.records if record.levelname == "ERROR") == 1
+    assert not site.paths.root.exists()
 
 
 def test_a_follow_on_job_is_kept(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 
 import pytest
 
-from hpc_elastic.file_thread import FilesystemHangsError
+from hpc_elastic.file_thread import FilesystemHangsError, FileThread
 from hpc_elastic.launch.last_files import HUNG_SECONDS, REPORT_SECONDS, LastFiles
+from tests.rigs.fake_clock import FakeClock
 
 
 class Files:
@@ -21,12 +23,27 @@ class Files:
     def stuck_for(self) -> float:
         return self.stuck
 
-    def do(self, action: Callable[[], str], *, within: float, unless: Callable[[], bool]) -> str:
+    def do(
+        self,
+        action: Callable[[], str],
+        *,
+        within: float,
+        unless: Callable[[], bool],
+        again: Callable[[BaseException], bool],
+        refused_within: float,
+    ) -> str:
         self.within.append(within)
         self.unless = unless
         if self.stuck > within or unless():
             raise FilesystemHangsError
         return action()
+
+
+class Inline(FileThread):
+    """Does at once what it is asked: a clock that jumps would not wait for a thread."""
+
+    def post(self, action: Callable[[], object]) -> None:
+        action()
 
 
 @pytest.mark.parametrize(
@@ -60,3 +77,46 @@ def test_what_is_raised_is_no_hang() -> None:
 
     with pytest.raises(OSError, match="no space"):
         LastFiles(Files(), is_hurried=lambda: False, is_late=True).do(full, "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE, errno.EDQUOT, errno.ENOSPC])
+def test_one_that_refuses_is_waited_for_as_one_that_hangs(number: int) -> None:
+    tries: list[int] = []
+
+    def refused_thrice() -> str:
+        tries.append(1)
+        if len(tries) <= 3:
+            raise OSError(number, "no")
+        return "done"
+
+    last = LastFiles(Inline(clock=FakeClock()), is_hurried=lambda: False, is_late=False)
+    assert last.do(refused_thrice, "") == "done"
+    assert len(tries) == 4
+
+
+def test_one_that_goes_on_refusing_is_waited_for_once() -> None:
+    def refused() -> str:
+        tries.append(clock.monotonic())
+        raise OSError(errno.EACCES, "Permission denied")
+
+    tries: list[float] = []
+    clock = FakeClock()
+    last = LastFiles(Inline(clock=clock), is_hurried=lambda: False, is_late=False)
+    with pytest.raises(PermissionError):
+        last.do(refused, "")
+    assert REPORT_SECONDS - 2 < tries[-1] - tries[0] <= REPORT_SECONDS
+    before = len(tries)
+    with pytest.raises(PermissionError):
+        last.do(refused, "")
+    assert len(tries) == before + 1
+
+
+def test_a_missing_folder_is_no_refusal() -> None:
+    def gone() -> str:
+        tries.append(1)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory")
+
+    tries: list[int] = []
+    with pytest.raises(FileNotFoundError):
+        LastFiles(Inline(clock=FakeClock()), is_hurried=lambda: False, is_late=False).do(gone, "")
+    assert tries == [1]

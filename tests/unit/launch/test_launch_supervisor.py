@@ -37,6 +37,7 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
 from hpc_elastic.rendezvous.notice import NoticeWord
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.refusal import Refusal
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
@@ -75,6 +76,11 @@ class StaleStore:
 
 class Look:
     """Stands for `Coordination`: the same participant, stepped whenever the supervisor looks."""
+
+    refusal: Refusal | None = None
+
+    def told_refusal(self) -> None:
+        return None
 
     def __init__(self, world: World, fd: int) -> None:
         self._fd = fd

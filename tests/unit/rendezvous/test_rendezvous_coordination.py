@@ -43,6 +43,10 @@ class Stepped:
 
     pace = pace_of(RendezvousSettings(beat_interval=0.001))
     looks_when_asked = False
+    waits_to_speak = False
+
+    def beat_to_files(self) -> None:
+        pass
 
     def step(self, *, rung: bool) -> float:
         with self.changed:

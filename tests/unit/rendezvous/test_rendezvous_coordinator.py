@@ -425,6 +425,17 @@ def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: 
             view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=30),
             "1 of at least 2 nodes are left (missing: node 1-2, nid003)",
         ),
+        (
+            "the others are lost, and nobody is left who could start an agent",
+            view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=1, is_unsupervised=True),
+            "1 of at least 2 nodes are left (missing: node 1-2, nid003), "
+            "and no supervisor answers that could start an agent",
+        ),
+        (
+            "nobody could start an agent, and somebody who lives is still awaited",
+            view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[2:]), since_lost=1, is_unsupervised=True),
+            None,
+        ),
         ("somebody is still awaited", view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[2:]), since_lost=31), None),
         (
             "who died while joining may be started again",

@@ -49,3 +49,33 @@ def test_nobody_is_silent_while_this_bell_is_deaf() -> None:
     assert hearing.asked_since("a") == 101.0, "an answer comes through the files"
     hearing.was_deaf(10.0, now=104.0)
     assert hearing.silence("a", 104.0) == 0.0
+
+
+def test_who_answers_through_the_files_and_is_heard_again_had_lost_its_link() -> None:
+    hearing = Hearing()
+    hearing.heard(["b"], 10.0)
+    hearing.asked(["b"], 13.5)
+    hearing.answered("b")
+    assert hearing.silence("b", 14.0) is None
+    assert hearing.out() == {"b": 10.0}
+    hearing.heard(["b"], 18.0)
+    assert hearing.take_back() == [("b", 10.0, 18.0)]
+    assert hearing.take_back() == []
+    assert hearing.out() == {}
+
+
+def test_who_is_heard_before_it_answers_had_only_been_slow() -> None:
+    hearing = Hearing()
+    hearing.heard(["b"], 10.0)
+    hearing.asked(["b"], 13.5)
+    hearing.heard(["b"], 14.0)
+    assert hearing.take_back() == []
+
+
+def test_who_is_lost_after_that_had_more_than_a_lost_link() -> None:
+    hearing = Hearing()
+    hearing.heard(["b"], 10.0)
+    hearing.answered("b")
+    hearing.lost(["b"])
+    hearing.heard(["b"], 60.0)
+    assert hearing.take_back() == []

@@ -118,6 +118,18 @@ ATTEMPT: dict[str, Any] = {
     "exit_code": "int?",
     "decision": "str?",
     "notices": [TEXT],
+    "outages": [
+        {
+            "kind": TEXT,
+            "node": "int?",
+            "host": TEXT,
+            "since_ns": INT,
+            "seconds": NUMBER,
+            "over": BOOL,
+            "error": "str?",
+            "path": "str?",
+        }
+    ],
     "output_lost": [
         {
             "host": TEXT,
@@ -236,6 +248,9 @@ def everything(root: Path) -> RunBuilder:
     streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]
     lost = {"reason": "the disk is full", "not_in_files": 4, "not_in_job_log": 4, "streams": streams}
     builder.event(0, "agent", 1, 62, "output_lost", **lost)
+    refused = {"error": "Permission denied", "path": "/r", "since_ns": 1, "seconds": 25.0, "over": True}
+    builder.event(0, "agent", 1, 62, "filesystem_refused", **refused)
+    builder.event(0, "agent", 0, 62, "link_lost", round=0, node=1, host="n2", since_ns=2, seconds=5.0, over=False)
     place = {"group_rank": 2, "replaces_node": 2, "replaces_host": "n3"}
     builder.event(0, "agent", 0, 63, "node_replaced", round=1, node=4, host="n5", **place)
     fault = {"iteration": 1, "seconds": 0.25, "world_size": 10, "interruptions": [[2, "TERMINATED"]], "joined": [2]}
