@@ -69,6 +69,7 @@ class FakeWorkers:
         self.want_no_other_try = False
         self.took_stacks = False
         self.stacks: dict[int, RankStacks] = {}
+        self.unwritten_evidence: list[Callable[[], object]] = []
         self.started = False
         self._news = False
         self._looks = 0
