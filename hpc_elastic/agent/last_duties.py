@@ -13,7 +13,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNCONFIRMED_CODE, UNHEALTHY_CODE, ExitCode, Outcome
 from hpc_elastic.readable import wait_readable
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import END_PATIENCE, END_TURN, END_UNCONFIRMED
+from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.self_command import own_command
@@ -44,7 +44,7 @@ def is_unclaimed(
     uids = [member.uid for member in members]
     turn = uids.index(uid) if uid in uids else len(uids)
     coordination.ask(lambda participant: participant.await_end(turn, confirmed=confirmed))
-    deadline = clock.monotonic() + (END_PATIENCE if confirmed else END_UNCONFIRMED) + END_TURN * turn + _SPARE_SECONDS
+    deadline = clock.monotonic() + (END_ASKED if confirmed else END_UNCONFIRMED) + END_TURN * turn + _SPARE_SECONDS
     while (left := deadline - clock.monotonic()) > 0:
         wait_readable([coordination], left)
         for notice in coordination.take():

@@ -172,7 +172,7 @@ class SlurmSite:
 
     def allocation(self) -> Allocation:
         try:
-            state = self._hurried.job_state(self._id)
+            state = self._client.job_state(self._id)
         except SlurmError:
             return Allocation.UNKNOWN
         return allocation_of(state, restarts=self._job.restart_count, node=self._env.get("SLURMD_NODENAME", ""))

@@ -24,6 +24,7 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.file_thread import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.end_claim import EndClaim
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.last_files import HUNG_SECONDS
 from hpc_elastic.launch.output import JobOutput, say
@@ -140,7 +141,7 @@ def _run_attempt(
             events=events,
             clock=clock,
         ),
-        allocation=site.allocation,
+        end_claim=EndClaim(site.allocation, coordination.ask, clock=clock),
     )
     try:
         result = supervisor.run()

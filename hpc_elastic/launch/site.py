@@ -82,7 +82,7 @@ class Site(Protocol):
         ...
 
     def allocation(self) -> Allocation:
-        """Ask whether this node still belongs to the job; within seconds."""
+        """Ask whether this node still belongs to the job; it may take a minute."""
         ...
 
     def nodes_up(self) -> frozenset[str]:

@@ -10,7 +10,6 @@ import logging
 import selectors
 import signal
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hpc_elastic.agent.signals import SignalQueue
@@ -18,13 +17,13 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
 from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import AttemptResult, closed_result
+from hpc_elastic.launch.end_claim import EndClaim
 from hpc_elastic.launch.given_notice import GivenNotice
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
-from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.unable_nodes import UnableNode, is_same_everywhere, says_no_for_good, unable_words
 from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
@@ -65,8 +64,6 @@ UNMET_SECONDS = 0.5
 SILENT_RESERVE = 9.0
 """Where it does not take it: how long agents may take to end beyond the workers' grace: the first 4 s go by until
 they know that nobody answers."""
-ASK_AGAIN_SECONDS = 3.0
-"""Between two questions to Slurm whether this node still belongs to the job."""
 CLAIM_SECONDS = 5.0
 """How long the store may take to have the claim on the attempt's end."""
 WIPED_SECONDS = 20.0
@@ -86,12 +83,6 @@ class _Relaunch:
     """For the message that explains the end."""
 
 
-_WHY = {
-    Allocation.LOST: "Slurm has given this node up, or has requeued the job",
-    Allocation.UNKNOWN: "Slurm can't be asked from here",
-}
-
-
 class Supervisor:
     """Watches over one attempt. `run` is its whole life."""
 
@@ -106,7 +97,7 @@ class Supervisor:
         clock: Clock,
         shutdown_timeout: float,
         desk: SignalDesk,
-        allocation: Callable[[], Allocation] = lambda: Allocation.HELD,
+        end_claim: EndClaim,
         job_watch: JobWatch | None = None,
     ) -> None:
         """Args:
@@ -118,7 +109,7 @@ class Supervisor:
         clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
         desk: Finds out what signals mean.
-        allocation: Asks Slurm whether this node still belongs to the job, within seconds.
+        end_claim: To finish the attempt once it is closed.
         job_watch: Looks at the job now and then; None: there is none.
         """
         self._job_watch = job_watch
@@ -130,7 +121,7 @@ class Supervisor:
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
         self._desk = desk
-        self._allocation = allocation
+        self._end_claim = end_claim
         self._notice: GivenNotice | None = None
         """The one that leaves the least time so far."""
         self.record: RoundRecord | None = None
@@ -140,9 +131,6 @@ class Supervisor:
         """When the log was seen to be closed."""
         self._is_end_settled = False
         """Whether it is known which process finishes the closed attempt (`rendezvous.ending`)."""
-        self._claim_due: float | None = None
-        """When Slurm is to be asked (again) whether this node still belongs to the job."""
-        self._has_left_end = False
         self._relaunches: dict[int, int] = {}
         self._due: dict[int, _Relaunch] = {}
         self._looks_asked = 0
@@ -200,7 +188,6 @@ class Supervisor:
             self._compare_nodes()
             self._try_lost_nodes()
             self._end_notice()
-            self._claim_end()
             self._tell_if_waiting()
             self._tell_if_store_silent()
             if self._is_over():
@@ -224,7 +211,7 @@ class Supervisor:
 
         Whatever is said here is done by the turn of the loop after that moment, and said no more.
         """
-        found = [self._launcher.due(), self._close_unheard_at, self._claim_due]
+        found = [self._launcher.due(), self._close_unheard_at]
         found += [self._relaunch_at(due) for due in self._due.values()]
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
@@ -264,6 +251,8 @@ class Supervisor:
         decision = self._desk.hear(number, heard_by, reason=reason, ends_in=left)
         if decision is None:
             return
+        if heard_by is HeardBy.BATCH and self._closed_at is not None and not self._is_end_settled:
+            self._end_claim.claim()
         if self._is_ending():
             # The attempt has ended by itself, or after a notice: what is left to know is whether it may come back.
             self._signal, self._signal_reason = number, reason
@@ -343,11 +332,11 @@ class Supervisor:
                     self._looks_done = notice[1]["serial"]
                     self._take_announced(notice[1]["announced"])
                 elif notice[0] == "end_claimed":
-                    self._is_end_settled = True
+                    self._settle_end(superseded=False)
                 elif notice[0] == "filesystem_refused":
                     self._events.write(notice[0], **notice[1])
                 elif notice[0] == "end_taken_over":
-                    self.superseded = self._is_end_settled = True
+                    self._settle_end(superseded=True)
                     self._end_by = self._clock.monotonic()
                 elif notice[0] == "agents_departed":
                     # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
@@ -363,32 +352,20 @@ class Supervisor:
         self._set_end()
         if self._closed_at is not None:
             return
-        self._closed_at = self._claim_due = self._clock.monotonic()
+        self._closed_at = self._clock.monotonic()
         if record.outcome is Outcome.SUPERSEDED:
             logger.error("%s: this attempt ends", record.reason)
-            self.superseded = self._is_end_settled = True
+            self._settle_end(superseded=True)
+        elif self._signal is not None:  # Slurm reaches this node, and its SIGKILL is near
+            self._end_claim.claim()
+        else:
+            self._end_claim.start()
 
-    def _claim_end(self) -> None:
-        """Finish the attempt here where Slurm confirms that this node still belongs to the job.
-
-        A node that Slurm has given up may live: what is done there about the job is not done. An agent on another node
-        finishes the attempt then. Where no process can ask Slurm, this one does.
-        """
-        now = self._clock.monotonic()
-        if self._closed_at is None or self._is_end_settled or self._claim_due is None:
-            return
-        if now < self._claim_due and self._signal is None:
-            return
-        # Where Slurm's signal has come, Slurm reaches this node, and its SIGKILL is near.
-        found = Allocation.HELD if self._signal is not None else self._allocation()
-        self._claim_due = None
-        if found is Allocation.HELD or now - self._closed_at >= END_UNCONFIRMED:
-            self._coordination.ask(lambda participant: participant.claim_end())
-            return
-        self._claim_due = min(now + ASK_AGAIN_SECONDS, self._closed_at + END_UNCONFIRMED)
-        if not self._has_left_end:
-            self._has_left_end = True
-            logger.warning("finishing the attempt is left to another node for %.0f s: %s", END_UNCONFIRMED, _WHY[found])
+    def _settle_end(self, *, superseded: bool) -> None:
+        """It is known which process finishes the attempt."""
+        self._is_end_settled = True
+        self.superseded = self.superseded or superseded
+        self._end_claim.stop()
 
     @property
     def _end_settled_by(self) -> float | None:

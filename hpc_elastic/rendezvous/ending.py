@@ -21,9 +21,12 @@ END_PATIENCE = 5.0
 """Seconds in which the supervisor has to claim the end."""
 END_TURN = 2.0
 """Seconds that each further agent waits longer than the one before, to step in."""
+END_ASKED = 12.0
+"""The same for a supervisor that lives, and has not had Slurm's answer yet: without a controller it takes 9 s."""
 END_UNCONFIRMED = 30.0
 """Seconds after which the end is claimed without Slurm's confirmation: no process of the run may be able to ask it."""
 _BY = "end/by"
+_ASKED = "end/asked"
 _BYE = "bye"
 
 
@@ -73,7 +76,7 @@ class Ending:
         self._uid = uid
         self._listener = listener
         self._clock = clock
-        self._may_claim = False
+        self._announces = self._may_claim = False
         self._in_charge: bool | None = None
         self._all_departed = False
         self._turn: int | None = None
@@ -107,6 +110,10 @@ class Ending:
             self._closed_since = self._clock.monotonic()
         return self._closed_since
 
+    def announce_claim(self) -> None:
+        """Supervisor: it lives, and is about to claim the end; the next step lets the agents know."""
+        self._announces = True
+
     def may_claim(self) -> None:
         """Supervisor: it may finish the attempt; the next step claims that."""
         self._may_claim = True
@@ -121,6 +128,9 @@ class Ending:
             self._turn = None
             self._listener.on_event("end_claimed", {"by": by})
         elif self._clock.monotonic() - since >= self._patience + END_TURN * self._turn:
+            if self._patience == END_PATIENCE and self._store.get(_ASKED) is not None:
+                self._patience = END_ASKED
+                return
             self._turn = None
             self._listener.on_event("end_unclaimed", {})
 
@@ -129,6 +139,9 @@ class Ending:
 
         Report ``agents_departed`` when no living agent is left.
         """
+        if self._announces:
+            self._store.put_if_absent(_ASKED, self._uid)
+            self._announces = False
         if self._in_charge is None:
             if self._may_claim:
                 self._in_charge = claim_end(self._store, self._uid)

@@ -211,6 +211,10 @@ class Participant:
         """
         self._ending.begin(turn, confirmed=confirmed)
 
+    def announce_claim(self) -> None:
+        """The run is closed, and this supervisor is about to claim the end: agents wait a little longer for it."""
+        self._ending.announce_claim()
+
     def claim_end(self) -> None:
         """The run is closed, and this supervisor may finish the attempt: the next step claims that.
 

@@ -12,22 +12,13 @@ import pytest
 from hpc_elastic.launch.supersede import AgentState, EarlierAttempt
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.pace import pace_of
-from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import Status
+from tests.model.test_agent_model import SETTINGS as AGENT_SETTINGS
 from tests.model.test_agent_model import meddle
 from tests.rigs.agent_world import AgentWorld
 from tests.rigs.rendezvous_world import Crash, GatedStore
 
-SETTINGS = RendezvousSettings(
-    min_nodes=1,
-    max_nodes=3,
-    expected_nodes=3,
-    timeout=120,
-    last_call_timeout=5,
-    heartbeat_interval=1,
-    heartbeat_ttl=5,
-    poll_interval=1,
-)
+SETTINGS = replace(AGENT_SETTINGS, max_nodes=3, expected_nodes=3)
 Patch = Callable[[object, str, object], None]
 
 

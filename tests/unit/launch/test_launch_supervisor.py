@@ -17,6 +17,7 @@ from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.attempt_result import AttemptResult
+from hpc_elastic.launch.end_claim import EndClaim
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
@@ -161,6 +162,7 @@ class Agents:
         """Node → what the launcher knows that it printed last."""
         self.powerless: set[int] = set()
         """Nodes on which no agent can be started."""
+        self.on_tick: Callable[[], None] = lambda: None
 
     def launch(self) -> None:
         for node in range(self._world.settings.expected_nodes):
@@ -194,6 +196,7 @@ class Agents:
     def take(self) -> list[AgentEnded]:
         world = self._world
         world.clock.now += TICK
+        self.on_tick()
         for agent in list(self.of.values()):
             if not agent.frozen:
                 agent.step()
@@ -225,6 +228,20 @@ class Agents:
         self.ends.append(within)
 
 
+class SteppedClaim(EndClaim):
+    """Its thread is the test's loop."""
+
+    due: float | None = None
+
+    def start(self) -> None:
+        self.due = self._clock.monotonic()
+
+    def tick(self) -> None:
+        if self.due is not None and self._clock.monotonic() >= self.due:
+            wait = self.step()
+            self.due = None if wait is None else self._clock.monotonic() + wait
+
+
 class Stage:
     """A supervisor with all that is around it."""
 
@@ -239,6 +256,8 @@ class Stage:
         self.script: deque[Callable[[], Any] | float] = deque()
         self.agents = Agents(self.world, self._plays())
         self.look = Look(self.world, ready)
+        self.end_claim = SteppedClaim(lambda: self.allocation, self.look.ask, clock=self.world.clock)
+        self.agents.on_tick = self.end_claim.tick
         self.supervisor = Supervisor(
             attempt=AttemptInfo(
                 number=0,
@@ -260,7 +279,7 @@ class Stage:
                 events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
                 clock=self.world.clock,
             ),
-            allocation=lambda: self.allocation,
+            end_claim=self.end_claim,
         )
 
     def _plays(self) -> Iterator[Callable[[], Any] | float]:
@@ -344,6 +363,18 @@ def test_slurm_is_asked_again_and_a_confirmation_that_comes_later_counts(stage: 
     assert s.run(3.0, s.done, 2.0, answer).outcome is Outcome.SUCCEEDED
     assert not s.supervisor.superseded
     assert s.world.clock.now - began[0] < END_UNCONFIRMED / 2
+
+
+def test_where_slurms_signal_has_come_slurm_is_not_asked(stage: Callable[..., Stage]) -> None:
+    """It reaches this node, and its SIGKILL is near."""
+    s = stage()
+    s.allocation = Allocation.UNKNOWN
+    s.answer = SlurmAnswer(SlurmWord.ENDED)
+    began: list[float] = []
+    s.run(3.0, s.done, 2.0, lambda: began.append(s.world.clock.now), lambda: s.signals.append(signal.SIGTERM))
+    assert not s.supervisor.superseded
+    assert s.world.clock.now - began[0] < 5
+    assert not claim_end(s.world.store, "another")
 
 
 def test_a_superseded_attempt_ends_and_finishes_nothing(stage: Callable[..., Stage]) -> None:
@@ -699,15 +730,17 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
 
     launcher = Launcher()
     never = os.eventfd(0)
+    coordination = Coordination(participant, doorbell=None, clock=clock)
     supervisor = Supervisor(
         attempt=AttemptInfo(number=0, cluster="slurm", nodes=("n0", "n1", "n2"), batch_host="head", started_ns=0),
         launcher=launcher,
-        coordination=Coordination(participant, doorbell=None, clock=clock),
+        coordination=coordination,
         signals=SimpleNamespace(fileno=lambda: never, take=list),  # type: ignore[arg-type]
         events=SimpleNamespace(write=lambda event, **fields: None),  # type: ignore[arg-type]
         clock=clock,
         shutdown_timeout=30.0,
         desk=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
+        end_claim=EndClaim(lambda: Allocation.HELD, coordination.ask, clock=clock),
     )
     result = supervisor.run()
     os.close(never)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.ending import (
+    END_ASKED,
     END_PATIENCE,
     END_TURN,
     END_UNCONFIRMED,
@@ -78,6 +79,23 @@ def test_a_supervisor_that_may_not_claim_the_end_leaves_it_open() -> None:
     assert claim_end(stage.store, "a")
     boss.step_of_supervisor(CLOSED, peers)
     assert heard.events == [("end_taken_over", {"by": "a"})]
+
+
+def test_a_supervisor_that_waits_for_slurms_answer_is_waited_for_longer() -> None:
+    """A controller that is slow to answer must not make a job's end an agent's, who can only cancel the job."""
+    stage = Stage()
+    boss, _ = stage.ending("boss")
+    agent, heard = stage.ending("a")
+    agent.begin(0, confirmed=True)
+    boss.announce_claim()
+    boss.step_of_supervisor(CLOSED, stage.peers(0))
+    stage.clock.now += END_ASKED - 0.1
+    for _ in range(3):
+        agent.step_of_agent()
+    assert heard.names == []
+    stage.clock.now += 0.2
+    agent.step_of_agent()
+    assert heard.names == ["end_unclaimed"]
 
 
 def test_without_a_supervisor_each_agent_gets_its_turn() -> None:
