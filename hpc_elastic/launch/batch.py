@@ -39,6 +39,8 @@ from hpc_elastic.slurm.step_gpus import step_gpu_flags
 logger = logging.getLogger(__name__)
 
 HURRIED_SECONDS = 2.0
+CONFIRM_SECONDS = 15.0
+"""A controller that is there may take as long; without munge a command would try for a minute."""
 
 
 class SlurmSite:
@@ -50,6 +52,7 @@ class SlurmSite:
         *,
         client: SlurmClient,
         hurried: SlurmClient,
+        confirming: SlurmClient | None = None,
         clock: Clock,
         umask: int,
         script: Path | None = None,
@@ -59,6 +62,7 @@ class SlurmSite:
         """Args:
         env: The batch script's environment.
         client: For what has time.
+        confirming: For the question whether this node still belongs to the job; None: `client`.
         hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
         clock: For the patience with a controller that does not answer.
         umask: The user's, for the workers.
@@ -70,6 +74,7 @@ class SlurmSite:
         self._client = client
         self._clock = clock
         self._hurried = hurried
+        self._confirming = confirming or client
         self._umask = umask
         self._job = JobEnvironment.from_env(env)
         self._nodes = self._job.nodes if nodes is None else tuple(nodes)
@@ -172,7 +177,7 @@ class SlurmSite:
 
     def allocation(self) -> Allocation:
         try:
-            state = self._client.job_state(self._id)
+            state = self._confirming.job_state(self._id)
         except SlurmError:
             return Allocation.UNKNOWN
         return allocation_of(state, restarts=self._job.restart_count, node=self._env.get("SLURMD_NODENAME", ""))
@@ -333,6 +338,7 @@ def slurm_site(
         env,
         client=client,
         hurried=hurried,
+        confirming=CommandSlurmClient(runner, clock, timeout=CONFIRM_SECONDS),
         clock=clock,
         umask=umask,
         script=own_script(paths),

@@ -42,8 +42,8 @@ def _trains(run: Run, attempt: int) -> Callable[[], bool]:
 
 
 def _left(run: Run) -> list[str]:
-    """Without srun's second process, which tries for a minute to tell the controller that the first one has ended."""
-    return [line for line in run.left_on_nodes() if not re.search(r": \d+ srun ", line)]
+    """Without Slurm's own commands, which try for a minute to reach the controller."""
+    return [line for line in run.left_on_nodes() if not re.search(r": \d+ (srun|scontrol) ", line)]
 
 
 @pytest.mark.parametrize("fault", ["link", pytest.param("munged", marks=pytest.mark.slow)])
