@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hpc_elastic.submission import places
 
 _MODULE = b"hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
+_EXEC_LOOKS, _EXEC_LOOK_SECONDS = 50, 0.01
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Launchers that this process started, to be waited for when they have ended."""
 
@@ -99,9 +101,10 @@ def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
     proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
     if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
         return None
-    line = _command_line(proc.pid)
-    if not line:
-        return proc  # its execve is just under way: the kernel sets the arguments last
+    line, looks = _command_line(proc.pid), 0
+    while not line and looks < _EXEC_LOOKS:  # an execve is just under way: the kernel sets the arguments last
+        time.sleep(_EXEC_LOOK_SECONDS)
+        line, looks = _command_line(proc.pid), looks + 1
     root = os.path.realpath(paths.root)
     given = [os.fsdecode(word) for word in line.split(b"\0") if word.startswith(b"/")]
     return proc if any(os.path.realpath(path) == root for path in given) else None

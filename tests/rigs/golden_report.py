@@ -55,6 +55,8 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\b\d+ bytes of the output", "<N> bytes of the output"),
         (r"(\[(?:consequence|the same failure))(?:, in \d+ wordings)?\]", r"\1]"),
         (r"(\[consequence\]: ).*", r"\1<WORDS>"),
+        # Of what a full disk refused, the first file that a node could not write is chance.
+        (r"^( {17}\S*/attempt-\d+/)\S+$", r"\1<FILE>"),
         (r"\[\S*?(gloo/\S+?):\d+\]", r"[\1:<N>]"),
     )
 )

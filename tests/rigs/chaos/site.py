@@ -23,7 +23,7 @@ from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
-from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.launch.site import Allocation, SiteFacts
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import RunSpec
@@ -74,6 +74,15 @@ class ChaosSite:
     @property
     def cluster_name(self) -> str:
         return ""
+
+    def allocation(self) -> Allocation:
+        return Allocation.HELD
+
+    def nodes_up(self) -> frozenset[str]:
+        return frozenset()
+
+    def job_nodes(self) -> tuple[str, ...]:
+        return ()
 
     def is_running(self, job_id: str) -> bool:
         return False
