@@ -154,7 +154,8 @@ class SlurmSite:
         # The mark goes into the task's environment, not into srun's: a new agent on this host would take srun for a
         # stranger's leftover. By a shell: env takes an interpreter's path with "=" in it for another variable.
         mark = f"{spec.uid}:{node_key('slurm', 0)}"
-        marked = ["/bin/sh", "-c", f'export {NODE_TAG_VARIABLE}="$0"; exec "$@"', mark]
+        export = f'export {NODE_TAG_VARIABLE}="$1"; shift; exec "$@"'
+        marked = ["/bin/sh", "-c", export, "hpc-elastic", mark]  # its name stands before its own messages
         agent = own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number))
         return SlurmLauncher(
             attempt.nodes,

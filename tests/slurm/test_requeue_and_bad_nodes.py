@@ -135,7 +135,7 @@ def test_a_node_without_the_interpreter_is_named_with_what_it_said_and_left_out_
     assert [event["code"] for event in starts] == [127, 127], "a second start, in a step of its own, and no more"
     (given_up,) = [event for event in done.events(0) if event["event"] == "node_given_up"]
     assert (given_up["name"], given_up["cause"]) == ("n3", "could_not_run")
-    assert re.fullmatch(r"exit code 127: .*env: .*python.*: No such file or directory", given_up["reason"])
+    assert re.fullmatch(r"exit code 127: hpc-elastic: 1: exec: .*python.*: not found", given_up["reason"])
     report = done.report(0)
     assert report["verdict"]["summary"] == f"node n3 could not run the agent: {given_up['reason']}"
     assert report["verdict"]["lost_node"]["host"] == "n3"
