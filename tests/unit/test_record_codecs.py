@@ -25,6 +25,9 @@ import hpc_elastic
 from hpc_elastic import heartbeat_record, node_records, run_index
 from hpc_elastic.agent import health_gpu
 from hpc_elastic.agent.health import GpuFacts
+from hpc_elastic.failures.error_file import error_data, write_error_data
+from hpc_elastic.failures.evidence import read_failure, write_evidence
+from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 from hpc_elastic.heartbeat_record import HeartbeatRecord, NoticeRecord
 from hpc_elastic.node_records import NodeRecord
 from hpc_elastic.node_score import Evidence
@@ -235,6 +238,18 @@ def test_a_member_list_elsewhere_comes_back() -> None:
     known = make(RoundRecord, number=7)
     written = json.loads(json.dumps(record.to_json()))
     assert decode_record(record.number, written, run_id="x", known=known) == record
+
+
+@pytest.mark.parametrize("is_the_workers", [False, True])
+def test_a_failure_comes_back_from_its_error_file(is_the_workers: bool, tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    failure = make(WorkerFailure, error_file=str(path))
+    if is_the_workers:  # it wrote one itself, which the agent completes
+        write_error_data(path, error_data(message=failure.message, traceback=failure.traceback, timestamp_ns=10**18))
+    assert write_evidence(failure, path) == ""
+    found = read_failure(path, facts=make(ExitFacts, index=1))
+    assert found is not None
+    assert not names_of_differences(found, failure)
 
 
 def test_records_are_found() -> None:
