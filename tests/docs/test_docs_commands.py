@@ -105,15 +105,7 @@ def test_options_that_are_named_exist(page: Path) -> None:
     assert not named - known
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "docs/reference/cli.md",
-        "docs/reference/configuration.md",
-        "docs/reference/states.md",
-        "docs/reference/signals.md",
-    ],
-)
+@pytest.mark.parametrize("name", generator().PAGES)
 def test_generated_pages_are_those_of_this_code(name: str) -> None:
     module = generator()
     assert (ROOT / name).read_text(encoding="utf-8") == module.PAGES[name](), "run: python docs/generate.py"
