@@ -7,6 +7,8 @@ import socket
 import struct
 from collections.abc import Collection, Iterable
 
+from hpc_elastic.host_facts import interface_addresses
+
 LOOPBACK = "127.0.0.1"
 _SIOCGIFFLAGS = 0x8913
 _IFF_RUNNING = 0x40
@@ -51,7 +53,7 @@ def links(addresses: Collection[str]) -> list[tuple[str, bool]]:
     Empty where there are none, as in a container whose interfaces are not the host's, or nothing can be read.
     """
     try:
-        names = [name for name, found in _by_interface() if not set(addresses).isdisjoint(found)]
+        names = [name for name, found in interface_addresses() if not set(addresses).isdisjoint(found)]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asked:
             return [(name, _has_link(asked, name)) for name in names]
     except OSError:
@@ -65,18 +67,9 @@ def _has_link(asked: socket.socket, name: str) -> bool:
     return bool(flags & _IFF_RUNNING)
 
 
-def _by_interface() -> list[tuple[str, list[str]]]:
-    import psutil  # 10 ms: only where several hosts take part
-
-    return [
-        (name, [entry.address for entry in addresses if entry.family == socket.AF_INET])
-        for name, addresses in sorted(psutil.net_if_addrs().items())
-    ]
-
-
 def _interface_addresses() -> list[str]:
     found = []
-    for name, addresses in _by_interface():
+    for name, addresses in interface_addresses():
         if name == "lo" or name.startswith(("docker", "virbr", "veth", "br-")):
             continue
         found += addresses

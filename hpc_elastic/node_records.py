@@ -1,7 +1,8 @@
 """What is remembered of nodes: nodes.json in the run directory, and one file for each attempt in the account's folder.
 
 The account's files lie under ``$XDG_STATE_HOME/hpc_elastic/nodes``. Each is written once, whole, under a name of its
-own, so nobody needs a lock on a filesystem that may have none. Whatever can't be read counts for nothing.
+own, so an attempt's end needs no lock on a filesystem that may have none. What rewrites them (``--forget-nodes``) holds
+a lock of this host. Whatever can't be read counts for nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from hpc_elastic.account_folder import account_folder, make_account_folder
 from hpc_elastic.atomic_file import read_json, write_json
 from hpc_elastic.errors import UsageError
+from hpc_elastic.host_lock import host_lock, host_lock_path
 from hpc_elastic.node_score import MOST_HOURS, Evidence, EvidenceKind
 
 VERSION = 1
@@ -22,6 +24,9 @@ MOST_FILES = 2000
 """Of an account: the newest are read."""
 MOST_EVIDENCE = 2000
 """In one file: the latest are kept."""
+LOCK = "forget-nodes"
+LOCK_SECONDS = 10.0
+"""How long another process of this host that forgets nodes is waited for."""
 _LIMIT = 4 << 20
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _NAME = re.compile(r"(\d{10,20})-.*\.json\Z")
@@ -133,20 +138,18 @@ def forget(env: Mapping[str, str], nodes: Collection[str] | None) -> int:
         OSError: a file can't be changed.
     """
     folder = account_folder("nodes", env)
-    gone = 0
-    for name in _names(folder):
-        assert folder is not None
-        gone += forget_in(folder / name, nodes, remove=True)
-    return gone
+    if folder is None:
+        return 0
+    with host_lock(host_lock_path(LOCK), seconds=LOCK_SECONDS):
+        return sum(_forget_in(folder / name, nodes, remove=True) for name in _names(folder))
 
 
-def forget_in(path: Path, nodes: Collection[str] | None, *, remove: bool = False) -> int:
+def forget_in(path: Path, nodes: Collection[str] | None) -> int:
     """Forget nodes in one file; all of them where None.
 
     Args:
         path: The file.
         nodes: Whom.
-        remove: Whether to remove a file that holds nothing then.
 
     Returns:
         How many things were in it about them.
@@ -154,6 +157,12 @@ def forget_in(path: Path, nodes: Collection[str] | None, *, remove: bool = False
     Raises:
         OSError: the file can't be changed.
     """
+    with host_lock(host_lock_path(LOCK), seconds=LOCK_SECONDS):
+        return _forget_in(path, nodes, remove=False)
+
+
+def _forget_in(path: Path, nodes: Collection[str] | None, *, remove: bool) -> int:
+    """The same under a lock that the caller holds; `remove`: a file that holds nothing then is removed."""
     value = read_json(path, limit=_LIMIT)
     if isinstance(value, str):
         return 0
@@ -163,7 +172,7 @@ def forget_in(path: Path, nodes: Collection[str] | None, *, remove: bool = False
     if len(kept) == len(known):
         return 0
     if remove and not kept:
-        os.unlink(path)
+        path.unlink(missing_ok=True)  # `_drop_old` of a job that ends now, or another host's user, was faster
     else:
         write_json(path, {**value, "evidence": kept})
     return len(known) - len(kept)
@@ -186,7 +195,7 @@ def _drop_old(folder: Path, now_ns: int) -> None:
         if match is None or int(match.group(1)) > now_ns - int(MOST_HOURS * 3600e9):
             return
         try:
-            os.unlink(folder / name)
+            (folder / name).unlink(missing_ok=True)  # another job that ends now does the same
         except OSError:
             return
 

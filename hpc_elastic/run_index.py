@@ -2,7 +2,7 @@
 
 Job ids come back (after a controller's restart, and on every cluster), so an entry is keyed by cluster, job id and
 submit time, and the newest wins. The index is a convenience: a home that can't be written never stops a submission, and
-runs are found without it.
+runs are found without it. Each entry is a file of its own name, written whole and never changed, so no lock is needed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.file_thread import is_refusal
+from hpc_elastic.host_facts import available_memory
 from hpc_elastic.processes.cgroup import memory_folders
 from hpc_elastic.processes.spare_fd import OUT_OF_DESCRIPTORS
 
@@ -38,10 +39,10 @@ def measure_room(path: str) -> RoomFacts:
 def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
     """The least of what the node and the cgroups above this process have left; None where nothing can be read.
 
-    What the kernel keeps of files counts as free: it gives that up first.
+    What the kernel keeps of files counts as free: it gives that up first. `proc`: where the cgroups are looked up.
     """
     found: list[MemoryFacts] = []
-    available = _meminfo(f"{proc}/meminfo")
+    available = available_memory()
     if available is not None:
         found.append(MemoryFacts(free=available))
     for folder, is_v2 in memory_folders(proc=proc):
@@ -107,17 +108,6 @@ def _sync(fd: int) -> None:
     except OSError as error:
         if error.errno not in _NO_SYNC:
             raise
-
-
-def _meminfo(path: str) -> int | None:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
 
 
 def _number(path: str) -> int | None:

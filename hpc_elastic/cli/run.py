@@ -95,7 +95,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     runs_dir = runs_directory(parsed, cwd)
     clock = SystemClock()
     claims = open_claims(job.requeue_id, job.restart_count, candidates(env), clock=clock)
-    chosen = claims.claim(job.nodes, _node_wish(parsed), clock=clock, shares=parsed.flag("overlap"))
+    chosen = claims.claim(job.nodes, _node_wish(parsed), shares=parsed.flag("overlap"))
     nodes = nodes_of(parsed, len(chosen), what="allocation" if chosen == job.nodes else "choice of nodes")
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None

@@ -3,6 +3,10 @@
 A claim is a lock on a file of this host, one for each node: it ends with the process that holds it, and with each srun
 that was started with it, however these end. So runs that were started on the same host, as from one batch script or one
 salloc, stay apart; other hosts do not see them.
+
+The claims are flock(2) by hand and not filelock's: the srun that runs a node's agent inherits the descriptor and holds
+the lock with it, also where this process is killed, and the file's text names the run. A lock of filelock's is never
+inherited, keeps its descriptor to itself, and may truncate the file. The short lock around the choice is a `host_lock`.
 """
 
 from __future__ import annotations
@@ -11,22 +15,20 @@ import fcntl
 import logging
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_elastic.atomic_file import make_private_dir
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.host_lock import host_lock
 from hpc_elastic.slurm.hostlist import compress
 
 logger = logging.getLogger(__name__)
 
 CHOICE_SECONDS = 10.0
 """How long another run that is just choosing may take."""
-_RETRY_SECONDS = 0.05
 _KEPT_SECONDS = 7 * 86400.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -103,13 +105,12 @@ class NodeClaims:
     held: dict[str, int] = field(default_factory=dict)
     """Node → the descriptor that holds its lock."""
 
-    def claim(self, allocated: Sequence[str], wish: NodeWish, *, clock: Clock, shares: bool = False) -> tuple[str, ...]:
+    def claim(self, allocated: Sequence[str], wish: NodeWish, *, shares: bool = False) -> tuple[str, ...]:
         """Choose nodes and hold them until this process, and whatever it hands the descriptors to, has ended.
 
         Args:
             allocated: As in `choose_nodes`.
             wish: As in `choose_nodes`.
-            clock: For how long another run that is just choosing is waited for.
             shares: Whether nodes of other runs may be taken too (``--overlap``).
 
         Raises:
@@ -118,15 +119,13 @@ class NodeClaims:
         if self.folder is None:
             return choose_nodes(allocated, wish, {})
         try:
-            return self._claim(self.folder, allocated, wish, clock=clock, shares=shares)
+            return self._claim(self.folder, allocated, wish, shares=shares)
         except OSError as error:
             logger.warning("runs of this allocation are not kept apart: %s", error)  # a full /dev/shm, say
             return choose_nodes(allocated, wish, {})
 
-    def _claim(
-        self, folder: Path, allocated: Sequence[str], wish: NodeWish, *, clock: Clock, shares: bool
-    ) -> tuple[str, ...]:
-        with _alone(folder / "choosing", clock):
+    def _claim(self, folder: Path, allocated: Sequence[str], wish: NodeWish, *, shares: bool) -> tuple[str, ...]:
+        with host_lock(folder / "choosing", seconds=CHOICE_SECONDS):
             taken = self._lock_all(folder, allocated)
             chosen: tuple[str, ...] = ()
             try:
@@ -198,19 +197,3 @@ def _remove_unused(folder: Path) -> None:
     finally:
         for fd in fds:
             os.close(fd)
-
-
-@contextmanager
-def _alone(path: Path, clock: Clock) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    try:
-        deadline = clock.monotonic() + CHOICE_SECONDS
-        while clock.monotonic() < deadline:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                clock.wait(threading.Event(), _RETRY_SECONDS)
-        yield
-    finally:
-        os.close(fd)

@@ -1,8 +1,23 @@
 """Which processes there are, who started them, what marks they carry; and signals that hit no recycled pid.
 
 Where there is no descriptor left, not even `spare_fd.SPARE`, looks raise OSError: nobody is taken for gone for that.
-Everything comes from ``/proc``. (psutil would give the same facts at ten times the memory, and no pidfd.) A process is
-known by its pid *and* its start time: a pid alone may name another process a moment later.
+A process is known by its pid *and* its start time: a pid alone may name another process a moment later.
+
+Everything comes from ``/proc`` by hand. psutil serves elsewhere (`hpc_elastic.host_facts`); for the walks of agents and
+guardians it was measured, version 7.2 on Linux 6.18 with 490 processes, CPU time in ms:
+
+| | here | psutil |
+| --- | --- | --- |
+| all processes: parent, start time, state, name (here session and group too) | 7.4 | 24 (first time: 42) |
+| the processes of this user whose environment has a mark | 16 | 34 |
+| a process' direct children | 0.02 | 8 (it reads all processes) |
+| a process' start time | 0.01 | 0.03 |
+| import, in a guardian or an agent | - | 13, and 1.3 MB |
+
+And it lacks what these walks stand on: a start time that a step of the wall clock leaves alone (``create_time`` counts
+from the clock's time of boot), pidfds to signal by, sessions and groups, a spare descriptor for a
+look when there is none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`environments`). System calls
+and wait channels (`failures.process_state`), cgroups and OOM kills (`cgroup`) it does not know.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_elastic.atomic_file import read_json, write_json
+from hpc_elastic.host_facts import command_line
 from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.processes import tree
 from hpc_elastic.run_paths import RunPaths
@@ -22,7 +23,7 @@ from hpc_elastic.self_command import module_command
 from hpc_elastic.slurm.sbatch import ScriptLines
 from hpc_elastic.submission import places
 
-_MODULE = b"hpc_elastic.submission.local_process"
+_MODULE = "hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
 _EXEC_LOOKS, _EXEC_LOOK_SECONDS = 50, 0.01
 _children: dict[int, subprocess.Popen[bytes]] = {}
@@ -40,7 +41,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
         env: For the launcher, the agents and the workers.
         cwd: Where.
     """
-    command = [*module_command(_MODULE.decode(), "main"), str(paths.root), f"{limit}", f"{delay}"]
+    command = [*module_command(_MODULE, "main"), str(paths.root), f"{limit}", f"{delay}"]
     if lines:
         body = [*lines.setup, '"$@"', "code=$?", *lines.teardown, 'exit "$code"']
         if not lines.teardown:
@@ -85,9 +86,10 @@ def send(paths: RunPaths, number: signal.Signals) -> bool:
         return False
     pid = proc.pid
     try:
-        for child in tree.subtree(tree.all_processes(), [pid]):
-            if child.ppid == pid and child.sid == pid and _MODULE in _command_line(child.pid):
-                os.kill(child.pid, number)
+        for child in tree.children(pid):
+            found = tree.look_at(child)
+            if found is not None and found.sid == pid and any(_MODULE in word for word in command_line(child)):
+                os.kill(child, number)
                 return True
         os.kill(pid, number)
     except ProcessLookupError:
@@ -101,20 +103,12 @@ def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
     proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
     if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
         return None
-    line, looks = _command_line(proc.pid), 0
-    while not line and looks < _EXEC_LOOKS:  # an execve is just under way: the kernel sets the arguments last
+    words, looks = command_line(proc.pid), 0
+    while not words and looks < _EXEC_LOOKS:  # an execve is just under way: the kernel sets the arguments last
         time.sleep(_EXEC_LOOK_SECONDS)
-        line, looks = _command_line(proc.pid), looks + 1
+        words, looks = command_line(proc.pid), looks + 1
     root = os.path.realpath(paths.root)
-    given = [os.fsdecode(word) for word in line.split(b"\0") if word.startswith(b"/")]
-    return proc if any(os.path.realpath(path) == root for path in given) else None
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    return proc if any(os.path.realpath(word) == root for word in words if word.startswith("/")) else None
 
 
 class _TimeLimit(threading.Thread):

@@ -268,3 +268,28 @@ def test_the_launcher_that_a_copied_run_names_is_not_believed(tmp_path: Path) ->
             assert bystander.poll() is None
         finally:
             bystander.kill()
+
+
+def test_a_signal_goes_past_the_shell_to_the_launcher(tmp_path: Path) -> None:
+    """The shell still has the teardown to run."""
+    paths = RunPaths(tmp_path)
+    script = '"$@" &\nwait $!\necho the launcher ended: $?'
+    launcher = [sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()", local_process.__name__]
+    with subprocess.Popen(
+        ["bash", "-c", script, "bash", *launcher, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as shell:
+        try:
+            assert shell.stdout is not None
+            assert shell.stdout.readline() == "up\n"
+            proc = tree.look_at(shell.pid)
+            assert proc is not None
+            facts = {"pid": proc.pid, "starttime": proc.starttime, "host": os.uname().nodename}
+            write_json(places.launcher_file(paths), facts)
+            assert local_process.lives(paths)
+            assert local_process.send(paths, signal.SIGTERM)
+            assert shell.stdout.readline() == f"the launcher ended: {128 + signal.SIGTERM}\n"
+        finally:
+            os.killpg(shell.pid, signal.SIGKILL)

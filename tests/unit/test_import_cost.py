@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "submitit", "numpy", "scipy", "asyncio", "multiprocessing", "http", "logging.config"}
+HEAVY = {"torch", "filelock", "submitit", "numpy", "scipy", "asyncio", "multiprocessing", "http", "logging.config"}
 DEAR_TO_AGENTS = {"hashlib", "_hashlib", "hmac", "secrets", "ssl", "subprocess", "argparse"}
 DEAR_TO_AGENTS |= {"datetime", "tempfile", "shutil", "platform", "base64", "uuid", "concurrent.futures", "decimal"}
-DEAR_TO_AGENTS |= {"dataclasses", "inspect", "ast", "dis"}
+DEAR_TO_AGENTS |= {"dataclasses", "inspect", "ast", "dis", "psutil", "filelock"}
 TORCH_FREE = ("cli", "launch", "agent", "rendezvous", "processes", "report", "reading", "store", "slurm", "failures")
 
 

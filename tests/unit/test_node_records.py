@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic import node_records
 from hpc_elastic.account_folder import account_folder
 from hpc_elastic.node_records import (
     MOST_EVIDENCE,
@@ -119,3 +120,30 @@ def test_a_run_forgets_and_keeps_what_else_it_knows(tmp_path: Path) -> None:
     save_record(path, NodeRecord(evidence=(LOST, UNFIT), excluded=("n3",), saved_ns=NOW))
     assert forget_in(path, ["n3"]) == 1
     assert load_record(path) == NodeRecord(evidence=(UNFIT,), excluded=("n3",), saved_ns=NOW)
+
+
+def test_what_another_process_removes_first_is_gone_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs of other hosts, which the lock does not keep away, drop old files while we forget or drop them."""
+    env = {"XDG_STATE_HOME": str(tmp_path)}
+    folder = tmp_path / "hpc_elastic/nodes"
+    read = node_records.read_json
+
+    def read_and_lose(path: Path, *, limit: int) -> object:
+        value = read(path, limit=limit)
+        path.unlink()
+        return value
+
+    keep(env, LOST)
+    with monkeypatch.context() as patched:
+        patched.setattr(node_records, "read_json", read_and_lose)
+        assert forget(env, None) == 1
+    old = NOW - int((MOST_HOURS + 1) * 3600e9)
+    for run in ("a", "b"):
+        keep(env, LOST, run=run, now=old)
+    with monkeypatch.context() as patched:
+        listed = sorted(name.name for name in folder.iterdir())
+        patched.setattr(node_records, "_names", lambda _: [f"{old}-gone.json", *listed])
+        keep(env, UNFIT)
+    assert account_evidence(env) == (UNFIT,)

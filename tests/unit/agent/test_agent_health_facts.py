@@ -8,15 +8,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from hpc_elastic.agent import health_facts
-from hpc_elastic.agent.health import RoomFacts
+from hpc_elastic.agent.health import MemoryFacts, RoomFacts
 from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure_shared
 from hpc_elastic.clock import SystemClock
 from tests.rigs.fake_clock import FakeClock
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def node_memory(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """1 GiB available."""
+    memory = SimpleNamespace(available=1 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    return memory
 
 
 def write(path: Path, text: str) -> None:
@@ -25,13 +34,12 @@ def write(path: Path, text: str) -> None:
 
 
 def proc_tree(top: Path, *, v2: bool) -> tuple[str, Path]:
-    """A procfs with one memory cgroup, job/step, 1 GiB available; the cgroups' mount point."""
+    """A procfs with one memory cgroup, job/step, the cgroups' mount point."""
     mount = top / "cgroup"
     kind, path = ("cgroup2", "0::/job/step") if v2 else ("cgroup", "4:memory:/job/step")
     write(top / "proc/self/cgroup", path + "\n")
     options = "rw" if v2 else "rw,memory"
     write(top / "proc/self/mountinfo", f"30 20 0:26 / {mount} rw - {kind} none {options}\n")
-    write(top / "proc/meminfo", "MemTotal:  8388608 kB\nMemFree: 100 kB\nMemAvailable:  1048576 kB\n")
     return str(top / "proc"), mount
 
 
@@ -42,6 +50,12 @@ def test_without_limits_it_is_what_the_node_has(tmp_path: Path) -> None:
     facts = measure_memory(proc)
     assert facts is not None
     assert (facts.free, facts.limited_by) == (1 << 30, "")
+
+
+def test_where_nothing_can_be_read_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure_memory(str(tmp_path / "nothing")) == MemoryFacts(free=1 << 30)
+    monkeypatch.undo()
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "nothing"))
     assert measure_memory(str(tmp_path / "nothing")) is None
 
 

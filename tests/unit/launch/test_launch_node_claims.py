@@ -72,7 +72,7 @@ def opened(*bases: Path, job: str = "7", restarts: int = 0, at: float = 0.0) -> 
 
 
 def claim(claims: NodeClaims, wish: NodeWish, *, shares: bool = False) -> Sequence[str]:
-    return claims.claim(NODES, wish, clock=FakeClock(), shares=shares)
+    return claims.claim(NODES, wish, shares=shares)
 
 
 def test_two_runs_of_an_allocation_stay_apart(tmp_path: Path) -> None:
@@ -124,9 +124,10 @@ def test_what_other_weeks_left_is_removed_unless_it_is_held(tmp_path: Path) -> N
     assert held.folder.exists()
 
 
-def test_a_full_folder_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_can_not_be_written_stops_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     claims = opened(tmp_path)
     assert claims.folder is not None
     claims.folder.rmdir()
+    claims.folder.touch()
     assert claim(claims, NodeWish(least=2, most=2)) == ("n1", "n2")
     assert "runs of this allocation are not kept apart" in caplog.text
