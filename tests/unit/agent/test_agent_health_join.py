@@ -65,7 +65,7 @@ def health() -> Iterator[Health]:
 @pytest.fixture
 def p(play: Callable[..., Play], health: Health) -> Play:  # noqa: F811
     made = play()
-    made.agent._ = replace(made.agent._, health=health)  # type: ignore[arg-type]
+    made.agent._context = replace(made.agent._context, health=health)  # type: ignore[arg-type]
     return made
 
 

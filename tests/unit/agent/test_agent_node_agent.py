@@ -244,7 +244,7 @@ class Play:
         return self.agent.run()
 
     def pass_seconds(self, seconds: float) -> None:
-        self.agent._.clock.now += seconds  # type: ignore[attr-defined]
+        self.agent._context.clock.now += seconds  # type: ignore[attr-defined]
 
     def phase_is(self, phase: Phase) -> Step:
         def check() -> None:
@@ -894,7 +894,7 @@ class Watch:
 
 def with_watch(p: Play) -> Watch:
     watch = Watch(FakeClock())
-    p.agent._ = replace(p.agent._, watch=watch)  # type: ignore[type-var]
+    p.agent._context = replace(p.agent._context, watch=watch)  # type: ignore[type-var]
     return watch
 
 
