@@ -68,8 +68,8 @@ class ClockWords:
         self._told: dict[str, ClockWord | None] = {}
         """By coordinator, the latest last."""
 
-    def heed(self, leader: str) -> None:
-        """This is the coordinator now."""
+    def on_leader(self, leader: str) -> None:
+        """The coordinator is the agent `leader` from now on."""
         self._told[leader] = self._told.pop(leader, None)
         if len(self._told) > MOST_REFERENCES:
             del self._told[next(iter(self._told))]

@@ -64,7 +64,7 @@ class CheckpointWatch:
         """When `look` is to be called next, monotonic; None: there is nothing to look for."""
         return self._due
 
-    def heed(self, record: RoundRecord) -> None:
+    def on_record(self, record: RoundRecord) -> None:
         """A newer record: does it say that nodes wait?"""
         if record.round != self._round:
             self._round, self._serial, self._is_waiting = record.round, 0, False

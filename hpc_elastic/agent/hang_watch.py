@@ -133,7 +133,7 @@ class HangWatch:
         self._plan(now, running)
         return verdict
 
-    def heed(self, mark: HangMark, running: Collection[int]) -> None:
+    def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
         """Another node gave a verdict: are there workers here that its worker waits for?
 
         Args:

@@ -63,7 +63,7 @@ class HeardSignals:
         self._end(number)
         return True
 
-    def heed(self, record: RoundRecord) -> None:
+    def on_record(self, record: RoundRecord) -> None:
         """A newer record: is it the answer, or does it leave less time than was thought?"""
         notice = record.notice
         is_new = notice is not None and not notice.is_given_as(self._notice)

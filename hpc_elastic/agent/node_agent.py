@@ -190,10 +190,10 @@ class NodeAgent:
         if self._phase is Phase.ENDED:
             return
         self._record = record
-        self._clock_words.heed(record.leader)
-        self._checkpoints.heed(record)
-        self._heard.heed(record)
-        self._notice.heed(record, self._workers)
+        self._clock_words.on_leader(record.leader)
+        self._checkpoints.on_record(record)
+        self._heard.on_record(record)
+        self._notice.on_record(record, self._workers)
         context = self._context
         if any(supersedes(member.uid, context.info.uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
@@ -451,7 +451,7 @@ class NodeAgent:
         self._last_beats = context.watch.refresh(), context.clock.monotonic()
         hang = record.hang if record is not None and record.round == workers.round + 1 else None
         if hang is not None:
-            context.watch.heed(hang, workers.running)
+            context.watch.on_hang(hang, workers.running)
             workers.take_stacks_first()
         context.watch.rest()
 

@@ -45,7 +45,7 @@ class NoticeWatch:
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
         """Args:
         watch: Reads and writes the workers' pages.
-        spec: Says whether workers are sent a signal, and so heed notices whatever their pages say.
+        spec: Says whether workers are sent a signal, and so follow notices whatever their pages say.
         clock: The pages'.
         """
         self._watch = watch
@@ -65,7 +65,7 @@ class NoticeWatch:
         """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to say."""
         return self._due
 
-    def heed(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
+    def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
         """A newer record: does it tell of a notice, of one that leaves less time, or of the step that is agreed?
 
         Args:
@@ -133,7 +133,7 @@ class NoticeWatch:
         return NoticeWord(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
-        """Whether all that heed it have told of a checkpoint since, or ended with 0."""
+        """Whether all workers that follow the notice have reported a checkpoint since, or ended with 0."""
         assert self._began is not None
         before = {beat.local_rank: beat.checkpoints for beat in self._began[1]}
         awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]

@@ -235,7 +235,7 @@ class Participant:
         self._claims.add(round_index, ClaimKind.NOTED, word.to_json())
 
     def report_kept(self, round_index: int) -> None:
-        """There is a notice: this node's workers have saved, as far as they heed it."""
+        """There is a notice: this node's workers have saved, as far as they follow it."""
         self._claims.add(round_index, ClaimKind.KEPT, {})
 
     def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
@@ -307,7 +307,7 @@ class Participant:
         if not self._announced:
             rung = self._announce(now)
         self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
-        self._watch.heed(calm=self._is_calm())
+        self._watch.update(calm=self._is_calm())
         looked = self._read_log(now, rung=rung)
         if self._own_life.answer_if_asked(self._record, now):
             self._ring_coordinator()

@@ -50,6 +50,6 @@ class View:
     noted: Mapping[str, NoticeWord] = field(default_factory=dict)
     """Where there is a notice: where members' workers stand."""
     kept: frozenset[str] = frozenset()
-    """Members whose workers have saved because of it, or do not heed it."""
+    """Members whose workers have saved because of it, or do not follow it."""
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""

@@ -45,7 +45,7 @@ class Watch:
         """Whether a coordinator would look more rarely in calm than else."""
         return self._calm_stride > self._pace.stride
 
-    def heed(self, *, calm: bool) -> None:
+    def update(self, *, calm: bool) -> None:
         """Where it is calm no more (somebody falls silent, say) a coordinator looks as often as ever."""
         if self._is_calm and not calm:
             self._is_calm = False

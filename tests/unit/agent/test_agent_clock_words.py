@@ -47,18 +47,18 @@ def make() -> tuple[ClockWords, Log, Ruler, Wall]:
 def test_what_is_not_known_is_not_told() -> None:
     words, log, _, clock = make()
     words.tell()
-    words.heed(B)
+    words.on_leader(B)
     words.tell()
     assert log.lines == []
     none = ClockWords(log, None, uid=A, clock=clock)  # type: ignore[arg-type]
-    none.heed(A)
+    none.on_leader(A)
     none.tell()
     assert log.lines == [], "without a doorbell"
 
 
 def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:
     words, log, ruler, clock = make()
-    words.heed(B)
+    words.on_leader(B)
     ruler.known[B] = Offset(offset_ns=7 * SECOND, bound_ns=MS)
     for _ in range(3):
         words.tell_once()
@@ -75,7 +75,7 @@ def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:
 
 def test_the_coordinator_tells_of_its_own_clock() -> None:
     words, log, _, clock = make()
-    words.heed(A)
+    words.on_leader(A)
     words.tell()
     clock.now += 3600
     words.tell()
@@ -88,11 +88,11 @@ def test_the_coordinator_tells_of_its_own_clock() -> None:
 def test_after_a_change_of_the_coordinator_both_are_told() -> None:
     """So that what others measured against the one can be compared with what was measured against the other."""
     words, log, ruler, _ = make()
-    words.heed(B)
+    words.on_leader(B)
     ruler.known[B] = Offset(offset_ns=1, bound_ns=5)
-    words.heed(C)
+    words.on_leader(C)
     ruler.known[C] = Offset(offset_ns=2, bound_ns=6)
-    words.heed(C)
+    words.on_leader(C)
     words.tell()
     assert log.lines == [(1, 1, 5), (2, 2, 6)]
 
@@ -101,7 +101,7 @@ def test_of_many_coordinators_the_last_ones_are_told() -> None:
     words, log, ruler, _ = make()
     for node in range(20):
         uid = f"{node:05d}{B[5:]}"
-        words.heed(uid)
+        words.on_leader(uid)
         ruler.known[uid] = Offset(offset_ns=node, bound_ns=1)
     words.tell()
     assert [line[0] for line in log.lines] == list(range(20 - MOST_REFERENCES, 20))

@@ -885,8 +885,8 @@ class Watch:
     def refresh(self) -> list[Any]:
         return []
 
-    def heed(self, mark: HangMark, running: Sequence[int]) -> None:
-        self.calls.append(("heed", mark, list(running)))
+    def on_hang(self, mark: HangMark, running: Sequence[int]) -> None:
+        self.calls.append(("on_hang", mark, list(running)))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: self.calls.append(name)
@@ -947,8 +947,8 @@ def test_a_hang_elsewhere_has_the_stacks_taken_here(play: Callable[..., Play], h
         return []
 
     p.run([frozen()], [final()], [joinable(1, hang=hang)], stopping, [], [], [closed(Outcome.FAILED)], [])
-    heeded = [call for call in watch.calls if isinstance(call, tuple)]
-    assert heeded == ([("heed", hang, [0, 1])] if hang else [])
+    marked = [call for call in watch.calls if isinstance(call, tuple)]
+    assert marked == ([("on_hang", hang, [0, 1])] if hang else [])
     assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if hang else [])
 
 

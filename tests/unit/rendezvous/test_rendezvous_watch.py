@@ -48,9 +48,9 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
     assert not watch.look_now(102.0, rung=False, touch=False)
     assert not watch.survey_now(102.0, rung=False)
     assert watch.wait(102.0, FINAL, leads=True, touch=False, ending=None, calm=True) == pytest.approx(1.0)
-    watch.heed(calm=True)
+    watch.update(calm=True)
     assert not watch.survey_now(102.0, rung=False)
-    watch.heed(calm=False)
+    watch.update(calm=False)
     assert watch.look_now(102.0, rung=False, touch=False)
     assert watch.survey_now(102.0, rung=False)
 
