@@ -74,15 +74,15 @@ class ClockWords:
         if len(self._told) > MOST_REFERENCES:
             del self._told[next(iter(self._told))]
 
-    def tell_once(self) -> None:
+    def log_first(self) -> None:
         """Tell of the coordinators of which nothing was told so far."""
-        self._tell([reference for reference, told in self._told.items() if told is None])
+        self._log([reference for reference, told in self._told.items() if told is None])
 
-    def tell(self) -> None:
+    def log_changes(self) -> None:
         """Tell what is news: something has happened here whose time counts."""
-        self._tell(list(self._told))
+        self._log(list(self._told))
 
-    def _tell(self, references: list[str]) -> None:
+    def _log(self, references: list[str]) -> None:
         if self._ruler is None:
             return
         for reference in references:

@@ -26,8 +26,8 @@ class CheckpointWord:
     age: float | None
     """Seconds since it was complete; None: workers here are writing one."""
 
-    def say(self, participant: Participant) -> None:
-        """Say it."""
+    def send(self, participant: Participant) -> None:
+        """Report it to the coordinator through `participant`."""
         if self.age is None:
             participant.report_saving(self.round, self.serial)
         else:

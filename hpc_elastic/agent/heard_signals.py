@@ -116,7 +116,7 @@ class HeardSignals:
             self.due = self._context.clock.monotonic() + patience
         self._asked = number
         what = f"{number.name} on {self._context.place.host}"
-        self._context.coordination.ask(lambda participant: participant.tell_of_signal(what))
+        self._context.coordination.ask(lambda participant: participant.report_signal(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
         notice = notice_of(self._context.spec, f"{number.name} on {self._context.place.host}")

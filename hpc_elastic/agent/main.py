@@ -26,7 +26,7 @@ from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.metrics import metrics_from_option
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.output_losses import tell_losses
+from hpc_elastic.agent.output_losses import log_losses
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.ring import RingWatch
 from hpc_elastic.agent.round_figures import RoundFigures
@@ -172,7 +172,7 @@ def agent_main(argv: Sequence[str]) -> int:
         crash.end(
             error,
             events=events,
-            say=lambda line: job_log.say(f"[{me.host}] {line}"),
+            say=lambda line: job_log.write_line(f"[{me.host}] {line}"),
             flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
             keep=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WORDS_SECONDS),
             pipes=pipes,
@@ -181,7 +181,7 @@ def agent_main(argv: Sequence[str]) -> int:
         meeting.doorbell.log_rejections()
     is_clean = not agent.hangs and not health.is_stuck
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
-    tell_losses(events, pump)
+    log_losses(events, pump)
     events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     is_clean &= files.settle(0.0)
     if spec.metrics:
@@ -419,7 +419,7 @@ class _JobLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        self._job_log.say(f"[{self._host}] {level}{self.format(record)}")
+        self._job_log.write_line(f"[{self._host}] {level}{self.format(record)}")
 
 
 def _log_to(job_log: JobLog, host: str) -> None:

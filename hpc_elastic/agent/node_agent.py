@@ -27,9 +27,9 @@ from hpc_elastic.agent.master import admit_members, open_master
 from hpc_elastic.agent.metrics import NoMetrics
 from hpc_elastic.agent.node_failure import first_word, own_failure, sum_up
 from hpc_elastic.agent.notice_watch import NoticeWatch
-from hpc_elastic.agent.output_losses import tell_losses
+from hpc_elastic.agent.output_losses import log_losses
+from hpc_elastic.agent.round_events import log_coordination, log_failure, log_health, log_round, log_stacks
 from hpc_elastic.agent.round_figures import RoundFigures
-from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_health, tell_round, tell_stacks
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
@@ -136,7 +136,7 @@ class NodeAgent:
         self._handle_health()
         self._handle_stop()
         self._handle_store()
-        tell_losses(self._context.events, self._context.pump)
+        log_losses(self._context.events, self._context.pump)
         self._figures.enter(self.state)
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class NodeAgent:
             if isinstance(notice, RoundRecord):
                 self._handle_record(notice)
             elif isinstance(notice, tuple):
-                tell_coordination(self._context.events, *notice, nodes=self._context.attempt.nodes)
+                log_coordination(self._context.events, *notice, nodes=self._context.attempt.nodes)
             else:
                 self._failure = notice
                 logger.error("%s", notice)
@@ -230,9 +230,9 @@ class NodeAgent:
             self._workers.take_stacks_first()
             self._happens(Event.FAILED, verdict.reason)
         elif (word := self._checkpoints.look(self._workers.running)) is not None:
-            self._context.coordination.ask(word.say)
+            self._context.coordination.ask(word.send)
         elif (reply := self._notice.look(self._workers.running)) is not None:
-            self._context.coordination.ask(reply.say)
+            self._context.coordination.ask(reply.send)
 
     def _handle_stop(self) -> None:
         if self._stop_due is None or self._workers is None:
@@ -283,7 +283,7 @@ class NodeAgent:
         elif event is Event.FINAL:
             self._start_workers()
         elif event is Event.FAILED:
-            self._clock_words.tell()
+            self._clock_words.log_changes()
             self._report_failure(reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
@@ -306,7 +306,7 @@ class NodeAgent:
         verdict = context.health.take()
         if verdict is None or self._phase is not Phase.JOINING:
             return
-        tell_health(context.events, verdict, round_index=max(0, self._round))
+        log_health(context.events, verdict, round_index=max(0, self._round))
         if verdict.is_healthy:
             context.coordination.ask(lambda participant: participant.join())
             return
@@ -366,7 +366,7 @@ class NodeAgent:
         self._write_again()
         self._swept, self._has_run = False, True
         self._platform_failure = ""
-        tell_round(context.events, facts, restarts_used=record.restarts_used)
+        log_round(context.events, facts, restarts_used=record.restarts_used)
         self._figures.put("remaining_restarts", context.spec.max_restarts - record.restarts_used)
         try:
             workers.start(
@@ -379,7 +379,7 @@ class NodeAgent:
         except (WorkerStartError, OSError) as error:
             self._could_not_start(error)
             return
-        self._clock_words.tell_once()
+        self._clock_words.log_first()
         context.events.write(
             "workers_started",
             round=record.round,
@@ -403,7 +403,7 @@ class NodeAgent:
         logger.error("the workers could not be started: %s", error)
         retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
         failure = self._workers.describe_start_failure(error, retryable=retryable)
-        tell_failure(self._context.events, failure)
+        log_failure(self._context.events, failure)
         summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
         index = self._workers.round
         self._context.coordination.ask(lambda participant: participant.report_failure(index, summary))
@@ -425,7 +425,7 @@ class NodeAgent:
         self._context.watch.refresh()
         self._context.watch.rest()
         if (reply := self._notice.ended()) is not None:
-            self._context.coordination.ask(reply.say)  # first: done alone would mean that there is no more to do
+            self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
         self._context.coordination.ask(lambda participant: participant.report_done(index))
         # Nothing that they left running outlives the round; the others are not kept waiting for it.
         self._workers.begin_stop(grace=self._heard.grace())
@@ -464,7 +464,7 @@ class NodeAgent:
             failures = workers.describe_failures()
             self._unwritten += workers.unwritten_evidence
             for failure in failures:
-                tell_failure(context.events, failure)
+                log_failure(context.events, failure)
             told = [failure for failure in failures if not failure.stopped_by_agent]
             summary = (
                 sum_up(
@@ -479,7 +479,7 @@ class NodeAgent:
             )
             if workers.took_stacks:
                 beats, now = self._last_beats
-                tell_stacks(context.events, workers.round, stacks=workers.stacks, beats=beats, now=now)
+                log_stacks(context.events, workers.round, stacks=workers.stacks, beats=beats, now=now)
             context.watch.end()
             if summary is not None:
                 index = workers.round
@@ -503,7 +503,7 @@ class NodeAgent:
         if by_slurm and self._failure is None and context.attempt.cluster == "slurm":
             finish_if_unclaimed(context, self._record, is_closing=self._heard.ended_by is not None)
         context.events.write("agent_ended", reason=self._why_ended, code=code)
-        context.coordination.ask(lambda participant: participant.say_goodbye())
+        context.coordination.ask(lambda participant: participant.deregister())
         if not context.coordination.stop(within=HUNG_SECONDS) and (
             context.files.stuck_for() >= HUNG_SECONDS
             or not context.coordination.stop(within=LAST_WORDS_SECONDS - HUNG_SECONDS)
@@ -512,7 +512,7 @@ class NodeAgent:
             refusal = context.coordination.refusal
             how = "does not answer" if refusal is None else f"refuses: {refusal}"
             logger.warning("%s %s; leaving without it", context.run_dir, how)
-        for notice in [*context.coordination.take(), context.coordination.told_refusal()]:
+        for notice in [*context.coordination.take(), context.coordination.lasting_refusal()]:
             if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
-                tell_coordination(context.events, *notice, nodes=context.attempt.nodes)
+                log_coordination(context.events, *notice, nodes=context.attempt.nodes)
         return code

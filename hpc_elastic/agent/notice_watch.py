@@ -31,8 +31,8 @@ class NoticeReply:
     round: int
     word: NoticeWord | None = None
 
-    def say(self, participant: Participant) -> None:
-        """Say it."""
+    def send(self, participant: Participant) -> None:
+        """Report it to the coordinator through `participant`."""
         if self.word is not None:
             participant.report_noted(self.round, self.word)
         else:
@@ -81,7 +81,7 @@ class NoticeWatch:
         elif not record.notice.is_given_as(self._notice):
             self._deadline = min(self._deadline, now + record.notice.seconds)
         self._notice = record.notice
-        self._watch.tell_notice(deadline=self._deadline, step=record.notice.step)
+        self._watch.deliver_notice(deadline=self._deadline, step=record.notice.step)
         if is_new and workers is not None and self._signal is not None:
             workers.send(self._signal)
 

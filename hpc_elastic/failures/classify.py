@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from hpc_elastic.failures.kinds import Category, FailureClass
-from hpc_elastic.failures.known_words import SYMPTOM_TYPES, Words, find_known_words
+from hpc_elastic.failures.known_words import SYMPTOM_TYPES, Words, find_pattern
 from hpc_elastic.light_dataclasses import dataclass
 
 __all__ = [
@@ -177,7 +177,7 @@ _CHILD_KILLED = Words(FailureClass.INFRASTRUCTURE, "a child of it was killed: th
 
 
 def _known(text: str, exception_type: str) -> Words:
-    words = find_known_words(text) if text else None
+    words = find_pattern(text) if text else None
     if words is None or (words.failure_class is FailureClass.SYMPTOM and exception_type.startswith(_OTHER_SERVICES)):
         return _NOTHING_KNOWN
     return words

@@ -196,11 +196,11 @@ XIDS: dict[int, tuple[FailureClass, bool, str]] = {
 is suspect, what happened. Others are the driver's word for something that failed, and no more."""
 
 
-def find_known_words(text: str) -> Words | None:
+def find_pattern(text: str) -> Words | None:
     """What is known of a text: its most telling Xid, else the first row of `WORDS` that fits."""
     lowered = text.lower()
     if "xid (" in lowered:
-        found = [_xid_words(int(match[1])) for match in _XID.finditer(lowered)]
+        found = [_xid_pattern(int(match[1])) for match in _XID.finditer(lowered)]
         for wanted in (_INFRASTRUCTURE, _ROOT, _SYMPTOM):
             for words in found:
                 if words.failure_class is wanted:
@@ -220,7 +220,7 @@ def symptom_kind(says: str) -> str:
     return LOST_PEER if says in ONE_LOSS else says
 
 
-def _xid_words(number: int) -> Words:
+def _xid_pattern(number: int) -> Words:
     failure_class, node_suspect, what = XIDS.get(number, (_INFRASTRUCTURE, False, "an error of the GPU or its driver"))
     return Words(failure_class, f"the GPU driver reported Xid {number}: {what}", (), node_suspect=node_suspect)
 

@@ -18,7 +18,7 @@ from hpc_elastic.launch.bad_nodes import NextNodes
 from hpc_elastic.launch.judge_nodes import judge_nodes
 from hpc_elastic.launch.last_files import LastFiles
 from hpc_elastic.launch.next_step import decide_next, idle_attempts
-from hpc_elastic.launch.output import say
+from hpc_elastic.launch.output import log_plain
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.signal_table import SlurmWord
@@ -198,7 +198,7 @@ class _End:
 
         if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
             logger.error("%s does not answer: the report can't be written", self._folder.root)
-        _say_end(self._attempt, self._result, self._decision)
+        _log_end(self._attempt, self._result, self._decision)
 
     def _save(self) -> bool:
         """Write result.json. Returns whether the filesystem answered."""
@@ -262,7 +262,7 @@ def _report(
             decision=f"{decision.action.value}: {decision.reason}",
             history=history,
         )
-        say(report.text)
+        log_plain(report.text)
         if decision.exit_code and os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _pass_on(report.verdict, result, exit_code=decision.exit_code, now_ns=now_ns)
     except Exception as error:
@@ -296,7 +296,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns:
     )
 
 
-def _say_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
+def _log_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
     word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
     logger.info("attempt %d %s", attempt.number, word)
     logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)

@@ -26,7 +26,7 @@ from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way,
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.last_files import HUNG_SECONDS
-from hpc_elastic.launch.output import JobOutput, say
+from hpc_elastic.launch.output import JobOutput, log_plain
 from hpc_elastic.launch.signal_desk import SignalDesk
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supersede import EarlierAttempts
@@ -112,7 +112,7 @@ def _run_attempt(
     facts = site.facts(spec)
     attempt = on_disk(lambda: _begin(paths, site, facts, clock))
     attempt_paths = paths.attempt(attempt.number)
-    _say_head(paths, spec, attempt, attempt_paths)
+    _log_head(paths, spec, attempt, attempt_paths)
     uid = new_uid(OBSERVER_PLACE, f"supervisor-{attempt.batch_host}", clock)
     events = _open_events(attempt, attempt_paths, uid, clock, files)
     _end_earlier(
@@ -294,7 +294,7 @@ def _versions(facts: SiteFacts) -> dict[str, str]:
     return found
 
 
-def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
+def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
     """The first lines of the job log: what a person who opens it needs to find everything else."""
     versions = ", ".join(f"{name} {value}" for name, value in attempt.versions.items())
     asked = "" if spec.min_nodes == spec.max_nodes else f" ({spec.min_nodes}-{spec.max_nodes})"
@@ -318,7 +318,7 @@ def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
         f"when it has ended: hpc-elastic report {paths.root}",
     ]
     for line in lines:
-        say(f"[hpc-elastic] {line}")
+        log_plain(f"[hpc-elastic] {line}")
 
 
 def _shortened(nodes: tuple[str, ...]) -> str:

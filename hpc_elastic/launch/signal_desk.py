@@ -83,7 +83,7 @@ class SignalDesk:
             is_later = decision.saves and decision.seconds > ends_in - SOONER_SECONDS
             if is_later or (heard_by is HeardBy.AGENTS and not decision.saves):
                 return None
-        return self._tell(decision, call, heard_by, answer, reason)
+        return self._log(decision, call, heard_by, answer, reason)
 
     def look(self) -> SignalDecision | None:
         """Look at the job where it is time to. Returns what is to be done, if anything."""
@@ -101,12 +101,12 @@ class SignalDesk:
                 return None
             answer = replace(answer, word=SlurmWord.NEAR_LIMIT)
         decision = self._decide(Call.LOOK, HeardBy.BATCH, answer)
-        return self._tell(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
+        return self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
 
     def _decide(self, call: Call, heard_by: HeardBy, answer: SlurmAnswer) -> SignalDecision | None:
         return decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
 
-    def _tell(
+    def _log(
         self, decision: SignalDecision | None, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
     ) -> SignalDecision | None:
         if decision is not None:

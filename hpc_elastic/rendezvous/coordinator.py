@@ -71,7 +71,7 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     return Proposal(
         event=RoundEvent.ASK,
         record=view.record.successor(status=next_status(status, RoundEvent.ASK), suspects=suspects),
-        reason=_told_of_suspects(view, suspects),
+        reason=_describe_suspects(view, suspects),
     )
 
 
@@ -104,7 +104,7 @@ def _suspects(view: View, *, lost: Sequence[int]) -> tuple[str, ...]:
     return tuple(sorted(asked & (members | joined)))
 
 
-def _told_of_suspects(view: View, suspects: Sequence[str]) -> str:
+def _describe_suspects(view: View, suspects: Sequence[str]) -> str:
     new = sorted(set(suspects) - set(view.record.suspects))
     if not new:
         return "all that were asked have answered, or are lost"
@@ -222,7 +222,7 @@ def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
     if not out and view.since_status > 2 * settings.heartbeat_ttl:
         out = {m.node: "did not confirm" for m in record.members if m.uid not in view.acked}
     if out:
-        return _reopen(record, _told(out, view), lost=out)
+        return _reopen(record, _describe_nodes(out, view), lost=out)
     if all(m.uid in view.acked for m in record.members):
         return Proposal(
             event=RoundEvent.CONFIRM,
@@ -244,7 +244,7 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
         return _reopen(record, reason, lost=_lost_members(view), hang=hang)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
-        return _reopen(record, _told(lost, view), lost=lost)
+        return _reopen(record, _describe_nodes(lost, view), lost=lost)
     if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
@@ -281,7 +281,7 @@ def _under_notice(view: View, notice: Notice, settings: RendezvousSettings) -> P
         return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}", retryable=not final)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
-        return _preempted(record, notice, f"then {_told(lost, view)}")
+        return _preempted(record, notice, f"then {_describe_nodes(lost, view)}")
     awaited = [m for m in record.members if m.uid not in view.kept and m not in over]
     if not awaited:
         kept = any(view.noted[m.uid].heeds for m in record.members if m.uid in view.noted)
@@ -395,7 +395,7 @@ def _name_and_why(node: int, view: View) -> str:
     return f"{_name(node, view)} ({_left_because(left[node])})" if node in left else _name(node, view)
 
 
-def _told(nodes: Mapping[int, str], view: View) -> str:
+def _describe_nodes(nodes: Mapping[int, str], view: View) -> str:
     return "; ".join(f"{_name(node, view)} {why}" for node, why in sorted(nodes.items()))
 
 

@@ -1,4 +1,4 @@
-"""How a coordinator's decisions are told as events. docs/reference/events.md lists them."""
+"""Events of a coordinator's decisions. docs/reference/events.md lists them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ EVENT_NAMES = MappingProxyType(
 )
 
 
-def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
+def to_event(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     """An event's name and fields."""
     record = proposal.record
     fields: dict[str, Any] = {
@@ -47,15 +47,15 @@ def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     return EVENT_NAMES[proposal.event], fields
 
 
-def told_of_move(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
-    """As `told`, of what a participant that is not the coordinator did about it."""
+def move_event(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
+    """As `to_event`, for what a participant that is not the coordinator did about it."""
     return EVENT_NAMES[move.event], {"round": record.round, "reason": move.why}
 
 
-def told_of_link(
+def link_event(
     record: RoundRecord, info: NodeInfo, lost: tuple[str, float, float, bool], *, now: float, now_ns: int
 ) -> tuple[str, dict[str, Any]]:
-    """As `told`, of packets that did not come through: `LifeSigns.links_lost`."""
+    """As `to_event`, for packets that did not come through: `LifeSigns.links_lost`."""
     _, since, seconds, over = lost
     again = "" if over else ", and none has since"
     return "link_lost", {

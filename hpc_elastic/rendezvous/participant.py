@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hpc_elastic.clock import Clock
 from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
-from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_link, told_of_move
+from hpc_elastic.rendezvous.decision_events import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
@@ -196,7 +196,7 @@ class Participant:
         """
         self._look_anew = serial
 
-    def say_goodbye(self) -> None:
+    def deregister(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
         self._claims.add_key(goodbye_key(self._info.uid), "bye")
 
@@ -226,7 +226,7 @@ class Participant:
         """Tell all that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
         self._to_all.give_notice(notice)
 
-    def tell_of_signal(self, what: str) -> None:
+    def report_signal(self, what: str) -> None:
         """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
         self._to_all.heard(what)
 
@@ -255,7 +255,7 @@ class Participant:
         """Somebody rang, and said what it wrote: the next look finds it, past the caches that hide it."""
         self._rung_about.add(keys)
 
-    def told_of(self, keys: Iterable[str]) -> bool:
+    def note_newest(self, keys: Iterable[str]) -> bool:
         """Beats have said which record is the newest. Returns whether that is news, and a reason to look."""
         self._rung_about.add_news(keys, newest=self._newest_number)
         return self._rung_about.newest_record > self._newest_number
@@ -311,11 +311,11 @@ class Participant:
         looked = self._read_log(now, rung=rung)
         if self._own_life.answer_if_asked(self._record, now):
             self._ring_coordinator()
-        self._tell_links(self._record)
-        said = any([self._say_what_waits(), self._join_if_wanted()])
+        self._report_links(self._record)
+        said = any([self._flush_claims(), self._join_if_wanted()])
         self._lookout.held_up(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
-        progress = self._tell_all_if_asked() or self._coordinate(looked=looked, survey=survey)
+        progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._lookout.claims_seen
             self._stirring.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
@@ -410,25 +410,25 @@ class Participant:
         self._life.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
             self._life.lost(m.uid for m in before.members if m.node in record.lost)
-        self._tell_links(record)
+        self._report_links(record)
         if before is not None:
             self._succession.new_record(before, record)
         self._listener.on_record(record)
 
-    def _tell_links(self, record: RoundRecord | None) -> None:
+    def _report_links(self, record: RoundRecord | None) -> None:
         """As coordinator: whose packets did not come through, though it lived."""
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
         for event in self._life.links_lost(to_the_end=record.status is Status.CLOSED):
             if record.leader == self._info.uid and (info := self._peers.get(event[0])) is not None:
-                self._listener.on_event(*told_of_link(record, info, event, now=now, now_ns=now_ns))
+                self._listener.on_event(*link_event(record, info, event, now=now, now_ns=now_ns))
 
     def _ring_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():
             self._peers.ring(addresses_of(self._record.bell), about)
 
-    def _say_what_waits(self) -> bool:
+    def _flush_claims(self) -> bool:
         """Returns whether there was something."""
         key = self._claims.flush()
         if key:
@@ -444,11 +444,11 @@ class Participant:
         if target is None:
             return False
         claimed = self._claims.join(target)
-        if record is not None and (key := self._claims.untold_join(target)):
+        if record is not None and (key := self._claims.unannounced_join(target)):
             self._ring_coordinator(key)
         return claimed
 
-    def _tell_all_if_asked(self) -> bool:
+    def _commit_requests_to_all(self) -> bool:
         """Close the run, or tell of a notice or a signal: anybody may. Returns whether it did, or was too late."""
         record = self._record
         if record is None or not self._to_all:
@@ -522,14 +522,14 @@ class Participant:
         self._epoch.check(now)  # the coordinator may have gone because of it
         self._own_life.beat(now)
         successor = self._succession.successor(record, move, asks=self._bell is not None)
-        if self._append(successor, *told_of_move(record, move)) and self._leads():
+        if self._append(successor, *move_event(record, move)) and self._leads():
             self._succession.took_over(successor)
         return True
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
         before = self._record
-        name, fields = told(proposal)
+        name, fields = to_event(proposal)
         if self._append(record, name, fields) and before is not None:
             for event in consequences(before, proposal, self._peers, self._life):
                 self._listener.on_event(*event)

@@ -236,7 +236,7 @@ class Seat:
         uid = self._info.uid
         workers_done |= self.round >= 0 and self._done == self.round
 
-        def say(participant: Participant) -> None:
+        def depart(participant: Participant) -> None:
             record = participant.record
             if record is not None and record.status is not Status.CLOSED:
                 if record.member(uid) is None or record.status is Status.JOINABLE:
@@ -246,9 +246,9 @@ class Seat:
                     participant.report_done(record.round)
                 else:
                     participant.leave(record.round, "its agent left")
-            participant.say_goodbye()
+            participant.deregister()
 
-        self._coordination.ask(say)
+        self._coordination.ask(depart)
         ended = self._coordination.stop(within=within)
         if ended and self._doorbell is not None:
             self._doorbell.close()

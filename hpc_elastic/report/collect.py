@@ -103,13 +103,13 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
                 builder.words.miss()
                 builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
     builder.words.begin_file()
-    builder.problems += _missing_words(builder)
+    builder.problems += _describe_missing(builder)
     read_failures(paths, builder, ranks)
     _read_heartbeats(paths, builder)
     return builder.build()
 
 
-def _missing_words(builder: AttemptBuilder) -> list[str]:
+def _describe_missing(builder: AttemptBuilder) -> list[str]:
     """What a copy, or a disk that was full, has lost of the events. A run that has just begun has none yet."""
     words, found = builder.words, []
     has_begun = bool(words.heard or builder.ended_ns)

@@ -103,8 +103,8 @@ class AttemptBuilder:
 
     def build(self) -> AttemptHistory:
         """What is known of the attempt."""
-        self._tell_once_who_left()
-        self._tell_why_agents_failed()
+        self._drop_repeated_departures()
+        self._explain_agent_failures()
         bad_ends: dict[int, list[AgentEnd]] = {}
         for end in self.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
@@ -153,7 +153,7 @@ class AttemptBuilder:
             if node not in known and lasted >= _NEVER_JOINED_NS
         ]
 
-    def _tell_once_who_left(self) -> None:
+    def _drop_repeated_departures(self) -> None:
         """A node's own word stands in the round that it was in last; the coordinator's, in the one after it."""
         told = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
         for part in self.rounds.values():
@@ -161,7 +161,7 @@ class AttemptBuilder:
                 if node not in told:
                     part.lost[node] = loss
 
-    def _tell_why_agents_failed(self) -> None:
+    def _explain_agent_failures(self) -> None:
         """The supervisor saw an exit code; the n-th of those goes with the n-th word of that node's agents."""
         for node, words in self.own_words.items():
             mine = [end for end in self.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]

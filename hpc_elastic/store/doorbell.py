@@ -177,7 +177,7 @@ class Doorbell:
     def _clock_words(self, host: str, port: int) -> dict[str, int]:
         now_ns = uptime_ns(self._clock)
         known = self._clocks.get(self._senders.get((host, port), ""))
-        ahead = known.to_tell(now_ns) if known is not None else None
+        ahead = known.bound_to_send(now_ns) if known is not None else None
         return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
 
     def offset_to(self, uid: str) -> Offset | None:

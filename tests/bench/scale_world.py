@@ -124,7 +124,7 @@ class Node:
             self.final_at[record.round] = self.client.now
         elif record.status is Status.CLOSED:
             self.closed_at = self.client.now
-            self.ask(participant.say_goodbye)
+            self.ask(participant.deregister)
         elif record.status is Status.JOINABLE and 0 <= self._running < record.round:
             self._running = -1
             self.ask(participant.join, after=STOP_WORKERS)
@@ -222,7 +222,7 @@ class World:
                     if other is None or not other.alive:
                         continue
                     other.participant.heard([sender.info.uid], hears_us=hears)
-                    if plan.about and other.participant.told_of([plan.about]):
+                    if plan.about and other.participant.note_newest([plan.about]):
                         self._push(self.now + HOP, other, functools.partial(self._rung, other, plan.about, ()))
 
     def send(self, at: float, sender: Node, address: Address, about: str, forward: tuple[Address, ...]) -> None:

@@ -193,7 +193,7 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
         world, crash = training(), CrashAtWrite(victim, at)
         world.on_effect = crash
         for node in world.nodes:
-            node.participant.tell_of_signal(f"SIGTERM on n{node.index}")
+            node.participant.report_signal(f"SIGTERM on n{node.index}")
         assert world.run(lambda world=world: all_know(world))  # type: ignore[misc]
         told = {record.heard for record in world.history.values() if record.heard}
         assert len(told) == 1

@@ -192,7 +192,7 @@ class FakeCoordination:
 
     refusal = None
 
-    def told_refusal(self) -> None:
+    def lasting_refusal(self) -> None:
         return None
 
     def __init__(self, node: AgentNode) -> None:

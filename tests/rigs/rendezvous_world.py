@@ -283,7 +283,7 @@ class World:
                     other = self._reached(node, address)
                     if other is not None:
                         other.participant.heard([node.info.uid], hears_us=hears)
-                        other.rung = other.participant.told_of([plan.about]) or other.rung
+                        other.rung = other.participant.note_newest([plan.about]) or other.rung
 
     def deliver(self, sender: Node, address: Address, about: str) -> None:
         """A ring, where it is not lost."""

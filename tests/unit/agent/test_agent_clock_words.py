@@ -46,13 +46,13 @@ def make() -> tuple[ClockWords, Log, Ruler, Wall]:
 
 def test_what_is_not_known_is_not_told() -> None:
     words, log, _, clock = make()
-    words.tell()
+    words.log_changes()
     words.on_leader(B)
-    words.tell()
+    words.log_changes()
     assert log.lines == []
     none = ClockWords(log, None, uid=A, clock=clock)  # type: ignore[arg-type]
     none.on_leader(A)
-    none.tell()
+    none.log_changes()
     assert log.lines == [], "without a doorbell"
 
 
@@ -61,27 +61,27 @@ def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:
     words.on_leader(B)
     ruler.known[B] = Offset(offset_ns=7 * SECOND, bound_ns=MS)
     for _ in range(3):
-        words.tell_once()
+        words.log_first()
     assert log.lines == [(1, 7 * SECOND, MS)]
     clock.now += 0.5  # it is worth 1.5 ms by now
-    words.tell()
+    words.log_changes()
     assert len(log.lines) == 1
     clock.now += 60
-    words.tell_once()
+    words.log_first()
     assert len(log.lines) == 1, "as long as nothing has happened here"
-    words.tell()
+    words.log_changes()
     assert len(log.lines) == 2
 
 
 def test_the_coordinator_tells_of_its_own_clock() -> None:
     words, log, _, clock = make()
     words.on_leader(A)
-    words.tell()
+    words.log_changes()
     clock.now += 3600
-    words.tell()
+    words.log_changes()
     assert log.lines == [(0, 0, 0)]
     clock.ahead = 2 * SECOND  # somebody set it
-    words.tell()
+    words.log_changes()
     assert log.lines == [(0, 0, 0)] * 2
 
 
@@ -93,7 +93,7 @@ def test_after_a_change_of_the_coordinator_both_are_told() -> None:
     words.on_leader(C)
     ruler.known[C] = Offset(offset_ns=2, bound_ns=6)
     words.on_leader(C)
-    words.tell()
+    words.log_changes()
     assert log.lines == [(1, 1, 5), (2, 2, 6)]
 
 
@@ -103,7 +103,7 @@ def test_of_many_coordinators_the_last_ones_are_told() -> None:
         uid = f"{node:05d}{B[5:]}"
         words.on_leader(uid)
         ruler.known[uid] = Offset(offset_ns=node, bound_ns=1)
-    words.tell()
+    words.log_changes()
     assert [line[0] for line in log.lines] == list(range(20 - MOST_REFERENCES, 20))
 
 

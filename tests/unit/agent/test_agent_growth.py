@@ -143,5 +143,5 @@ def test_the_words_reach_the_participant() -> None:
             said.append(("saved", *words))
 
     for age in (None, 2.5):
-        CheckpointWord(round=1, serial=4, age=age).say(Participant())  # type: ignore[arg-type]
+        CheckpointWord(round=1, serial=4, age=age).send(Participant())  # type: ignore[arg-type]
     assert said == [("saving", 1, 4), ("saved", 1, 4, 2.5)]

@@ -40,7 +40,7 @@ class Pages:
     def read(self) -> list[RankBeat]:
         return list(self.beats)
 
-    def tell_notice(self, *, deadline: float, step: int) -> None:
+    def deliver_notice(self, *, deadline: float, step: int) -> None:
         self.told.append((deadline, step))
 
     def put(self, local_rank: int, **changes: Any) -> None:

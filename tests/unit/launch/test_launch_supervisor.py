@@ -79,7 +79,7 @@ class Look:
 
     refusal: Refusal | None = None
 
-    def told_refusal(self) -> None:
+    def lasting_refusal(self) -> None:
         return None
 
     def __init__(self, world: World, fd: int) -> None:
@@ -200,7 +200,7 @@ class Agents:
         for number, agent in list(self.of.items()):
             record = agent.participant.record
             if not self.stubborn and record is not None and record.status is Status.CLOSED:
-                agent.participant.say_goodbye()
+                agent.participant.deregister()
                 agent.step()
                 if not self.silent:
                     self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
@@ -805,7 +805,7 @@ def test_a_second_notice_that_leaves_less_time_shortens_the_first(stage: Callabl
             s.signals.append(signal.SIGUSR2)
         else:
             for node, agent in s.agents.of.items():
-                agent.participant.tell_of_signal(f"SIGTERM on n{node}")
+                agent.participant.report_signal(f"SIGTERM on n{node}")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 10.0, sooner)
     assert re.fullmatch(r"notice SIG\w+ on \w+ \(preemption\); n0, n1, n2 had not saved after 11 s", result.reason)
@@ -822,7 +822,7 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(stage: Cal
 
     def cancelled() -> None:
         s.answer = SlurmAnswer(SlurmWord.ENDED)
-        s.agents.of[1].participant.tell_of_signal("SIGTERM on n1")
+        s.agents.of[1].participant.report_signal("SIGTERM on n1")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
@@ -873,7 +873,7 @@ def test_what_a_sigterm_means_is_slurms_to_say(
         result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
         assert result.reason == f"SIGTERM on head{why}"
     else:
-        result = s.run(3.0, lambda: s.agents.of[1].participant.tell_of_signal("SIGTERM on n1"))
+        result = s.run(3.0, lambda: s.agents.of[1].participant.report_signal("SIGTERM on n1"))
         assert result.reason == f"SIGTERM on n1{why}"
     assert (result.outcome, result.signal_number) == (outcome, 15)
     assert (result.requeued, result.cancelled) == (requeued, False)
@@ -888,7 +888,7 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Calla
     def hear() -> None:
         s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
         for node, agent in s.agents.of.items():
-            agent.participant.tell_of_signal(f"SIGTERM on n{node}")
+            agent.participant.report_signal(f"SIGTERM on n{node}")
 
     result = s.run(3.0, hear, 3.0, lambda: s.signals.append(signal.SIGTERM), 3.0, s.saved)
     assert result.outcome is Outcome.PREEMPTED

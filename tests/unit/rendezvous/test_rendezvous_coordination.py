@@ -65,7 +65,7 @@ class Stepped:
     def rung_about(self, keys: Iterable[str]) -> None:
         self.about |= set(keys)
 
-    def told_of(self, keys: Iterable[str]) -> bool:
+    def note_newest(self, keys: Iterable[str]) -> bool:
         return bool(set(keys) - self.known)
 
     def was_deaf(self, seconds: float) -> None:

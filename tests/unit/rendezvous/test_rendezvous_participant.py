@@ -451,7 +451,7 @@ def test_nobody_waits_for_the_goodbye_of_a_spare_that_has_died(store: SpyStore, 
     assert (lost["round"], lost["node"], lost["host"]) == (0, 2, "n2")
     assert 20 < lost["age"] <= 25
     for seat in (first, second):
-        seat.participant.say_goodbye()
+        seat.participant.deregister()
         seat.settle_down()
     observer.settle_down()
     assert "agents_departed" in [event for event, _ in observer.events]
@@ -745,7 +745,7 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(store: SpyStore, c
     first, second, _third = three(store, clock)
     second.participant.heard([first.info.uid])
     first.rung.clear()
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     assert {"10.0.0.2", "10.0.0.3"} <= {host for host, _ in first.rung}, "all are told"
     began = clock.now
@@ -760,7 +760,7 @@ def test_who_is_rung_about_a_goodbye_wakes_when_its_turn_has_come(store: SpyStor
     """Not with the next poll: nodes wait for the round that it had opened."""
     first, second, _third = three(store, clock)
     second.participant.heard([first.info.uid])
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     began = clock.now
     second.participant.rung_about([f"bye/{first.info.uid}"])
@@ -913,11 +913,11 @@ def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store
     again.settle_down()
     first.participant.close(Outcome.SUCCEEDED, "done")
     first.settle_down()
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     observer.settle_down()
     assert "agents_departed" not in [event for event, _ in observer.events]
-    again.participant.say_goodbye()
+    again.participant.deregister()
     again.settle_down()
     for _ in range(3):
         observer.settle_down()
@@ -931,7 +931,7 @@ def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: Fak
     advance(clock, 22, first)
     assert first.record.lost == (1,)
     first.participant.close(Outcome.FAILED, "enough")
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     observer.settle_down()
     assert "agents_departed" in [event for event, _ in observer.events]
