@@ -13,7 +13,7 @@ import selectors
 import signal
 from collections.abc import Callable
 
-from hpc_elastic.agent.clock_words import ClockWords
+from hpc_elastic.agent.clock_samples import ClockOffsetLog
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
@@ -82,7 +82,9 @@ class NodeAgent:
         """Evidence of failures that the filesystem refused."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
-        self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
+        self._clock_offsets = ClockOffsetLog(
+            context.events, context.doorbell, uid=context.info.uid, clock=context.clock
+        )
         self._heard = HeardSignals(context)
         self._notice = NoticeWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
@@ -190,7 +192,7 @@ class NodeAgent:
         if self._phase is Phase.ENDED:
             return
         self._record = record
-        self._clock_words.on_leader(record.leader)
+        self._clock_offsets.on_leader(record.leader)
         self._checkpoints.on_record(record)
         self._heard.on_record(record)
         self._notice.on_record(record, self._workers)
@@ -229,8 +231,8 @@ class NodeAgent:
             self._context.events.write("hang", round=self._workers.round, limit=verdict.limit, reason=verdict.reason)
             self._workers.take_stacks_first()
             self._happens(Event.FAILED, verdict.reason)
-        elif (word := self._checkpoints.look(self._workers.running)) is not None:
-            self._context.coordination.ask(word.send)
+        elif (status := self._checkpoints.look(self._workers.running)) is not None:
+            self._context.coordination.ask(status.send)
         elif (reply := self._notice.look(self._workers.running)) is not None:
             self._context.coordination.ask(reply.send)
 
@@ -283,7 +285,7 @@ class NodeAgent:
         elif event is Event.FINAL:
             self._start_workers()
         elif event is Event.FAILED:
-            self._clock_words.log_changes()
+            self._clock_offsets.log_changes()
             self._report_failure(reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
@@ -379,7 +381,7 @@ class NodeAgent:
         except (WorkerStartError, OSError) as error:
             self._could_not_start(error)
             return
-        self._clock_words.log_first()
+        self._clock_offsets.log_first()
         context.events.write(
             "workers_started",
             round=record.round,

@@ -28,7 +28,7 @@ from hpc_elastic.inprocess.standby import Refuge
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
 from hpc_elastic.inprocess.surroundings import Surroundings
-from hpc_elastic.ring_record import Word
+from hpc_elastic.ring_record import RingEvent
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class Iterations:
                     state.world_size, state.iteration, seconds)  # fmt: skip
         if self._call.surroundings.reports and state.store.is_first("told"):  # a fresh process has nothing to tell
             self._call.surroundings.report(
-                Word.RESTARTED,
+                RingEvent.RESTARTED,
                 rank=state.initial_rank,
                 iteration=state.iteration,
                 seconds=round(seconds, 4),
@@ -400,7 +400,7 @@ class Iterations:
         error, state, store = self._leaving, self._state, self._store
         logger.warning("rank %d leaves: %s: %s", state.rank, type(error).__name__, error)
         gives_up = isinstance(error, RestartAbort | InternalError | BarrierError)
-        word = Word.GAVE_UP if gives_up else Word.LEFT
+        word = RingEvent.GAVE_UP if gives_up else RingEvent.LEFT
         reason = f"{type(error).__name__}: {error}"
         self._call.surroundings.report(word, rank=state.initial_rank, iteration=state.iteration, reason=reason)
         if store is None:

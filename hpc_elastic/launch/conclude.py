@@ -21,7 +21,7 @@ from hpc_elastic.launch.next_step import decide_next, idle_attempts
 from hpc_elastic.launch.output import log_plain
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.launch.signal_table import SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition
 from hpc_elastic.launch.site import Site
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.requeue import RequeueAction, RequeueChoice, RequeueDecision, RequeueWay
@@ -112,7 +112,7 @@ class _End:
         self._finish(history)
         if not self._is_asked_of_slurm():
             return self._decision
-        if self._site.ask(near=0.0).word is SlurmWord.ENDED:
+        if self._site.ask(near=0.0).condition is JobCondition.ENDED:
             # Slurm requeues a cancelled job too, while it completes (seen on 22.05). And where it was cancelled in the
             # moment in which it began, its SIGTERM reached nobody who could hear: all that is seen is srun's failure.
             self._give_up("the job was cancelled meanwhile", ExitCode.TERMINATED)

@@ -15,9 +15,9 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.launch.signal_table import (
     Call,
     HeardBy,
+    JobCondition,
     SignalDecision,
     SlurmAnswer,
-    SlurmWord,
     call_of,
     decide_signal,
 )
@@ -76,7 +76,7 @@ class SignalDesk:
         """
         call = call_of(number)
         # A person at a terminal waits for nobody's answer.
-        answer = SlurmAnswer(SlurmWord.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
+        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
         decision = self._decide(call, heard_by, answer)
         assert decision is not None, "the table has a row for each signal"
         if ends_in is not None:
@@ -91,15 +91,15 @@ class SignalDesk:
             return None
         answer = self._ask(0.0)
         self.due = None
-        if answer.word is SlurmWord.SILENT:
+        if answer.condition is JobCondition.SILENT:
             self.due = self._clock.monotonic() + SILENT_RETRY
-        elif answer.word in (SlurmWord.RUNNING, SlurmWord.NEAR_LIMIT) and answer.seconds_left is not None:
+        elif answer.condition in (JobCondition.RUNNING, JobCondition.NEAR_LIMIT) and answer.seconds_left is not None:
             # A short job would be told to stop as it begins.
             lead = self._grace if answer.limit is None else min(self._grace, answer.limit / 4)
             if answer.seconds_left > lead:
                 self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
                 return None
-            answer = replace(answer, word=SlurmWord.NEAR_LIMIT)
+            answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
         decision = self._decide(Call.LOOK, HeardBy.BATCH, answer)
         return self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
 
@@ -114,7 +114,7 @@ class SignalDesk:
                 "signal_decided",
                 call=call.value,
                 heard_by=heard_by.value,
-                slurm=answer.word.value,
+                slurm=answer.condition.value,
                 meaning=decision.meaning.value,
                 saves=decision.saves,
                 seconds=round(decision.seconds, 1),

@@ -16,7 +16,7 @@ from hpc_elastic.rendezvous.claims import (
 )
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
 from hpc_elastic.rendezvous.life_signs import LifeSigns
-from hpc_elastic.rendezvous.notice import decode_word
+from hpc_elastic.rendezvous.notice import decode_status
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.view import View
@@ -41,7 +41,7 @@ class Lookout:
         self._failures = FailureReader(store)
         self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
         self._growth = GrowthSigns(store)
-        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_word)
+        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_status)
         self._dead: frozenset[str] = frozenset()
         self._status_since = life.mark
         self._lost_since = life.mark

@@ -21,7 +21,7 @@ from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.lookout import Lookout, gone_key
-from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
 from hpc_elastic.rendezvous.own_life import OwnLife
 from hpc_elastic.rendezvous.pace import pace_of
@@ -230,9 +230,9 @@ class Participant:
         """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
         self._to_all.heard(what)
 
-    def report_noted(self, round_index: int, word: NoticeWord) -> None:
+    def report_noted(self, round_index: int, status: NoticeStatus) -> None:
         """There is a notice: where this node's workers stand."""
-        self._claims.add(round_index, ClaimKind.NOTED, word.to_json())
+        self._claims.add(round_index, ClaimKind.NOTED, status.to_json())
 
     def report_kept(self, round_index: int) -> None:
         """There is a notice: this node's workers have saved, as far as they follow it."""

@@ -11,7 +11,7 @@ from hpc_elastic.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
-from hpc_elastic.report.collect_words import WholeWords
+from hpc_elastic.report.event_coverage import EventCoverage
 from hpc_elastic.report.history import (
     AgentEnd,
     AttemptHistory,
@@ -48,7 +48,7 @@ class AttemptBuilder:
     agent_ends: list[AgentEnd] = field(default_factory=list)
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
-    own_words: dict[int, list[str]] = field(default_factory=dict)
+    own_reasons: dict[int, list[str]] = field(default_factory=dict)
     """By node: what its agents said of their own failures, where they still could."""
     relaunched: list[str] = field(default_factory=list)
     unstarted: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class AttemptBuilder:
     closed_outcome: str = ""
     closed_reason: str = ""
     times: TimesBuilder = field(default_factory=TimesBuilder)
-    words: WholeWords = field(default_factory=WholeWords)
+    coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
     is_supervised: bool = False
@@ -81,7 +81,7 @@ class AttemptBuilder:
         if not isinstance(name, str):
             return
         if role == "agent":
-            self.words.take(name, event.get("n"), node, index)
+            self.coverage.take(name, event.get("n"), node, index)
             self.times.take(event, name, node, index, when)
         elif role == "supervisor":
             self.is_supervised = True
@@ -140,7 +140,7 @@ class AttemptBuilder:
     def _never_joined(self) -> list[GivenUpNode]:
         """Nodes that the others had waited for and that nothing was ever heard of, though an agent was started."""
         lasted = (self.ended_ns or 0) - (self.started_ns or 0)
-        known = {*self.words.heard, *self.given_up}
+        known = {*self.coverage.heard, *self.given_up}
         return [
             GivenUpNode(
                 node=node,
@@ -163,7 +163,7 @@ class AttemptBuilder:
 
     def _explain_agent_failures(self) -> None:
         """The supervisor saw an exit code; the n-th of those goes with the n-th word of that node's agents."""
-        for node, words in self.own_words.items():
+        for node, words in self.own_reasons.items():
             mine = [end for end in self.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
             for end, why in zip(mine, words, strict=False):
                 for ends in (self.agent_ends, self.replaced_ends):
@@ -285,7 +285,7 @@ def _agent_failed(builder: AttemptBuilder, event: dict[str, Any], when: int) -> 
     node, where = integer(event.get("node")), text_of(event.get("where"))
     if node is not None:
         why = text_of(event.get("error"))[:_MOST_WORDS]
-        builder.own_words.setdefault(node, []).append(f"{why} ({where})" if where else why)
+        builder.own_reasons.setdefault(node, []).append(f"{why} ({where})" if where else why)
 
 
 def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:

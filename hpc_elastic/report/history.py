@@ -89,7 +89,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankWord:
+class RankStatus:
     """A worker's last sign of life, as its node told it."""
 
     rank: int
@@ -150,7 +150,7 @@ class RoundHistory:
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
     decision: RestartDecision | None = None
-    words: tuple[RankWord, ...] = ()
+    rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was told."""
     stacks: tuple[StackGroup, ...] = ()
     """The rarest first."""

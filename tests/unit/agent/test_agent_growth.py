@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hpc_elastic.agent.growth import CheckpointWatch, CheckpointWord
+from hpc_elastic.agent.growth import CheckpointStatus, CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
@@ -143,5 +143,5 @@ def test_the_words_reach_the_participant() -> None:
             said.append(("saved", *words))
 
     for age in (None, 2.5):
-        CheckpointWord(round=1, serial=4, age=age).send(Participant())  # type: ignore[arg-type]
+        CheckpointStatus(round=1, serial=4, age=age).send(Participant())  # type: ignore[arg-type]
     assert said == [("saving", 1, 4), ("saved", 1, 4, 2.5)]

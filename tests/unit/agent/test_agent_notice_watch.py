@@ -10,7 +10,7 @@ from typing import Any
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.notice_watch import NoticeWatch
 from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
-from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from tests.rigs.fake_clock import FakeClock
 
@@ -108,7 +108,7 @@ def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
     assert node.look(after=0.5) is None
     node.pages.put(1, step=15)
     reply = node.look(after=0.5)
-    assert (reply.round, reply.word) == (2, NoticeWord(heeds=True, step=15, rate=5.0))
+    assert (reply.round, reply.status) == (2, NoticeStatus(heeds=True, step=15, rate=5.0))
 
 
 def test_workers_that_tell_no_steps_are_not_measured() -> None:
@@ -116,7 +116,7 @@ def test_workers_that_tell_no_steps_are_not_measured() -> None:
     for rank in range(2):
         node.pages.put(rank, step=None, heeds_notices=rank == 1)
     node.on_record(NOTICED)
-    assert node.look().word == NoticeWord(heeds=True, step=NO_STEP)
+    assert node.look().status == NoticeStatus(heeds=True, step=NO_STEP)
 
 
 def test_a_signal_counts_as_heeding() -> None:
@@ -125,7 +125,7 @@ def test_a_signal_counts_as_heeding() -> None:
         node.pages.put(rank, step=None, heeds_notices=False)
     node.on_record(NOTICED)
     node.on_record(replace(NOTICED, number=7))
-    assert node.look().word.heeds
+    assert node.look().status.heeds
     assert node.sent == [signal.SIGUSR1], "once"
 
 
@@ -134,7 +134,7 @@ def noted() -> Node:
     node.pages.put(0, checkpoints=3)
     node.on_record(NOTICED)
     node.look()
-    assert node.look(after=1.0).word is not None
+    assert node.look(after=1.0).status is not None
     return node
 
 
@@ -150,7 +150,7 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
     assert node.look(after=1.0) is None
     node.pages.put(0, checkpoints=4)
     reply = node.look(after=1.0)
-    assert (reply.round, reply.word) == (2, None)
+    assert (reply.round, reply.status) == (2, None)
     assert node.watch.due is None, "there is no more to say"
 
 
@@ -158,12 +158,12 @@ def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
     node = noted()
     node.on_record(AGREED)
     node.pages.put(1, checkpoints=1)
-    assert node.look(after=1.0, running=(1,)).word is None
+    assert node.look(after=1.0, running=(1,)).status is None
     node = noted()
     node.on_record(AGREED)
     node.pages.put(0, heeds_notices=False)
     node.pages.put(1, checkpoints=1)
-    assert node.look(after=1.0).word is None
+    assert node.look(after=1.0).status is None
 
 
 def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> None:
@@ -172,5 +172,5 @@ def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> No
     node.pages.put(1, is_told=True)
     reply = node.watch.ended()
     assert reply is not None
-    assert (reply.round, reply.word) == (2, None)
+    assert (reply.round, reply.status) == (2, None)
     assert node.watch.ended() is None, "once"

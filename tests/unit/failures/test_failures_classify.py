@@ -18,7 +18,7 @@ from hpc_elastic.failures.classify import (
     signal_of,
 )
 from hpc_elastic.failures.evidence import ExitFacts, describe_failure
-from hpc_elastic.failures.known_words import WORDS, find_pattern
+from hpc_elastic.failures.failure_patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
@@ -94,7 +94,7 @@ def test_what_must_not_be_treated_alike_is_not(tmp_path: Path) -> None:
 
 def test_every_row_of_the_table_can_be_reached() -> None:
     """A row whose words all stand in an earlier row's would never be told."""
-    for at, row in enumerate(WORDS):
+    for at, row in enumerate(PATTERNS):
         reached = [words for words in row.any_of if find_pattern(words.replace("*", " ")) is row]
         assert reached, (at, row.says)
         assert all(words == words.lower() for words in row.any_of)

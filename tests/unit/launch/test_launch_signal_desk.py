@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.launch.signal_desk import EARLY_NOTICE, SILENT_RETRY, SignalDesk
-from hpc_elastic.launch.signal_table import HeardBy, Meaning, SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import HeardBy, JobCondition, Meaning, SlurmAnswer
 from hpc_elastic.outcome import Outcome
 from tests.rigs.fake_clock import FakeClock
 
@@ -31,7 +31,7 @@ class Asked:
 
 
 def test_a_signal_is_looked_up_and_the_decision_told() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
+    asked = Asked(SlurmAnswer(JobCondition.PREEMPTING, 40.0))
     found = asked.desk.hear(signal.SIGTERM, HeardBy.AGENTS, reason="SIGTERM on n2")
     assert (found.meaning, found.saves, found.seconds) == (Meaning.PREEMPT, True, 40.0)
     assert asked.near == [120.0 + EARLY_NOTICE], "Slurm may give its notice a minute early"
@@ -51,13 +51,13 @@ def test_a_signal_is_looked_up_and_the_decision_told() -> None:
 @pytest.mark.parametrize(
     ("number", "heard_by", "answer", "is_news"),
     [
-        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.PREEMPTING, 40.0), True),
-        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(SlurmWord.PREEMPTING, 40.0), True),
-        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.PREEMPTING, 59.0), False),
-        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.RUNNING), False),
-        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(SlurmWord.ENDED), False),
-        (signal.SIGTERM, HeardBy.BATCH, SlurmAnswer(SlurmWord.ENDED), True),
-        (signal.SIGINT, HeardBy.BATCH, SlurmAnswer(SlurmWord.RUNNING), True),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(JobCondition.PREEMPTING, 40.0), True),
+        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(JobCondition.PREEMPTING, 40.0), True),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(JobCondition.PREEMPTING, 59.0), False),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(JobCondition.RUNNING), False),
+        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(JobCondition.ENDED), False),
+        (signal.SIGTERM, HeardBy.BATCH, SlurmAnswer(JobCondition.ENDED), True),
+        (signal.SIGINT, HeardBy.BATCH, SlurmAnswer(JobCondition.RUNNING), True),
     ],
     ids=["sooner", "sooner, by agents", "the same", "later", "an end, by agents", "an end", "Ctrl-C"],
 )
@@ -71,7 +71,7 @@ def test_after_a_notice_only_what_is_sooner_is_news(
 
 
 def test_a_person_at_a_terminal_waits_for_no_answer() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
+    asked = Asked(SlurmAnswer(JobCondition.PREEMPTING, 40.0))
     assert asked.desk.hear(signal.SIGINT, HeardBy.BATCH, reason="").outcome is Outcome.CANCELLED
     assert asked.near == []
 
@@ -82,7 +82,7 @@ def test_a_person_at_a_terminal_waits_for_no_answer() -> None:
     ids=["long", "limit not told", "a short job is not told to stop as it begins"],
 )
 def test_the_limit_is_looked_at_when_it_is_near(left: float, limit: float | None, lead: float) -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.RUNNING, left, limit))
+    asked = Asked(SlurmAnswer(JobCondition.RUNNING, left, limit))
     assert asked.desk.look() is None
     due = asked.desk.due
     assert due is not None
@@ -91,7 +91,7 @@ def test_the_limit_is_looked_at_when_it_is_near(left: float, limit: float | None
     assert asked.desk.look() is None
     assert len(asked.near) == 1, "not asked again before it is time"
     asked.clock.now = due
-    asked.answer = SlurmAnswer(SlurmWord.RUNNING, lead - 1, limit)
+    asked.answer = SlurmAnswer(JobCondition.RUNNING, lead - 1, limit)
     found = asked.desk.look()
     assert found is not None
     assert (found.meaning, found.saves, found.seconds) == (Meaning.LIMIT, True, lead - 1)
@@ -99,24 +99,26 @@ def test_the_limit_is_looked_at_when_it_is_near(left: float, limit: float | None
 
 
 def test_a_limit_that_was_raised_meanwhile_is_waited_for_anew() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.RUNNING, 600.0, 600.0))
+    asked = Asked(SlurmAnswer(JobCondition.RUNNING, 600.0, 600.0))
     asked.desk.look()
     assert asked.desk.due is not None
     asked.clock.now = asked.desk.due
-    asked.answer = SlurmAnswer(SlurmWord.RUNNING, 5000.0, 9000.0)
+    asked.answer = SlurmAnswer(JobCondition.RUNNING, 5000.0, 9000.0)
     assert asked.desk.look() is None
     assert asked.desk.due == pytest.approx(asked.clock.now + 4880, abs=2)
 
 
-@pytest.mark.parametrize("word", [SlurmWord.NO_SLURM, SlurmWord.RUNNING, SlurmWord.ENDED, SlurmWord.REQUEUED])
-def test_there_may_be_nothing_to_look_for(word: SlurmWord) -> None:
-    asked = Asked(SlurmAnswer(word))
+@pytest.mark.parametrize(
+    "condition", [JobCondition.NO_SLURM, JobCondition.RUNNING, JobCondition.ENDED, JobCondition.REQUEUED]
+)
+def test_there_may_be_nothing_to_look_for(condition: JobCondition) -> None:
+    asked = Asked(SlurmAnswer(condition))
     assert asked.desk.look() is None
     assert asked.desk.due is None
     assert asked.events == []
 
 
 def test_a_controller_that_does_not_answer_is_asked_again() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.SILENT))
+    asked = Asked(SlurmAnswer(JobCondition.SILENT))
     assert asked.desk.look() is None
     assert asked.desk.due == asked.clock.now + SILENT_RETRY

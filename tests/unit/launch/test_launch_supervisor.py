@@ -19,7 +19,7 @@ from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.attempt_result import AttemptResult
 from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.signal_desk import SignalDesk
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
@@ -35,7 +35,7 @@ from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
-from hpc_elastic.rendezvous.notice import NoticeWord
+from hpc_elastic.rendezvous.notice import NoticeStatus
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.refusal import Refusal
 from hpc_elastic.rendezvous.settings import RendezvousSettings
@@ -233,7 +233,7 @@ class Stage:
         self.world = World(settings)
         self.signals: list[signal.Signals] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.answer = SlurmAnswer(SlurmWord.RUNNING)
+        self.answer = SlurmAnswer(JobCondition.RUNNING)
         """What Slurm says when it is asked."""
         self.allocation = Allocation.HELD
         self.script: deque[Callable[[], Any] | float] = deque()
@@ -289,7 +289,7 @@ class Stage:
         record = self.world.newest()
         assert record is not None
         for agent in self.agents.of.values():
-            agent.participant.report_noted(record.round, NoticeWord(heeds=True, step=7, rate=1.0))
+            agent.participant.report_noted(record.round, NoticeStatus(heeds=True, step=7, rate=1.0))
             agent.participant.report_kept(record.round)
 
     def claim_elsewhere(self) -> None:
@@ -777,11 +777,11 @@ def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stag
     s = stage()
 
     def first() -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
         s.signals.append(signal.SIGUSR2)
 
     def again(left: float) -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, left)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, left)
         s.signals.append(signal.SIGUSR2)
 
     began = s.world.clock.now
@@ -795,12 +795,12 @@ def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stag
 def test_a_second_notice_that_leaves_less_time_shortens_the_first(stage: Callable[..., Stage], heard_by: str) -> None:
     """A user's requeue with a long grace, and then a preemption with a short one, which the agents alone hear of."""
     s = stage()
-    s.answer = SlurmAnswer(SlurmWord.RUNNING)
+    s.answer = SlurmAnswer(JobCondition.RUNNING)
     times: list[float] = []
 
     def sooner() -> None:
         times.append(s.world.clock.now)
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 20.0)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
         if heard_by == "supervisor":
             s.signals.append(signal.SIGUSR2)
         else:
@@ -821,7 +821,7 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(stage: Cal
     s = stage()
 
     def cancelled() -> None:
-        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.answer = SlurmAnswer(JobCondition.ENDED)
         s.agents.of[1].participant.report_signal("SIGTERM on n1")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
@@ -855,20 +855,20 @@ def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stag
 
 
 ENDS = [
-    (SlurmWord.ENDED, Outcome.CANCELLED, "", False),
-    (SlurmWord.TIME_LIMIT, Outcome.TIMED_OUT, " (time limit)", False),
-    (SlurmWord.PREEMPTED, Outcome.PREEMPTED, " (preemption)", False),
-    (SlurmWord.REQUEUED, Outcome.PREEMPTED, " (requeue)", True),
+    (JobCondition.ENDED, Outcome.CANCELLED, "", False),
+    (JobCondition.TIME_LIMIT, Outcome.TIMED_OUT, " (time limit)", False),
+    (JobCondition.PREEMPTED, Outcome.PREEMPTED, " (preemption)", False),
+    (JobCondition.REQUEUED, Outcome.PREEMPTED, " (requeue)", True),
 ]
 
 
-@pytest.mark.parametrize(("word", "outcome", "why", "requeued"), ENDS)
+@pytest.mark.parametrize(("condition", "outcome", "why", "requeued"), ENDS)
 @pytest.mark.parametrize("heard_by", ["supervisor", "agents"])
 def test_what_a_sigterm_means_is_slurms_to_say(
-    stage: Callable[..., Stage], heard_by: str, word: SlurmWord, outcome: Outcome, why: str, requeued: bool
+    stage: Callable[..., Stage], heard_by: str, condition: JobCondition, outcome: Outcome, why: str, requeued: bool
 ) -> None:
     s = stage()
-    s.answer = SlurmAnswer(word)
+    s.answer = SlurmAnswer(condition)
     if heard_by == "supervisor":
         result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
         assert result.reason == f"SIGTERM on head{why}"
@@ -878,7 +878,7 @@ def test_what_a_sigterm_means_is_slurms_to_say(
     assert (result.outcome, result.signal_number) == (outcome, 15)
     assert (result.requeued, result.cancelled) == (requeued, False)
     (told,) = s.names("signal_decided")
-    assert (told["slurm"], told["saves"]) == (word.value, False)
+    assert (told["slurm"], told["saves"]) == (condition.value, False)
 
 
 def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Callable[..., Stage]) -> None:
@@ -886,7 +886,7 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Calla
     s = stage()
 
     def hear() -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
         for node, agent in s.agents.of.items():
             agent.participant.report_signal(f"SIGTERM on n{node}")
 
@@ -904,7 +904,7 @@ def test_a_cancel_while_the_workers_save_ends_everything(stage: Callable[..., St
     s = stage()
 
     def cancel() -> None:
-        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.answer = SlurmAnswer(JobCondition.ENDED)
         s.signals.append(signal.SIGTERM)
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancel)
@@ -926,7 +926,7 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
             s.saved()
 
     def cancel() -> None:
-        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.answer = SlurmAnswer(JobCondition.ENDED)
         s.signals.append(signal.SIGTERM)
 
     result = s.run(3.0, end, 5.0, cancel)
@@ -936,10 +936,10 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
 
 def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callable[..., Stage]) -> None:
     s = stage()
-    s.answer = SlurmAnswer(SlurmWord.RUNNING, 150.0, 86400.0)
+    s.answer = SlurmAnswer(JobCondition.RUNNING, 150.0, 86400.0)
 
     def near() -> None:
-        s.answer = SlurmAnswer(SlurmWord.RUNNING, 120.0, 86400.0)
+        s.answer = SlurmAnswer(JobCondition.RUNNING, 120.0, 86400.0)
 
     def saved() -> None:
         record = s.world.newest()
@@ -956,7 +956,7 @@ def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callabl
 
 def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage: Callable[..., Stage]) -> None:
     s = stage()
-    s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 20.0)
+    s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
     result = s.run()
     assert (result.outcome, result.reason) == (
         Outcome.PREEMPTED,
@@ -967,7 +967,7 @@ def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage
 def test_an_end_that_no_log_could_take_is_known_all_the_same(stage: Callable[..., Stage]) -> None:
     s = stage()
     s.look.hangs = True
-    s.answer = SlurmAnswer(SlurmWord.PREEMPTED)
+    s.answer = SlurmAnswer(JobCondition.PREEMPTED)
     s.signals.append(signal.SIGTERM)
 
     def end_all() -> None:
