@@ -25,7 +25,7 @@ from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.master import admit_members, open_master
 from hpc_elastic.agent.metrics import NoMetrics
-from hpc_elastic.agent.node_failure import first_word, own_failure, sum_up
+from hpc_elastic.agent.node_failure import early_failure, own_failure, sum_up
 from hpc_elastic.agent.notice_watch import NoticeWatch
 from hpc_elastic.agent.output_losses import log_losses
 from hpc_elastic.agent.round_events import log_coordination, log_failure, log_health, log_round, log_stacks
@@ -218,7 +218,7 @@ class NodeAgent:
             return
         if workers.failed:
             if not self._context.ring.replace_dead(workers):
-                self._happens(Event.FAILED, workers.quick_word())
+                self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
 
@@ -416,7 +416,7 @@ class NodeAgent:
     def _report_failure(self, reason: str) -> None:
         """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
         assert self._workers is not None
-        failure = first_word(reason, node=self._context.info.node, workers=self._workers, watch=self._context.watch)
+        failure = early_failure(reason, node=self._context.info.node, workers=self._workers, watch=self._context.watch)
         index = self._workers.round
         self._context.coordination.ask(lambda participant: participant.report_failure(index, failure))
 

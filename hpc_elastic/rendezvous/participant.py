@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.claim_scanner import ClaimScanner, gone_key
 from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.decision_events import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.life_signs import LifeSigns
-from hpc_elastic.rendezvous.lookout import Lookout, gone_key
 from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
 from hpc_elastic.rendezvous.own_life import OwnLife
@@ -85,7 +85,7 @@ class Participant:
         self.pace = pace_of(settings)
         self._peers = Peers(store, info, bell)
         self._life = LifeSigns(store, settings, self.pace, clock)
-        self._lookout = Lookout(store, info.uid, self._peers, self._life)
+        self._scanner = ClaimScanner(store, info.uid, self._peers, self._life)
         self._succession = Succession(store, info, settings, self.pace, self._life, rng)
         self._watch = Watch(self.pace, rng, now, observes=self.observes)
         self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
@@ -266,7 +266,7 @@ class Participant:
         record = self._record
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
-        uids = {m.uid for m in record.members} | self._lookout.joining if self._leads() else {record.leader}
+        uids = {m.uid for m in record.members} | self._scanner.joining if self._leads() else {record.leader}
         return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._life.hears)
 
     # -- the machine ---------------------------------------------------------------------------------------------
@@ -301,9 +301,9 @@ class Participant:
         self._own_life.check_if_doubted(now)
         plans = self.waits_to_speak
         if not (rung or plans) and now < self._rests_until and self._in_touch():
-            self._lookout.held_up(self._life.look_at(()))
+            self._scanner.held_up(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
-        self._lookout.listed = {}
+        self._scanner.listed = {}
         if not self._announced:
             rung = self._announce(now)
         self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
@@ -313,15 +313,15 @@ class Participant:
             self._ring_coordinator()
         self._report_links(self._record)
         said = any([self._flush_claims(), self._join_if_wanted()])
-        self._lookout.held_up(self._life.look_at(()))
+        self._scanner.held_up(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
-            seen = self._lookout.claims_seen
+            seen = self._scanner.claims_seen
             self._stirring.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
             progress = self._stir_what_is_hidden(surveyed=survey) or progress
         now = self._clock.monotonic()
-        self._sweep.step(self._record, joined=self._lookout.joining, now=now)
+        self._sweep.step(self._record, joined=self._scanner.joining, now=now)
         if progress:
             self._watch.hurry(now)
             return 0.0
@@ -338,7 +338,7 @@ class Participant:
         """Returns whether to look again at once."""
         if self._leads() and not surveyed:
             return False
-        hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._lookout.listed)
+        hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
         for folder in sorted(hidden):
             self._store.stir(folder)
         return bool(hidden)
@@ -363,7 +363,7 @@ class Participant:
 
     def _is_calm(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
-        return self._bell is not None and self._watch.may_rest and self._leads() and self._lookout.is_calm(self._record)
+        return self._bell is not None and self._watch.may_rest and self._leads() and self._scanner.is_calm(self._record)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
@@ -396,16 +396,16 @@ class Participant:
         self._record = record
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
-            self._lookout.status_began(now)
+            self._scanner.status_began(now)
             if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
                 # The next round needs the agent's word: its workers must have ended, and one that does not even
                 # confirm must not come back by itself, to break round after round. Asked once per state: what the
                 # agent says in it holds, whoever else writes a record.
                 self._wants_in = False
         if before is None or before.lost != record.lost:
-            self._lookout.somebody_was_lost(now)
+            self._scanner.somebody_was_lost(now)
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
-            self._lookout.notice_was_given(now)
+            self._scanner.notice_was_given(now)
         self._watch.new_record(now)
         self._life.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
@@ -453,7 +453,7 @@ class Participant:
         record = self._record
         if record is None or not self._to_all:
             return False
-        proposal = self._to_all.next(record, noticed_for=self._lookout.noticed_for(self._clock.monotonic()))
+        proposal = self._to_all.next(record, noticed_for=self._scanner.noticed_for(self._clock.monotonic()))
         if proposal is None:
             return False
         self._commit(proposal)
@@ -478,11 +478,11 @@ class Participant:
             return self._take_over_if_needed(record, looked=looked)
         if not survey or not self._own_life.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
-        view = self._lookout.look(record)
+        view = self._scanner.look(record)
         proposal = next_proposal(view, self._settings, self._settle)
         if proposal is not None and rests_on_absence(view, proposal):
             self._stirring.before_absence(record)
-            proposal = next_proposal(self._lookout.look(record), self._settings, self._settle)
+            proposal = next_proposal(self._scanner.look(record), self._settings, self._settle)
         if proposal is None:
             return False
         self._commit(proposal)
@@ -494,7 +494,7 @@ class Participant:
             return False
         epoch = self._epoch.open()
         self._own_life.beat(now)
-        self._lookout.prepare(0)
+        self._scanner.prepare(0)
         record = RoundRecord(
             number=1,
             epoch=epoch,

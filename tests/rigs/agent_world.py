@@ -116,7 +116,7 @@ class FakeWorkers:
         news, self._news = self._news, False
         return news
 
-    def quick_word(self) -> str:
+    def exit_summary(self) -> str:
         return self._message
 
     def take_stacks_first(self) -> None:

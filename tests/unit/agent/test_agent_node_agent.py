@@ -109,7 +109,7 @@ class Workers:
         news, self.news = self.news, False
         return news
 
-    def quick_word(self) -> str:
+    def exit_summary(self) -> str:
         return "rank 0 ended with exit code 1"
 
     def begin_stop(self, *, grace: float) -> None:
@@ -447,9 +447,13 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
     assert code == 1
     assert p.agent.state is WorkerState.FAILED
     assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "confirm", "deregister"]
-    index, first_word = p.said.last("report_failure")
-    assert (index, first_word.failure_class, first_word.message) == (0, "unknown", "rank 0 ended with exit code 1")
-    assert first_word.retryable
+    index, early_failure = p.said.last("report_failure")
+    assert (index, early_failure.failure_class, early_failure.message) == (
+        0,
+        "unknown",
+        "rank 0 ended with exit code 1",
+    )
+    assert early_failure.retryable
     index, summed = p.said.last("sum_up_failures")
     assert (index, summed.message, summed.seconds) == (0, "rank 1: boom", 12.0)
     assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]

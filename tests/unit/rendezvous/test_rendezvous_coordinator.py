@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.settings import RendezvousSettings
@@ -25,7 +26,6 @@ from hpc_elastic.rendezvous.state import (
     decode_record,
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from hpc_elastic.rendezvous.view import View
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,
@@ -72,8 +72,8 @@ def record(status: Status, *names: str, **changes: Any) -> RoundRecord:
     return replace(plain, **changes)
 
 
-def view(of: RoundRecord, *, joined: Sequence[str] = (), **seen: Any) -> View:
-    plain = View(
+def view(of: RoundRecord, *, joined: Sequence[str] = (), **seen: Any) -> ClusterView:
+    plain = ClusterView(
         record=of,
         joined={name: info(name) for name in joined},
         acked={},
@@ -112,7 +112,7 @@ def settled(**changes: Any) -> Settlement:
     return replace(plain, **changes)
 
 
-def decide(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal | None:
+def decide(seen: ClusterView, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal | None:
     proposal = next_proposal(seen, settings, settle or Settle())
     if proposal is not None:
         assert proposal.record.number == seen.record.number + 1
@@ -122,7 +122,7 @@ def decide(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle |
     return proposal
 
 
-def committed(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal:
+def committed(seen: ClusterView, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal:
     proposal = decide(seen, settings, settle)
     assert proposal is not None
     return proposal
@@ -173,7 +173,7 @@ FINAL = record(Status.FINAL, *ALL, master="n0:1")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_when_a_round_is_frozen(what: str, seen: View, nodes: list[int] | None) -> None:
+def test_when_a_round_is_frozen(what: str, seen: ClusterView, nodes: list[int] | None) -> None:
     proposal = decide(seen)
     if nodes is None:
         assert proposal is None
@@ -191,7 +191,7 @@ def test_at_max_nobody_else_is_waited_for() -> None:
     assert nodes_of(proposal) == [0, 1]
 
 
-def spares(seen: View, *nodes: int) -> View:
+def spares(seen: ClusterView, *nodes: int) -> ClusterView:
     """The same, where agents on these nodes were submitted as spares."""
     joined = {name: replace(node, spare=node.node in nodes) for name, node in seen.joined.items()}
     return replace(seen, joined=joined)
@@ -220,7 +220,7 @@ TWO_OF_FOUR = replace(SETTINGS, max_nodes=2, expected_nodes=4)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_spares_are_the_second_choice(what: str, seen: View, nodes: list[int] | None) -> None:
+def test_spares_are_the_second_choice(what: str, seen: ClusterView, nodes: list[int] | None) -> None:
     proposal = decide(spares(seen, 2, 3), TWO_OF_FOUR)
     assert (nodes_of(proposal) if proposal else None) == nodes
 
@@ -397,7 +397,9 @@ def test_the_policy_gives_up(retryable: bool) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: str, seen: View, lost: bool) -> None:
+def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(
+    what: str, seen: ClusterView, lost: bool
+) -> None:
     settle = Settle()
     assert committed(seen, settle=settle).event is RoundEvent.FREEZE
     assert settle.asked[0][2] is lost
@@ -456,7 +458,7 @@ def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_too_few_nodes(what: str, seen: View, reason: str | None) -> None:
+def test_too_few_nodes(what: str, seen: ClusterView, reason: str | None) -> None:
     proposal = decide(seen)
     if reason is None:
         assert proposal is None
@@ -519,7 +521,7 @@ SIX = [uid(node) for node in range(6)]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_segments_come_and_go_as_a_whole(what: str, seen: View, nodes: list[int] | None, reason: str) -> None:
+def test_segments_come_and_go_as_a_whole(what: str, seen: ClusterView, nodes: list[int] | None, reason: str) -> None:
     proposal = decide(seen, PAIRS)
     if nodes is None:
         assert proposal is None
@@ -576,7 +578,7 @@ def test_who_waits_for_the_rest_of_its_segment_makes_no_round_grow() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_frozen_round_opens_again(what: str, seen: View, lost: dict[int, str] | None) -> None:
+def test_a_frozen_round_opens_again(what: str, seen: ClusterView, lost: dict[int, str] | None) -> None:
     proposal = decide(seen)
     if lost is None:
         assert proposal is None
@@ -697,7 +699,7 @@ def test_a_failure_and_a_loss_at_once_are_both_noted() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_lost_member_opens_the_next_round(what: str, seen: View, lost: tuple[int, ...], reason: str) -> None:
+def test_a_lost_member_opens_the_next_round(what: str, seen: ClusterView, lost: tuple[int, ...], reason: str) -> None:
     proposal = committed(seen)
     assert proposal.event is RoundEvent.REOPEN
     assert proposal.record.round == 6
@@ -717,7 +719,7 @@ def test_a_lost_member_opens_the_next_round(what: str, seen: View, lost: tuple[i
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_done_on_all_nodes_is_success(what: str, seen: View, over: bool) -> None:
+def test_done_on_all_nodes_is_success(what: str, seen: ClusterView, over: bool) -> None:
     proposal = decide(seen)
     if over:
         assert proposal is not None
@@ -770,7 +772,7 @@ SMALL = record(Status.FINAL, *ALL[:3], lost=(3,), master="n0:1")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_nodes_that_come_later(what: str, seen: View, event: RoundEvent | None, waiting: int) -> None:
+def test_nodes_that_come_later(what: str, seen: ClusterView, event: RoundEvent | None, waiting: int) -> None:
     proposal = decide(seen)
     assert (proposal.event if proposal else None) is event
     if proposal is None:

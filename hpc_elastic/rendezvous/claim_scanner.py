@@ -14,12 +14,12 @@ from hpc_elastic.rendezvous.claims import (
     read_claims,
     read_confirmed,
 )
+from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
 from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.notice import decode_status
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.view import View
 from hpc_elastic.store.base import Store, make_folder
 
 _GONE = "gone"
@@ -30,8 +30,11 @@ def gone_key(node: int) -> str:
     return f"{_GONE}/{node:05d}"
 
 
-class Lookout:
-    """One participant's, used while it coordinates. The times are of its monotonic clock."""
+class ClaimScanner:
+    """Reads all participants' claims into a `ClusterView`, for one participant while it coordinates.
+
+    Times are of its monotonic clock.
+    """
 
     def __init__(self, store: Store, uid: str, peers: Peers, life: LifeSigns) -> None:
         self._store = store
@@ -85,7 +88,7 @@ class Lookout:
         others = {m.uid for m in record.members} | self.joining
         return all(self._life.in_touch(uid) for uid in others if uid != self._uid)
 
-    def look(self, record: RoundRecord) -> View:
+    def look(self, record: RoundRecord) -> ClusterView:
         """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""
         self.prepare(record.round)
         here = read_claims(self._store, record.round)
@@ -108,7 +111,7 @@ class Lookout:
             self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._life.mark)
         supervisor = self._peers.observer() if joinable and record.lost else None
         is_unsupervised = supervisor is not None and self._life.is_overdue(supervisor)
-        return View(
+        return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
             acked=read_confirmed(self._store, record, here.get("ack", ())),

@@ -10,7 +10,7 @@ from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ClusterView:
     """What the coordinator sees at one moment."""
 
     record: RoundRecord
