@@ -117,7 +117,7 @@ def agent_main(argv: Sequence[str]) -> int:
         node=me.node,
         host=me.host,
         local_world_size=local_world_size(spec.nproc_per_node, me.env),
-        settle=policy.settle,
+        decide_restart=policy.decide_restart,
         clock=clock,
     )
     ring = RingWatch(folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts)

@@ -276,7 +276,7 @@ def _observe(
         node=OBSERVER_NODE,
         host=attempt.batch_host,
         local_world_size=0,
-        settle=policy.settle,
+        decide_restart=policy.decide_restart,
         clock=clock,
     ).coordination
 

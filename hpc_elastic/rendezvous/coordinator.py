@@ -8,8 +8,8 @@ from hpc_elastic.light_dataclasses import dataclass, field, replace
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
+from hpc_elastic.rendezvous.restart_decision import DecideRestart, failure_order
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import SettleFailures, failure_order
 from hpc_elastic.rendezvous.slots import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -45,7 +45,7 @@ class Proposal:
     """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
 
-def next_proposal(view: ClusterView, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
+def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
     """Decide what to commit next, if anything. The log may still refuse it."""
     status = view.record.status
     proposal = None
@@ -54,7 +54,7 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, settle: Settl
     elif status is Status.JOINABLE:
         # Workers that Slurm's signal has ended (proctrack/linuxproc) must not be started for the moments that are left.
         undecided = bool(view.record.heard) and view.since_status < HEARD_PATIENCE
-        proposal = None if undecided else _while_joinable(view, settings, settle)
+        proposal = None if undecided else _while_joinable(view, settings, decide_restart)
     elif status is Status.FROZEN:
         proposal = _while_frozen(view, settings)
     elif status is Status.FINAL:
@@ -121,7 +121,7 @@ def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
     return proposal.event is RoundEvent.REOPEN and not view.failures and bool(lost)
 
 
-def _while_joinable(view: ClusterView, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
+def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
     record = view.record
     came = _newest_per_node(view)
     present = whole_segments(came, settings.segment)
@@ -141,7 +141,7 @@ def _while_joinable(view: ClusterView, settings: RendezvousSettings, settle: Set
     if enough and (complete or timed_out):
         if is_full and not last_call_over:
             awaited = first_choices  # spares that nobody has waited for are not missing
-        return _freeze(view, settings, settle, present, away, awaited)
+        return _freeze(view, settings, decide_restart, present, away, awaited)
     if not settings.give_up:
         return None
     if not enough and not awaited:
@@ -168,7 +168,7 @@ def _while_joinable(view: ClusterView, settings: RendezvousSettings, settle: Set
 def _freeze(
     view: ClusterView,
     settings: RendezvousSettings,
-    settle: SettleFailures,
+    decide_restart: DecideRestart,
     present: Sequence[Member],
     away: frozenset[int],
     awaited: frozenset[int],
@@ -176,11 +176,9 @@ def _freeze(
     record = view.record
     here = {member.uid for member in present}
     node_lost = any(member.uid not in here for member in record.members)  # also one that has a new agent by now
-    settlement = settle(record, tuple(view.failures.values()), node_lost)
-    if not settlement.go_on:
-        return _close(
-            record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
-        )
+    decision = decide_restart(record, tuple(view.failures.values()), node_lost)
+    if not decision.go_on:
+        return _close(record, Outcome.FAILED, decision.reason, memory=decision.memory, retryable=decision.retryable)
     members = assign_ranks(record.members, present, max_nodes=settings.max_nodes, segment=settings.segment)
     replaced = replacements(record.members, members)
     taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
@@ -198,13 +196,13 @@ def _freeze(
         record=record.successor(
             status=next_status(record.status, RoundEvent.FREEZE),
             members=members,
-            restarts_used=(0 if settlement.refills else record.restarts_used) + (1 if settlement.counts else 0),
+            restarts_used=(0 if decision.refills else record.restarts_used) + (1 if decision.counts else 0),
             waiting=0,
             vacant=max(0, places - len(members)),
             lost=tuple(sorted(away | awaited)),
-            memory=settlement.memory,
+            memory=decision.memory,
         ),
-        reason=(settlement.reason or record.reason) + taken + missing,
+        reason=(decision.reason or record.reason) + taken + missing,
         replaced=replaced,
     )
 

@@ -26,10 +26,10 @@ from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
 from hpc_elastic.rendezvous.own_life import OwnLife
 from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
+from hpc_elastic.rendezvous.restart_decision import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import SettleFailures
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import Stirring
 from hpc_elastic.rendezvous.succession import Succession
@@ -66,7 +66,7 @@ class Participant:
         store: Store,
         info: NodeInfo,
         settings: RendezvousSettings,
-        settle: SettleFailures,
+        decide_restart: DecideRestart,
         clock: Clock,
         rng: random.Random,
         listener: Listener,
@@ -77,7 +77,7 @@ class Participant:
         self._log = RoundLog(store, run_id)
         self._info = info
         self._settings = settings
-        self._settle = settle
+        self._decide_restart = decide_restart
         self._clock = clock
         self._listener = listener
         self._bell = bell
@@ -479,10 +479,10 @@ class Participant:
         if not survey or not self._own_life.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
         view = self._scanner.look(record)
-        proposal = next_proposal(view, self._settings, self._settle)
+        proposal = next_proposal(view, self._settings, self._decide_restart)
         if proposal is not None and rests_on_absence(view, proposal):
             self._stirring.before_absence(record)
-            proposal = next_proposal(self._scanner.look(record), self._settings, self._settle)
+            proposal = next_proposal(self._scanner.look(record), self._settings, self._decide_restart)
         if proposal is None:
             return False
         self._commit(proposal)

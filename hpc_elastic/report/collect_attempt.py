@@ -17,7 +17,7 @@ from hpc_elastic.report.history import (
     AttemptHistory,
     GivenUpNode,
     NodeLoss,
-    RestartDecision,
+    RestartRecord,
     RoundHistory,
     RoundNode,
 )
@@ -184,9 +184,9 @@ class AttemptBuilder:
         if after is not None and (after.frozen_reason or after.nodes):
             reason = after.frozen_reason or after.reason
             action = "restart" if reason.startswith("restart") else "continue"
-            decision = RestartDecision(action=action, reason=reason, restarts_used=after.restarts_used)
+            decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
         elif self.closed_reason:
-            decision = RestartDecision(action="close", reason=self.closed_reason)
+            decision = RestartRecord(action="close", reason=self.closed_reason)
         else:
             return part
         return replace(part, decision=decision)

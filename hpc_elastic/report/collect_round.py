@@ -13,7 +13,7 @@ from hpc_elastic.report.history import (
     NodeLoss,
     RankStatus,
     Replacement,
-    RestartDecision,
+    RestartRecord,
     RoundHistory,
     RoundNode,
     StackGroup,
@@ -52,7 +52,7 @@ class RoundBuilder:
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
     restarts_used: int | None = None
-    decision: RestartDecision | None = None
+    decision: RestartRecord | None = None
     decided_ns: int = -1
     rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
@@ -246,7 +246,7 @@ def _ended(part: RoundBuilder, when: int, node: int) -> None:
 def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     if when >= part.decided_ns:  # a new coordinator may have decided again: the last word holds
         part.decided_ns = when
-        part.decision = RestartDecision(
+        part.decision = RestartRecord(
             action=text_of(event.get("action")),
             reason=text_of(event.get("reason")),
             restarts_used=integer(event.get("restarts_used")),

@@ -116,7 +116,7 @@ class StackGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecision:
+class RestartRecord:
     """What the coordinator decided when a round had broken."""
 
     action: str
@@ -149,7 +149,7 @@ class RoundHistory:
     """What of this package failed (`NodeLoss.broke`); no node was lost by it."""
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
-    decision: RestartDecision | None = None
+    decision: RestartRecord | None = None
     rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was told."""
     stacks: tuple[StackGroup, ...] = ()

@@ -22,8 +22,8 @@ from unittest import mock
 from hpc_elastic.rendezvous import round_log
 from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.store import file_store, record_log
@@ -64,7 +64,7 @@ class Node:
             store=self.store,
             info=self.info,
             settings=world.settings,
-            settle=_go_on,
+            decide_restart=_go_on,
             clock=clock,
             rng=random.Random(index),
             listener=self,
@@ -317,5 +317,5 @@ def failure(node: int) -> NodeFailure:
     return NodeFailure(node=node, fingerprint="E", failure_class="root", retryable=True, message="E: boom")
 
 
-def _go_on(record: RoundRecord, failures: Any, lost: bool) -> Settlement:
-    return Settlement(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
+def _go_on(record: RoundRecord, failures: Any, lost: bool) -> RestartDecision:
+    return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())

@@ -103,7 +103,7 @@ class Look:
             store=self.store,  # type: ignore[arg-type]
             info=info,
             settings=world.settings,
-            settle=settle_always_restarting,
+            decide_restart=settle_always_restarting,
             clock=world.clock,
             rng=random.Random(0),
             listener=self,
@@ -649,7 +649,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
             store=world.store,
             info=info,
             settings=slow,
-            settle=settle_always_restarting,
+            decide_restart=settle_always_restarting,
             clock=clock,
             rng=random.Random(0),
             listener=coordination,

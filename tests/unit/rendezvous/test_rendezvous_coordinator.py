@@ -12,8 +12,8 @@ from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal
 from hpc_elastic.rendezvous.growth import GrowPolicy
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -96,24 +96,28 @@ def failure(node: int, failure_class: str = "root", message: str = "boom") -> No
 
 
 @dataclass
-class Settle:
+class DecideRestart:
     """The restart policy's place: answers what it was made with, and remembers what it was asked."""
 
-    answer: Settlement = field(default_factory=lambda: settled())
+    answer: RestartDecision = field(default_factory=lambda: settled())
     asked: list[tuple[RoundRecord, tuple[NodeFailure, ...], bool]] = field(default_factory=list)
 
-    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> Settlement:
+    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
         self.asked.append((of, tuple(failures), node_lost))
         return self.answer
 
 
-def settled(**changes: Any) -> Settlement:
-    plain = Settlement(go_on=True, counts=False, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8))
+def settled(**changes: Any) -> RestartDecision:
+    plain = RestartDecision(
+        go_on=True, counts=False, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8)
+    )
     return replace(plain, **changes)
 
 
-def decide(seen: ClusterView, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal | None:
-    proposal = next_proposal(seen, settings, settle or Settle())
+def decide(
+    seen: ClusterView, settings: RendezvousSettings = SETTINGS, decide_restart: DecideRestart | None = None
+) -> Proposal | None:
+    proposal = next_proposal(seen, settings, decide_restart or DecideRestart())
     if proposal is not None:
         assert proposal.record.number == seen.record.number + 1
         assert proposal.record.term == seen.record.term
@@ -122,8 +126,10 @@ def decide(seen: ClusterView, settings: RendezvousSettings = SETTINGS, settle: S
     return proposal
 
 
-def committed(seen: ClusterView, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal:
-    proposal = decide(seen, settings, settle)
+def committed(
+    seen: ClusterView, settings: RendezvousSettings = SETTINGS, decide_restart: DecideRestart | None = None
+) -> Proposal:
+    proposal = decide(seen, settings, decide_restart)
     assert proposal is not None
     return proposal
 
@@ -332,45 +338,45 @@ def test_freezing_starts_the_count_of_waiting_nodes_anew() -> None:
 
 
 def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
-    settle = Settle(settled(counts=True, reason="restart 2 of 3"))
+    decide_restart = DecideRestart(settled(counts=True, reason="restart 2 of 3"))
     failures = {uid(1): failure(1), uid(2): failure(2, "symptom")}
-    proposal = committed(view(AGAIN, joined=ALL, failures=failures), settle=settle)
-    assert settle.asked == [(AGAIN, (failure(1), failure(2, "symptom")), False)]
+    proposal = committed(view(AGAIN, joined=ALL, failures=failures), decide_restart=decide_restart)
+    assert decide_restart.asked == [(AGAIN, (failure(1), failure(2, "symptom")), False)]
     assert proposal.record.restarts_used == 2
-    assert proposal.record.memory == settle.answer.memory
+    assert proposal.record.memory == decide_restart.answer.memory
     assert proposal.reason == "restart 2 of 3"
 
 
 def test_progress_that_refills_the_budget_is_counted_before_the_restart() -> None:
     answer = settled(counts=True, refills=True)
-    proposal = committed(view(replace(AGAIN, restarts_used=3), joined=ALL), settle=Settle(answer))
+    proposal = committed(view(replace(AGAIN, restarts_used=3), joined=ALL), decide_restart=DecideRestart(answer))
     assert proposal.record.restarts_used == 1
 
 
 def test_what_the_policy_does_not_count_is_free() -> None:
-    proposal = committed(view(AGAIN, joined=ALL), settle=Settle(settled(counts=False)))
+    proposal = committed(view(AGAIN, joined=ALL), decide_restart=DecideRestart(settled(counts=False)))
     assert proposal.record.restarts_used == 1
     assert proposal.reason == "why it opened"
 
 
 def test_the_policy_is_asked_only_when_the_round_is_frozen() -> None:
-    settle = Settle()
-    decide(view(AGAIN, joined=ALL[:3], failures={uid(1): failure(1)}), settle=settle)
-    decide(view(FROZEN, acked=dict.fromkeys(ALL, "n0:1")), settle=settle)
-    decide(view(FINAL, failures={uid(1): failure(1)}), settle=settle)
-    assert settle.asked == []
+    decide_restart = DecideRestart()
+    decide(view(AGAIN, joined=ALL[:3], failures={uid(1): failure(1)}), decide_restart=decide_restart)
+    decide(view(FROZEN, acked=dict.fromkeys(ALL, "n0:1")), decide_restart=decide_restart)
+    decide(view(FINAL, failures={uid(1): failure(1)}), decide_restart=decide_restart)
+    assert decide_restart.asked == []
 
 
 @pytest.mark.parametrize("retryable", [True, False])
 def test_the_policy_gives_up(retryable: bool) -> None:
-    settle = Settle(settled(go_on=False, reason="restarts exhausted", retryable=retryable))
-    proposal = committed(view(AGAIN, joined=ALL, failures={uid(1): failure(1)}), settle=settle)
+    decide_restart = DecideRestart(settled(go_on=False, reason="restarts exhausted", retryable=retryable))
+    proposal = committed(view(AGAIN, joined=ALL, failures={uid(1): failure(1)}), decide_restart=decide_restart)
     assert proposal.event is RoundEvent.CLOSE
     assert proposal.record.status is Status.CLOSED
     assert proposal.record.outcome is Outcome.FAILED
     assert proposal.record.reason == "restarts exhausted"
     assert proposal.record.retryable is retryable
-    assert proposal.record.memory == settle.answer.memory
+    assert proposal.record.memory == decide_restart.answer.memory
     assert proposal.record.restarts_used == 1
 
 
@@ -400,9 +406,9 @@ def test_the_policy_gives_up(retryable: bool) -> None:
 def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(
     what: str, seen: ClusterView, lost: bool
 ) -> None:
-    settle = Settle()
-    assert committed(seen, settle=settle).event is RoundEvent.FREEZE
-    assert settle.asked[0][2] is lost
+    decide_restart = DecideRestart()
+    assert committed(seen, decide_restart=decide_restart).event is RoundEvent.FREEZE
+    assert decide_restart.asked[0][2] is lost
 
 
 # -- joinable: too few nodes
@@ -821,7 +827,7 @@ def test_nodes_are_named_in_ranges(missing: set[int], text: str) -> None:
 
 
 def test_who_falls_silent_is_asked_and_not_put_out() -> None:
-    proposal = next_proposal(view(FINAL, silent=frozenset({uid(1)})), SETTINGS, Settle())
+    proposal = next_proposal(view(FINAL, silent=frozenset({uid(1)})), SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.ASK
     assert (proposal.record.round, proposal.record.status) == (FINAL.round, Status.FINAL)
@@ -830,8 +836,8 @@ def test_who_falls_silent_is_asked_and_not_put_out() -> None:
 
 def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_once() -> None:
     asked = replace(FINAL, suspects=(uid(1),))
-    assert next_proposal(view(asked, silent=frozenset({uid(1)})), SETTINGS, Settle()) is None
-    proposal = next_proposal(view(asked, answered=frozenset({uid(1)})), SETTINGS, Settle())
+    assert next_proposal(view(asked, silent=frozenset({uid(1)})), SETTINGS, DecideRestart()) is None
+    proposal = next_proposal(view(asked, answered=frozenset({uid(1)})), SETTINGS, DecideRestart())
     assert proposal is not None
     assert (proposal.event, proposal.record.suspects) == (RoundEvent.ASK, ())
 
@@ -839,14 +845,14 @@ def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_onc
 def test_an_answer_through_the_files_counts_though_nothing_is_heard() -> None:
     asked = replace(FINAL, suspects=(uid(1),))
     seen = view(asked, silent=frozenset({uid(1)}), answered=frozenset({uid(1)}))
-    proposal = next_proposal(seen, SETTINGS, Settle())
+    proposal = next_proposal(seen, SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.record.suspects == ()
 
 
 def test_a_suspect_that_is_lost_or_takes_no_part_is_none_any_more() -> None:
     asked = replace(FINAL, suspects=(uid(1), uid(99)))
-    proposal = next_proposal(view(asked, dead=frozenset({uid(1)})), SETTINGS, Settle())
+    proposal = next_proposal(view(asked, dead=frozenset({uid(1)})), SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.REOPEN
     assert proposal.record.suspects == ()

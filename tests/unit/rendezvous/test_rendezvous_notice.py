@@ -23,7 +23,7 @@ from hpc_elastic.rendezvous.notice import (
 from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status, decode_record
 from hpc_elastic.rendezvous.to_all import WordsToAll
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, Settle, record, uid, view
+from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
 
 NOTICE = Notice("SIGUSR2 on n0", 85.0)
 HEEDS = NoticeStatus(heeds=True, step=100, rate=10.0)
@@ -65,7 +65,7 @@ def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeStat
 
 
 def under(status: Status = Status.FINAL, notice: Notice = NOTICE, **seen: Any) -> Any:
-    return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, Settle())
+    return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, DecideRestart())
 
 
 NOTED = dict.fromkeys(ALL, HEEDS)
@@ -252,10 +252,10 @@ def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
 def test_no_round_begins_until_it_is_known_what_a_signal_means() -> None:
     """Workers that the signal itself has ended are not started anew for the moments that are left."""
     before = record(Status.JOINABLE, *ALL, heard="SIGTERM on n1")
-    ready = next_proposal(view(replace(before, heard=""), joined=ALL), SETTINGS, Settle())
+    ready = next_proposal(view(replace(before, heard=""), joined=ALL), SETTINGS, DecideRestart())
     assert ready is not None
     assert ready.event is RoundEvent.FREEZE
-    assert next_proposal(view(before, joined=ALL, since_status=1.0), SETTINGS, Settle()) is None
-    late = next_proposal(view(before, joined=ALL, since_status=6.5), SETTINGS, Settle())
+    assert next_proposal(view(before, joined=ALL, since_status=1.0), SETTINGS, DecideRestart()) is None
+    late = next_proposal(view(before, joined=ALL, since_status=6.5), SETTINGS, DecideRestart())
     assert late is not None
     assert late.event is RoundEvent.FREEZE, "nobody can say it"

@@ -13,8 +13,8 @@ import pytest
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.store.base import StoreWipedError
@@ -77,7 +77,7 @@ class Seat:
         node: int,
         *,
         settings: RendezvousSettings = SETTINGS,
-        settle: Callable[..., Settlement] | None = None,
+        decide_restart: Callable[..., RestartDecision] | None = None,
         port: int = 0,
     ) -> None:
         clock.now += 0.001
@@ -97,7 +97,8 @@ class Seat:
             store=store,
             info=self.info,
             settings=settings,
-            settle=settle or (lambda *_: Settlement(go_on=True, counts=False, reason="", memory=FailureMemory())),
+            decide_restart=decide_restart
+            or (lambda *_: RestartDecision(go_on=True, counts=False, reason="", memory=FailureMemory())),
             clock=clock,
             rng=random.Random(node),
             listener=self,
@@ -305,13 +306,13 @@ def test_an_unreadable_claim_of_a_failure_is_one_all_the_same(store: SpyStore, c
 def test_the_sum_counts_and_the_first_word_where_it_can_not_be_read(store: SpyStore, clock: FakeClock) -> None:
     asked: list[Any] = []
 
-    def settle(*args: Any) -> Settlement:
+    def decide_restart(*args: Any) -> RestartDecision:
         asked.append(args)
-        return Settlement(go_on=True, counts=True, reason="", memory=FailureMemory())
+        return RestartDecision(go_on=True, counts=True, reason="", memory=FailureMemory())
 
     for hidden in (False, True):
         store, clock = SpyStore(), FakeClock()
-        first, second = running(store, clock, settle=settle)
+        first, second = running(store, clock, decide_restart=decide_restart)
         second.participant.report_failure(0, replace(boom(1), message="first word", failure_class="unknown"))
         second.participant.sum_up_failures(0, replace(boom(1), message="sum"))
         if hidden:
