@@ -41,7 +41,7 @@ from hpc_elastic.file_thread import FileThread, is_refusal
 from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.outcome import REFUSED_CODE, ExitCode
 from hpc_elastic.processes import linux
-from hpc_elastic.processes.guardian import end_strangers, start_guardian
+from hpc_elastic.processes.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
@@ -89,7 +89,7 @@ def agent_main(argv: Sequence[str]) -> int:
         me.tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
     )
     gc.enable()  # `cli.agent` turned it off for the imports
-    left = end_strangers(me.tag, clock=clock)
+    left = kill_stale_processes(me.tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
     files = FileThread(clock=clock)
