@@ -4,8 +4,8 @@ It is forked when the agent starts and does nothing but wait at a pipe whose oth
 file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
 below them, removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
 
-Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. Who has
-cleared its environment is found by the children to which it belonged at the guardian's last look (`children`), a second
+Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. A process
+that cleared its environment is found by the guardian's last snapshot of the children (`child_snapshot`), a second
 before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and such
 a one stays until Slurm ends the step.
 """
