@@ -147,9 +147,9 @@ class EarlierAttempt:
         announced = (name.partition("+")[0] for name in self._store.list("node"))
         return list(newest_agents(announced, without=lost).values())
 
-    def forgive(self, seconds: float) -> None:
+    def paused_for(self, seconds: float) -> None:
         """This process was held up for so long: no agent was silent meanwhile."""
-        self._liveness.forgive(seconds, now=self._clock.monotonic())
+        self._liveness.paused_for(seconds, now=self._clock.monotonic())
         self._closed_at += seconds
 
     def look(self, is_node_up: Callable[[str], bool]) -> dict[str, AgentState]:
@@ -284,12 +284,12 @@ class EarlierAttempts:
 
     def _look(self) -> bool:
         now = self._clock.monotonic()
-        held_up = now - self._looked_at if now - self._looked_at > HELD_UP_SECONDS else 0.0
+        paused = now - self._looked_at if now - self._looked_at > HELD_UP_SECONDS else 0.0
         self._looked_at = now
-        self._began_at += held_up
+        self._began_at += paused
         for number, nodes, earlier in self._open:
-            if held_up:  # by a filesystem that hung for the agents too, say
-                earlier.forgive(held_up)
+            if paused:  # by a filesystem that hung for the agents too, say
+                earlier.paused_for(paused)
             self._states[number] = earlier.look(lambda uid, nodes=nodes: _name(uid, nodes) in self._up)  # type: ignore[misc]
         return not self.awaited_nodes
 

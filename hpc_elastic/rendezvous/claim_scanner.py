@@ -70,11 +70,11 @@ class ClaimScanner:
         """Seconds since the notice that holds, where there is one, was read here."""
         return now - self._noticed_at
 
-    def held_up(self, seconds: float) -> None:
+    def paused_for(self, seconds: float) -> None:
         """This process was, for so long: that is nobody's fault."""
         self._status_since += seconds
         self._lost_since += seconds
-        self._growth.held_up(seconds)
+        self._growth.paused_for(seconds)
 
     def prepare(self, round_index: int) -> None:
         """Make the folders that are going to be looked into."""
@@ -101,7 +101,7 @@ class ClaimScanner:
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
         self._peers.learn(uids)
-        self.held_up(self._life.look_at(sorted(uids - {self._uid})))
+        self.paused_for(self._life.look_at(sorted(uids - {self._uid})))
         self.joining = frozenset(joined)
         dead = frozenset(uid for uid in uids if self._life.is_dead(uid))
         if dead - self._dead:

@@ -234,7 +234,7 @@ class Coordination:
         news = False
         if participant is not None:
             if heard.deaf:
-                participant.was_deaf(heard.deaf)
+                participant.packets_dropped_for(heard.deaf)
             if heard.alive:
                 participant.heard(heard.alive - heard.hears.keys(), hears_us=None)
                 for hears in (True, False):

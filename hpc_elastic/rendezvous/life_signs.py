@@ -53,9 +53,9 @@ class LifeSigns:
         silent = self.silence(uid)
         return silent is not None and silent <= self._pace.silence
 
-    def was_deaf(self, seconds: float) -> None:
-        """For so long nobody could be heard."""
-        self._hearing.was_deaf(seconds, now=self._clock.monotonic())
+    def packets_dropped_for(self, seconds: float) -> None:
+        """This host may have dropped the packets of the last `seconds`."""
+        self._hearing.packets_dropped_for(seconds, now=self._clock.monotonic())
 
     def asked(self, suspects: Iterable[str], now: float) -> None:
         """These are suspects in the log's newest record."""
@@ -107,8 +107,8 @@ class LifeSigns:
         if gap <= self._longest_gap:
             return 0.0
         logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
-        self._liveness.forgive(gap, now=now)
-        self._hearing.forgive(gap, now=now)
+        self._liveness.paused_for(gap, now=now)
+        self._hearing.paused_for(gap, now=now)
         return gap
 
     def _worth_reading(self, uid: str, now: float) -> bool:

@@ -247,9 +247,9 @@ class Participant:
         """
         self._life.heard(uids, hears_us=hears_us)
 
-    def was_deaf(self, seconds: float) -> None:
-        """Datagrams may have been lost in a flood of invalid ones: nobody was silent for that time."""
-        self._life.was_deaf(seconds)
+    def packets_dropped_for(self, seconds: float) -> None:
+        """This host may have dropped packets in a flood of invalid ones: that time counts as silence of no node."""
+        self._life.packets_dropped_for(seconds)
 
     def rung_about(self, keys: Iterable[str]) -> None:
         """Somebody rang, and said what it wrote: the next look finds it, past the caches that hide it."""
@@ -301,7 +301,7 @@ class Participant:
         self._own_life.check_if_doubted(now)
         plans = self.waits_to_speak
         if not (rung or plans) and now < self._rests_until and self._in_touch():
-            self._scanner.held_up(self._life.look_at(()))
+            self._scanner.paused_for(self._life.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
         self._scanner.listed = {}
         if not self._announced:
@@ -313,7 +313,7 @@ class Participant:
             self._ring_coordinator()
         self._report_links(self._record)
         said = any([self._flush_claims(), self._join_if_wanted()])
-        self._scanner.held_up(self._life.look_at(()))
+        self._scanner.paused_for(self._life.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:

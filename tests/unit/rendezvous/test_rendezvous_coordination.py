@@ -68,7 +68,7 @@ class Stepped:
     def note_newest(self, keys: Iterable[str]) -> bool:
         return bool(set(keys) - self.known)
 
-    def was_deaf(self, seconds: float) -> None:
+    def packets_dropped_for(self, seconds: float) -> None:
         with self.changed:
             self.deaf += seconds
             self.changed.notify_all()

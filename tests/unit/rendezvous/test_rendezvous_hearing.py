@@ -34,7 +34,7 @@ def test_time_that_stood_still_counts_for_neither() -> None:
     hearing.heard(["a"], 100.0)
     hearing.heard(["b"], 158.0)
     hearing.asked(["c"], 101.0)
-    hearing.forgive(55.0, now=160.0)
+    hearing.paused_for(55.0, now=160.0)
     assert hearing.silence("a", 160.0) == 5.0
     assert hearing.silence("b", 160.0) == 0.0, "never in the future"
     assert hearing.asked_since("c") == 156.0
@@ -44,10 +44,10 @@ def test_nobody_is_silent_while_this_bell_is_deaf() -> None:
     hearing = Hearing()
     hearing.heard(["a"], 100.0)
     hearing.asked(["a"], 101.0)
-    hearing.was_deaf(2.5, now=104.0)
+    hearing.packets_dropped_for(2.5, now=104.0)
     assert hearing.silence("a", 104.0) == 1.5
     assert hearing.asked_since("a") == 101.0, "an answer comes through the files"
-    hearing.was_deaf(10.0, now=104.0)
+    hearing.packets_dropped_for(10.0, now=104.0)
     assert hearing.silence("a", 104.0) == 0.0
 
 

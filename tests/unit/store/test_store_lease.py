@@ -163,7 +163,7 @@ def test_an_observer_that_was_held_up_forgives_all() -> None:
     _, _, liveness = observed()
     liveness.look("a", 500.0)
     liveness.look("b", 505.0)
-    liveness.forgive(60.0, now=570.0)
+    liveness.paused_for(60.0, now=570.0)
     assert liveness.age("a") == liveness.age("b") == 0.0
     liveness.look("a", 570.0)
     liveness.look("b", 570.0)
@@ -177,7 +177,7 @@ def test_forgiving_makes_nobody_younger_than_new() -> None:
     liveness.look("a", 500.0)
     heartbeat.beat_if_due(1.0)
     liveness.look("a", 4100.0)  # held up for an hour; the other went on
-    liveness.forgive(3600.0, now=4100.0)
+    liveness.paused_for(3600.0, now=4100.0)
     assert liveness.age("a") == 0.0
     liveness.look("a", 4121.0)
     assert liveness.age("a") == 21.0
