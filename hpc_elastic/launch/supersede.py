@@ -40,7 +40,7 @@ from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.doorbell import open_doorbell
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.lease import Liveness
+from hpc_elastic.store.lease import HeartbeatAges
 from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class EarlierAttempt:
         self._run_id = run_id
         self._pace = pace
         self._clock = clock
-        self._liveness = Liveness(store)
+        self._heartbeats = HeartbeatAges(store)
         self._answered: set[str] = set()
         self._closed_at = 0.0
         self.record: RoundRecord | None = None
@@ -127,7 +127,7 @@ class EarlierAttempt:
         self.had_begun = self.record is not None
         self._closed_at = self._clock.monotonic()
         for agent in self.agents():
-            self._liveness.look(agent, self._closed_at)
+            self._heartbeats.look(agent, self._closed_at)
         close_run(self._store, self._run_id, Outcome.SUPERSEDED, reason)
         self.record = RoundLog(self._store, self._run_id).latest()
         was_open = self.record is not None and self.record.outcome is Outcome.SUPERSEDED
@@ -149,7 +149,7 @@ class EarlierAttempt:
 
     def paused_for(self, seconds: float) -> None:
         """This process was held up for so long: no agent was silent meanwhile."""
-        self._liveness.paused_for(seconds, now=self._clock.monotonic())
+        self._heartbeats.paused_for(seconds, now=self._clock.monotonic())
         self._closed_at += seconds
 
     def look(self, is_node_up: Callable[[str], bool]) -> dict[str, AgentState]:
@@ -162,14 +162,14 @@ class EarlierAttempt:
         found = {}
         for uid in self.agents():
             if uid not in ended:
-                self._liveness.look(uid, self._clock.monotonic())
-            if self._liveness.changed_since(uid, self._closed_at):
+                self._heartbeats.look(uid, self._clock.monotonic())
+            if self._heartbeats.changed_since(uid, self._closed_at):
                 self._answered.add(uid)
             found[uid] = agent_state(
                 AgentSigns(
                     has_ended=uid in ended,
                     has_answered=uid in self._answered,
-                    silent_for=self._liveness.age(uid),
+                    silent_for=self._heartbeats.age(uid),
                     is_node_up=is_node_up(uid),
                 ),
                 answer=self._pace.answer_unheard,

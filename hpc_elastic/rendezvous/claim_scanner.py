@@ -15,8 +15,8 @@ from hpc_elastic.rendezvous.claims import (
     read_confirmed,
 )
 from hpc_elastic.rendezvous.cluster_view import ClusterView
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
-from hpc_elastic.rendezvous.life_signs import LifeSigns
 from hpc_elastic.rendezvous.notice import decode_status
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -36,19 +36,19 @@ class ClaimScanner:
     Times are of its monotonic clock.
     """
 
-    def __init__(self, store: Store, uid: str, peers: Peers, life: LifeSigns) -> None:
+    def __init__(self, store: Store, uid: str, peers: Peers, detector: FailureDetector) -> None:
         self._store = store
         self._uid = uid
         self._peers = peers
-        self._life = life
+        self._detector = detector
         self._failures = FailureReader(store)
         self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
         self._growth = GrowthSigns(store)
         self._noted = ClaimReader(store, ClaimKind.NOTED, decode_status)
         self._dead: frozenset[str] = frozenset()
-        self._status_since = life.mark
-        self._lost_since = life.mark
-        self._noticed_at = life.mark
+        self._status_since = detector.mark
+        self._lost_since = detector.mark
+        self._noticed_at = detector.mark
         self.joining: frozenset[str] = frozenset()
         """Who wants to be in, at the last look."""
         self.listed: Mapping[int, Claims] = {}
@@ -86,7 +86,7 @@ class ClaimScanner:
         if record is None or record.status is not Status.FINAL or record.suspects:
             return False
         others = {m.uid for m in record.members} | self.joining
-        return all(self._life.in_touch(uid) for uid in others if uid != self._uid)
+        return all(self._detector.in_touch(uid) for uid in others if uid != self._uid)
 
     def look(self, record: RoundRecord) -> ClusterView:
         """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""
@@ -101,16 +101,16 @@ class ClaimScanner:
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
         self._peers.learn(uids)
-        self.paused_for(self._life.look_at(sorted(uids - {self._uid})))
+        self.paused_for(self._detector.look_at(sorted(uids - {self._uid})))
         self.joining = frozenset(joined)
-        dead = frozenset(uid for uid in uids if self._life.is_dead(uid))
+        dead = frozenset(uid for uid in uids if self._detector.is_dead(uid))
         if dead - self._dead:
-            self._lost_since = self._life.mark
+            self._lost_since = self._detector.mark
         self._dead = dead
         if record.status is Status.FINAL:
-            self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._life.mark)
+            self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._detector.mark)
         supervisor = self._peers.observer() if joinable and record.lost else None
-        is_unsupervised = supervisor is not None and self._life.is_overdue(supervisor)
+        is_unsupervised = supervisor is not None and self._detector.is_overdue(supervisor)
         return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
@@ -120,16 +120,16 @@ class ClaimScanner:
             leaving=self._leaving.read(record.round, here),
             gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
             dead=dead,
-            silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),
-            answered=self._life.answered(record.suspects) | {self._uid},
+            silent=frozenset(uid for uid in uids if self._detector.is_silent(uid)),
+            answered=self._detector.answered(record.suspects) | {self._uid},
             names=self._peers.names(),
-            since_status=self._life.mark - self._status_since,
-            since_lost=self._life.mark - self._lost_since,
+            since_status=self._detector.mark - self._status_since,
+            since_lost=self._detector.mark - self._lost_since,
             is_unsupervised=is_unsupervised,
             since_waiting=self._growth.since_waiting,
             since_saved=self._growth.since_saved,
             is_saving=self._growth.is_saving,
             noted=self._noted.read(record.round, here) if record.notice is not None else {},
             kept=frozenset(here.get("kept", ())),
-            since_notice=self._life.mark - self._noticed_at,
+            since_notice=self._detector.mark - self._noticed_at,
         )

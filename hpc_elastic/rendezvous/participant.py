@@ -20,10 +20,10 @@ from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on
 from hpc_elastic.rendezvous.decision_events import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.epoch import Epoch
-from hpc_elastic.rendezvous.life_signs import LifeSigns
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
+from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender
 from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
-from hpc_elastic.rendezvous.own_life import OwnLife
 from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
 from hpc_elastic.rendezvous.restart_decision import DecideRestart
@@ -84,12 +84,12 @@ class Participant:
         now = clock.monotonic()
         self.pace = pace_of(settings)
         self._peers = Peers(store, info, bell)
-        self._life = LifeSigns(store, settings, self.pace, clock)
-        self._scanner = ClaimScanner(store, info.uid, self._peers, self._life)
-        self._succession = Succession(store, info, settings, self.pace, self._life, rng)
+        self._detector = FailureDetector(store, settings, self.pace, clock)
+        self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
+        self._succession = Succession(store, info, settings, self.pace, self._detector, rng)
         self._watch = Watch(self.pace, rng, now, observes=self.observes)
         self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
-        self._own_life = OwnLife(
+        self._heartbeat_sender = HeartbeatSender(
             store, info.uid, epoch=self._epoch, settings=settings, pace=self.pace, rng=rng, now=now
         )
         self._claims = OwnClaims(store, info.uid)
@@ -176,7 +176,7 @@ class Participant:
 
     def doubt_store(self) -> None:
         """Somebody has lost the store: look whether it is still the one that was joined."""
-        self._own_life.doubt_store()
+        self._heartbeat_sender.doubt_store()
 
     def beat_to_files(self) -> None:
         """Rewrite the heartbeat now: an access that no cache answers. Of a store that is missing the next step tells.
@@ -185,7 +185,7 @@ class Participant:
             OSError: as `step` does.
         """
         try:
-            self._own_life.beat_to_files(self._clock.monotonic())
+            self._heartbeat_sender.beat_to_files(self._clock.monotonic())
         except FileNotFoundError:
             pass  # the store is doubted now, which the next step looks into
 
@@ -245,11 +245,11 @@ class Participant:
             uids: Whose.
             hears_us: Whether they say that they hear this participant; None: they did not say (rings don't).
         """
-        self._life.heard(uids, hears_us=hears_us)
+        self._detector.heard(uids, hears_us=hears_us)
 
     def packets_dropped_for(self, seconds: float) -> None:
         """This host may have dropped packets in a flood of invalid ones: that time counts as silence of no node."""
-        self._life.packets_dropped_for(seconds)
+        self._detector.packets_dropped_for(seconds)
 
     def rung_about(self, keys: Iterable[str]) -> None:
         """Somebody rang, and said what it wrote: the next look finds it, past the caches that hide it."""
@@ -267,7 +267,7 @@ class Participant:
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
         uids = {m.uid for m in record.members} | self._scanner.joining if self._leads() else {record.leader}
-        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._life.hears)
+        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._detector.hears)
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
@@ -297,23 +297,25 @@ class Participant:
             StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
             RendezvousStateError: the log holds a record that this program can't read.
         """
-        now = self._life.begin_step()
-        self._own_life.check_if_doubted(now)
+        now = self._detector.begin_step()
+        self._heartbeat_sender.check_if_doubted(now)
         plans = self.waits_to_speak
         if not (rung or plans) and now < self._rests_until and self._in_touch():
-            self._scanner.paused_for(self._life.look_at(()))
+            self._scanner.paused_for(self._detector.look_at(()))
             return min(self.pace.stride, self._rests_until - now)
         self._scanner.listed = {}
         if not self._announced:
             rung = self._announce(now)
-        self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
+        self._heartbeat_sender.beat_if_due(
+            now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due
+        )
         self._watch.update(calm=self._is_calm())
         looked = self._read_log(now, rung=rung)
-        if self._own_life.answer_if_asked(self._record, now):
+        if self._heartbeat_sender.answer_if_asked(self._record, now):
             self._ring_coordinator()
         self._report_links(self._record)
         said = any([self._flush_claims(), self._join_if_wanted()])
-        self._scanner.paused_for(self._life.look_at(()))
+        self._scanner.paused_for(self._detector.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
@@ -329,7 +331,7 @@ class Participant:
         wait = self._watch.wait(
             now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed, calm=self._is_calm()
         )
-        due = min(self._own_life.due(now), self._succession.turn_due if closed is None else float("inf"))
+        due = min(self._heartbeat_sender.due(now), self._succession.turn_due if closed is None else float("inf"))
         until = min(self._watch.look_due, due, self._succession.next_look)
         self._rests_until = 0.0 if self._leads() or closed is not None else until
         return max(0.0, min(wait, due - now))
@@ -359,7 +361,7 @@ class Participant:
 
     def _in_touch(self) -> bool:
         record = self._record
-        return record is not None and self._bell is not None and self._life.in_touch(record.leader)
+        return record is not None and self._bell is not None and self._detector.in_touch(record.leader)
 
     def _is_calm(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
@@ -407,9 +409,9 @@ class Participant:
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
             self._scanner.notice_was_given(now)
         self._watch.new_record(now)
-        self._life.asked(record.suspects, now)
+        self._detector.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
-            self._life.lost(m.uid for m in before.members if m.node in record.lost)
+            self._detector.lost(m.uid for m in before.members if m.node in record.lost)
         self._report_links(record)
         if before is not None:
             self._succession.new_record(before, record)
@@ -420,7 +422,7 @@ class Participant:
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
-        for event in self._life.links_lost(to_the_end=record.status is Status.CLOSED):
+        for event in self._detector.links_lost(to_the_end=record.status is Status.CLOSED):
             if record.leader == self._info.uid and (info := self._peers.get(event[0])) is not None:
                 self._listener.on_event(*link_event(record, info, event, now=now, now_ns=now_ns))
 
@@ -476,7 +478,7 @@ class Participant:
             return False
         if record.leader != self._info.uid:
             return self._take_over_if_needed(record, looked=looked)
-        if not survey or not self._own_life.is_fresh(self._clock.monotonic()):
+        if not survey or not self._heartbeat_sender.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
         view = self._scanner.look(record)
         proposal = next_proposal(view, self._settings, self._decide_restart)
@@ -493,7 +495,7 @@ class Participant:
         if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
         epoch = self._epoch.open()
-        self._own_life.beat(now)
+        self._heartbeat_sender.beat(now)
         self._scanner.prepare(0)
         record = RoundRecord(
             number=1,
@@ -520,7 +522,7 @@ class Participant:
                 return True  # caches hid that somebody has gone on
         now = self._clock.monotonic()
         self._epoch.check(now)  # the coordinator may have gone because of it
-        self._own_life.beat(now)
+        self._heartbeat_sender.beat(now)
         successor = self._succession.successor(record, move, asks=self._bell is not None)
         if self._append(successor, *move_event(record, move)) and self._leads():
             self._succession.took_over(successor)
@@ -531,7 +533,7 @@ class Participant:
         before = self._record
         name, fields = to_event(proposal)
         if self._append(record, name, fields) and before is not None:
-            for event in consequences(before, proposal, self._peers, self._life):
+            for event in consequences(before, proposal, self._peers, self._detector):
                 self._listener.on_event(*event)
             if record.number % 16 == 0:
                 self._log.compact()
@@ -543,6 +545,6 @@ class Participant:
         self._listener.on_event(event, fields)
         self._take_in(record)
         self._peers.learn(())
-        silent = [m.uid for m in record.members if self._life.is_silent(m.uid)]
+        silent = [m.uid for m in record.members if self._detector.is_silent(m.uid)]
         self._peers.ring_all(record_name(record.number), silent=silent)
         return True

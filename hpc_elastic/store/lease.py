@@ -80,8 +80,8 @@ class _Seen:
     looked: float
 
 
-class Liveness:
-    """The observer's side: how long each participant's cell has looked the same to this process."""
+class HeartbeatAges:
+    """The observer's side: for how long each participant's heartbeat has looked the same to this process."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

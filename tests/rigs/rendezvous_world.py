@@ -269,7 +269,7 @@ class World:
             for uid in hearers:
                 other = live.get(uid)
                 if other is not None and other is not node and (node.index, other.index) not in self.cut:
-                    hears = node.participant._life.hears(uid)
+                    hears = node.participant._detector.hears(uid)
                     other.participant.heard([node.info.uid], hears_us=hears)
 
     def _beat_as_planned(self) -> None:

@@ -1,11 +1,11 @@
-"""Who was heard on the network, and when, by this process' own clock; and who was asked whether it lives."""
+"""When each node's packets came last, by this process' own clock; and which nodes were asked whether they live."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-class Hearing:
+class PacketSilence:
     """Bookkeeping of one participant. Times are seconds of its monotonic clock."""
 
     def __init__(self) -> None:

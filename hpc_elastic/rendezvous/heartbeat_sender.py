@@ -1,5 +1,6 @@
-"""That a node shows that it lives: its heartbeat in the store, the answer when it is asked, and whether the store that
-it beats to is still the one that it joined.
+"""Sends one participant's signs of life: its heartbeat in the store, and the answer when it is asked.
+
+It also checks that the store that it beats to is still the one that it joined.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FEW_NODES = 64
 """As many may make their heartbeats' cells when they start."""
 
 
-class OwnLife:
+class HeartbeatSender:
     """One participant's. Every method that touches the store raises as `Participant.step` does."""
 
     def __init__(
