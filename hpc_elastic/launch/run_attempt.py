@@ -27,7 +27,7 @@ from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.last_files import HUNG_SECONDS
 from hpc_elastic.launch.output import JobOutput, log_plain
-from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_resolver import SignalResolver
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supersede import EarlierAttempts
 from hpc_elastic.launch.supervisor import Supervisor
@@ -133,7 +133,7 @@ def _run_attempt(
         clock=clock,
         shutdown_timeout=spec.shutdown_timeout,
         job_watch=JobWatch(site.job_nodes, events=events, clock=clock) if facts.cluster == "slurm" else None,
-        desk=SignalDesk(
+        resolver=SignalResolver(
             lambda near: site.ask(near=near),
             grace=float(spec.signal_grace),
             kill_wait=attempt.kill_wait,

@@ -26,9 +26,9 @@ from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.ending import claim_end, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
-from hpc_elastic.rendezvous.pace import Pace, pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.peers import Bell, Peers
+from hpc_elastic.rendezvous.poll_intervals import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import record_name
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
@@ -98,16 +98,16 @@ def agent_state(signs: AgentSigns, *, answer: float, lease: float) -> AgentState
 class EarlierAttempt:
     """One earlier attempt, as the supervisor sees it that takes the run over. Every method may raise OSError."""
 
-    def __init__(self, store: Store, *, run_id: str, pace: Pace, clock: Clock) -> None:
+    def __init__(self, store: Store, *, run_id: str, intervals: PollIntervals, clock: Clock) -> None:
         """Args:
         store: The attempt's.
         run_id: The run's.
-        pace: How often its agents look.
+        intervals: How often its agents look.
         clock: For the silence.
         """
         self._store = store
         self._run_id = run_id
-        self._pace = pace
+        self._intervals = intervals
         self._clock = clock
         self._heartbeats = HeartbeatAges(store)
         self._answered: set[str] = set()
@@ -172,8 +172,8 @@ class EarlierAttempt:
                     silent_for=self._heartbeats.age(uid),
                     is_node_up=is_node_up(uid),
                 ),
-                answer=self._pace.answer_unheard,
-                lease=self._pace.lease,
+                answer=self._intervals.answer_unheard,
+                lease=self._intervals.lease,
             )
         return found
 
@@ -247,9 +247,9 @@ class EarlierAttempts:
             if not folder.root.is_dir():
                 continue  # one that gave way
             info = _attempt_info(folder)
-            pace = pace_of(rendezvous_settings(self._spec, info or self._attempt))
+            intervals = poll_intervals(rendezvous_settings(self._spec, info or self._attempt))
             store = FileStore(folder.store, clock=self._clock)
-            earlier = EarlierAttempt(store, run_id=self._spec.run_id, pace=pace, clock=self._clock)
+            earlier = EarlierAttempt(store, run_id=self._spec.run_id, intervals=intervals, clock=self._clock)
             reason = f"superseded by attempt {self._attempt.number} on {self._attempt.batch_host}"
             try:
                 was_open = earlier.supersede(self._uid, reason)

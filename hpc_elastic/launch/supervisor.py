@@ -22,7 +22,7 @@ from hpc_elastic.launch.given_notice import GivenNotice
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
-from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_resolver import SignalResolver
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.unable_nodes import UnableNode, describe_unable_nodes, is_same_everywhere, is_usage_error
@@ -105,7 +105,7 @@ class Supervisor:
         events: EventLog,
         clock: Clock,
         shutdown_timeout: float,
-        desk: SignalDesk,
+        resolver: SignalResolver,
         allocation: Callable[[], Allocation] = lambda: Allocation.HELD,
         job_watch: JobWatch | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class Supervisor:
         events: The supervisor's log.
         clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
-        desk: Finds out what signals mean.
+        resolver: Finds out what signals mean.
         allocation: Asks Slurm whether this node still belongs to the job, within seconds.
         job_watch: Looks at the job now and then; None: there is none.
         """
@@ -129,7 +129,7 @@ class Supervisor:
         self._events = events
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
-        self._desk = desk
+        self._resolver = resolver
         self._allocation = allocation
         self._notice: GivenNotice | None = None
         """The one that leaves the least time so far."""
@@ -229,7 +229,7 @@ class Supervisor:
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
-            found.append(self._notice.closed_by if self._notice is not None else self._desk.due)
+            found.append(self._notice.closed_by if self._notice is not None else self._resolver.due)
             found.append(self._lost.next_at())
         found.append(self._job_watch.due if self._job_watch is not None else None)
         if self._end_settled_by is not None:
@@ -261,7 +261,7 @@ class Supervisor:
         reason = f"{number.name} on {host}"
         notice = None if self._is_ending() else self._notice
         left = None if notice is None else notice.job_ends - self._clock.monotonic()
-        decision = self._desk.hear(number, heard_by, reason=reason, ends_in=left)
+        decision = self._resolver.hear(number, heard_by, reason=reason, ends_in=left)
         if decision is None:
             return
         if self._is_ending():
@@ -285,7 +285,7 @@ class Supervisor:
         """Nobody may have given the notice: it came before this process could hear, or was never asked for."""
         if self._notice is not None or self._is_ending():
             return
-        decision = self._desk.look()
+        decision = self._resolver.look()
         if decision is not None:
             self._give_notice("seen by the supervisor", decision)
 

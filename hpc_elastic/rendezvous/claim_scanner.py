@@ -81,12 +81,12 @@ class ClaimScanner:
         for folder in (claim_folder(round_index), claim_folder(round_index + 1), _GONE):
             make_folder(self._store, folder)
 
-    def is_calm(self, record: RoundRecord | None) -> bool:
+    def is_idle(self, record: RoundRecord | None) -> bool:
         """Whether workers run, and this participant and all others who take part hear each other."""
         if record is None or record.status is not Status.FINAL or record.suspects:
             return False
         others = {m.uid for m in record.members} | self.joining
-        return all(self._detector.in_touch(uid) for uid in others if uid != self._uid)
+        return all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
     def look(self, record: RoundRecord) -> ClusterView:
         """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""

@@ -153,7 +153,7 @@ class Coordination:
                 delay = participant.step(rung=rung or (asked and participant.looks_when_asked))
                 rung = False
                 self._beats_due = participant.beats()
-                self._beat_interval = max(self._beat_interval, participant.pace.beat)
+                self._beat_interval = max(self._beat_interval, participant.intervals.beat)
                 backoff, full_since = _FIRST_BACKOFF, None
                 self._answered()
             except (OSError, StoreFullError) as error:

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Iterable
 
 from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.pace import Pace
 from hpc_elastic.rendezvous.packet_silence import PacketSilence
+from hpc_elastic.rendezvous.poll_intervals import PollIntervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.lease import HeartbeatAges
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class FailureDetector:
     """Judges which nodes live, are suspect, or are dead, as one participant sees them."""
 
-    def __init__(self, store: Store, settings: RendezvousSettings, pace: Pace, clock: Clock) -> None:
-        self._pace = pace
-        self._longest_gap = max(4 * pace.stride, settings.heartbeat_ttl / 2)
+    def __init__(self, store: Store, settings: RendezvousSettings, intervals: PollIntervals, clock: Clock) -> None:
+        self._intervals = intervals
+        self._longest_gap = max(4 * intervals.stride, settings.heartbeat_ttl / 2)
         self._clock = clock
         self._heartbeats = HeartbeatAges(store)
         self._packets = PacketSilence()
@@ -44,14 +44,14 @@ class FailureDetector:
         """Datagrams of these have come in; `hears_us`: what they say of this participant, None where they don't."""
         self._packets.heard(uids, self._clock.monotonic(), hears_us=hears_us)
 
-    def in_touch(self, uid: str) -> bool:
+    def is_connected(self, uid: str) -> bool:
         """Whether it and this participant hear each other, as far as they have told."""
         return self.hears(uid) and self._packets.hears_us(uid)
 
     def hears(self, uid: str) -> bool:
         """Whether this participant hears it."""
         silent = self.silence(uid)
-        return silent is not None and silent <= self._pace.silence
+        return silent is not None and silent <= self._intervals.silence
 
     def packets_dropped_for(self, seconds: float) -> None:
         """This host may have dropped the packets of the last `seconds`."""
@@ -100,7 +100,7 @@ class FailureDetector:
             now = self._clock.monotonic()
             if closely or self._worth_reading(uid, now):
                 self._heartbeats.look(uid, now)
-                self._next_look[uid] = now + self._pace.reading
+                self._next_look[uid] = now + self._intervals.reading
         now = self._clock.monotonic()
         gap = now - self.mark
         self.mark = now
@@ -118,7 +118,7 @@ class FailureDetector:
             return False
         if self.is_silent(uid):
             return True  # what its cell says before it is asked
-        return now >= self._next_look.setdefault(uid, now + self._pace.first_reading)
+        return now >= self._next_look.setdefault(uid, now + self._intervals.first_reading)
 
     def unchanged(self, uid: str) -> float:
         """Seconds for which its heartbeat has looked the same."""
@@ -127,7 +127,7 @@ class FailureDetector:
     def is_overdue(self, uid: str) -> bool:
         """Read its heartbeat: whether a beat to the files is overdue, and the time to see it over."""
         self.look_at([uid], closely=True)
-        return self.unchanged(uid) > self._pace.heartbeat + self._pace.answer_unheard
+        return self.unchanged(uid) > self._intervals.heartbeat + self._intervals.answer_unheard
 
     def silence(self, uid: str) -> float | None:
         """Seconds since it was heard, up to this step's begin; None where it was not, which says nothing."""
@@ -145,7 +145,7 @@ class FailureDetector:
     def is_silent(self, uid: str) -> bool:
         """Whether it was heard before, and is not any more."""
         silent = self.silence(uid)
-        return silent is not None and silent > self._pace.silence
+        return silent is not None and silent > self._intervals.silence
 
     def is_dead(self, uid: str, *, patience: float = 0.0) -> bool:
         """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time.
@@ -156,11 +156,11 @@ class FailureDetector:
         asked = self._packets.asked_since(uid)
         if asked is not None:
             # Who was in touch notices that it is not any more, and looks; who was not, only looks as often as it does.
-            allowed = self._pace.answer if self._packets.hears_us(uid) else self._pace.answer_unheard
+            allowed = self._intervals.answer if self._packets.hears_us(uid) else self._intervals.answer_unheard
             if self._heartbeats.unchanged_from(uid, asked) > allowed + patience:
-                return silent is None or silent >= self._pace.silence
+                return silent is None or silent >= self._intervals.silence
         age = self._heartbeats.age(uid)
-        return (age if silent is None else min(age, silent)) > self._pace.lease + patience
+        return (age if silent is None else min(age, silent)) > self._intervals.lease + patience
 
     def answered(self, suspects: Iterable[str]) -> frozenset[str]:
         """Those that have rewritten their heartbeat since they were asked, or are heard.

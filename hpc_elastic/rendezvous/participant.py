@@ -19,19 +19,19 @@ from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.decision_events import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
-from hpc_elastic.rendezvous.epoch import Epoch
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender
 from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
-from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
 from hpc_elastic.rendezvous.restart_decision import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import Stirring
+from hpc_elastic.rendezvous.store_id import StoreId
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.to_all import WordsToAll
@@ -82,15 +82,15 @@ class Participant:
         self._listener = listener
         self._bell = bell
         now = clock.monotonic()
-        self.pace = pace_of(settings)
+        self.intervals = poll_intervals(settings)
         self._peers = Peers(store, info, bell)
-        self._detector = FailureDetector(store, settings, self.pace, clock)
+        self._detector = FailureDetector(store, settings, self.intervals, clock)
         self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
-        self._succession = Succession(store, info, settings, self.pace, self._detector, rng)
-        self._watch = Watch(self.pace, rng, now, observes=self.observes)
-        self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
+        self._succession = Succession(store, info, settings, self.intervals, self._detector, rng)
+        self._watch = Watch(self.intervals, rng, now, observes=self.observes)
+        self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
         self._heartbeat_sender = HeartbeatSender(
-            store, info.uid, epoch=self._epoch, settings=settings, pace=self.pace, rng=rng, now=now
+            store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
         )
         self._claims = OwnClaims(store, info.uid)
         self._to_all = WordsToAll()
@@ -261,7 +261,7 @@ class Participant:
         return self._rung_about.newest_record > self._newest_number
 
     def beats(self) -> BeatPlan:
-        """To whom this participant is to say, each `pace.beat` seconds, that it lives: to the coordinator; the
+        """To whom this participant is to say, each `intervals.beat` seconds, that it lives: to the coordinator; the
         coordinator to all."""
         record = self._record
         if record is None or record.status is Status.CLOSED or self.observes:
@@ -300,16 +300,16 @@ class Participant:
         now = self._detector.begin_step()
         self._heartbeat_sender.check_if_doubted(now)
         plans = self.waits_to_speak
-        if not (rung or plans) and now < self._rests_until and self._in_touch():
+        if not (rung or plans) and now < self._rests_until and self._is_connected():
             self._scanner.paused_for(self._detector.look_at(()))
-            return min(self.pace.stride, self._rests_until - now)
+            return min(self.intervals.stride, self._rests_until - now)
         self._scanner.listed = {}
         if not self._announced:
             rung = self._announce(now)
         self._heartbeat_sender.beat_if_due(
-            now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due
+            now, leads=self._leads(), connected=self._is_connected(), look_due=self._watch.look_due
         )
-        self._watch.update(calm=self._is_calm())
+        self._watch.update(idle=self._is_idle())
         looked = self._read_log(now, rung=rung)
         if self._heartbeat_sender.answer_if_asked(self._record, now):
             self._ring_coordinator()
@@ -329,7 +329,7 @@ class Participant:
             return 0.0
         closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
         wait = self._watch.wait(
-            now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed, calm=self._is_calm()
+            now, self._record, leads=self._leads(), connected=self._is_connected(), ending=closed, idle=self._is_idle()
         )
         due = min(self._heartbeat_sender.due(now), self._succession.turn_due if closed is None else float("inf"))
         until = min(self._watch.look_due, due, self._succession.next_look)
@@ -352,20 +352,20 @@ class Participant:
         round is frozen tells them all that they need to know.
         """
         self._peers.announce()
-        later = self._info.node > 0 and self._wants_in and self.pace.first_look > 0
+        later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
         if later:
             self._claims.join(0)
             self._watch.look_later(now)
         self._announced = True
         return not later
 
-    def _in_touch(self) -> bool:
+    def _is_connected(self) -> bool:
         record = self._record
-        return record is not None and self._bell is not None and self._detector.in_touch(record.leader)
+        return record is not None and self._bell is not None and self._detector.is_connected(record.leader)
 
-    def _is_calm(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
-        return self._bell is not None and self._watch.may_rest and self._leads() and self._scanner.is_calm(self._record)
+        return self._bell is not None and self._watch.may_rest and self._leads() and self._scanner.is_idle(self._record)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
@@ -380,11 +380,11 @@ class Participant:
         news = number > self._newest_number
         if rung and not news and self._rung_about.keys and self._record is not None:
             rung = False  # for a record that is known, or for a claim, which the log says nothing about
-        if not self._watch.look_now(now, rung=rung or news, touch=self._in_touch()):
+        if not self._watch.look_now(now, rung=rung or news, connected=self._is_connected()):
             return False
         self._take_newest(told=number if news else 0)
         if self._log.went_back:
-            self._epoch.check(now)
+            self._store_id.check(now)
         return True
 
     def _take_newest(self, *, told: int = 0) -> None:
@@ -394,7 +394,7 @@ class Participant:
 
     def _take_in(self, record: RoundRecord) -> None:
         before = self._record
-        self._epoch.accept(record.epoch)
+        self._store_id.accept(record.epoch)
         self._record = record
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
@@ -494,7 +494,7 @@ class Participant:
         now = self._clock.monotonic()
         if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
-        epoch = self._epoch.open()
+        epoch = self._store_id.open()
         self._heartbeat_sender.beat(now)
         self._scanner.prepare(0)
         record = RoundRecord(
@@ -521,7 +521,7 @@ class Participant:
             if self._record is not record:
                 return True  # caches hid that somebody has gone on
         now = self._clock.monotonic()
-        self._epoch.check(now)  # the coordinator may have gone because of it
+        self._store_id.check(now)  # the coordinator may have gone because of it
         self._heartbeat_sender.beat(now)
         successor = self._succession.successor(record, move, asks=self._bell is not None)
         if self._append(successor, *move_event(record, move)) and self._leads():

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.pace import LOOK_AT_ONCE, Pace
 from hpc_elastic.rendezvous.peers import bell_of
+from hpc_elastic.rendezvous.poll_intervals import LOOK_AT_ONCE, PollIntervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
 from hpc_elastic.rendezvous.transitions import RoundEvent
@@ -46,14 +46,14 @@ class Succession:
         store: Store,
         info: NodeInfo,
         settings: RendezvousSettings,
-        pace: Pace,
+        intervals: PollIntervals,
         detector: FailureDetector,
         rng: random.Random,
     ) -> None:
         self._store = store
         self._info = info
         self._settings = settings
-        self._pace = pace
+        self._intervals = intervals
         self._detector = detector
         self._patience = rng.uniform(0.0, 0.1)
         self._looks = rng.randrange(_RARELY)
@@ -98,7 +98,7 @@ class Succession:
             return Move(
                 event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} was asked whether it lives: no answer"
             )
-        if silent is not None and silent > self._pace.silence + turn:
+        if silent is not None and silent > self._intervals.silence + turn:
             why = f"no word from the coordinator {leader} for {silent:.1f} s: asked whether it lives"
             return Move(event=RoundEvent.ASK, why=why)
         return None

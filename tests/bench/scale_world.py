@@ -20,8 +20,8 @@ from typing import Any
 from unittest import mock
 
 from hpc_elastic.rendezvous import round_log
-from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
 from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status
@@ -201,7 +201,7 @@ class World:
         self._push(at, None, begin)
 
     def begin_beats(self) -> None:
-        interval = pace_of(self.settings).beat
+        interval = poll_intervals(self.settings).beat
 
         def tick() -> None:
             self._beat()

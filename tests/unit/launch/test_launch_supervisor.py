@@ -18,7 +18,7 @@ from hpc_elastic.clock import SystemClock
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.attempt_result import AttemptResult
 from hpc_elastic.launch.launcher import AgentEnded
-from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_resolver import SignalResolver
 from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.supervisor import (
@@ -253,7 +253,7 @@ class Stage:
             events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
             clock=self.world.clock,
             shutdown_timeout=30.0,
-            desk=SignalDesk(
+            resolver=SignalResolver(
                 lambda near: self.answer,
                 grace=120.0,
                 kill_wait=30.0,
@@ -707,7 +707,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
         events=SimpleNamespace(write=lambda event, **fields: None),  # type: ignore[arg-type]
         clock=clock,
         shutdown_timeout=30.0,
-        desk=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
+        resolver=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
     )
     result = supervisor.run()
     os.close(never)

@@ -32,7 +32,7 @@ SOONER_SECONDS = 2.0
 """By how much sooner than was known the job has to end for another notice to be news."""
 
 
-class SignalDesk:
+class SignalResolver:
     """The supervisor's."""
 
     def __init__(
