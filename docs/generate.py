@@ -30,7 +30,7 @@ from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.configuration.all_options import ALL_OPTIONS  # noqa: E402
 from hpc_elastic.configuration.defaults import default_of  # noqa: E402
 from hpc_elastic.configuration.keys import Keys, key_of, variable_of  # noqa: E402
-from hpc_elastic.failures import known_words  # noqa: E402
+from hpc_elastic.failures import failure_patterns  # noqa: E402
 from hpc_elastic.launch import signal_table  # noqa: E402
 from hpc_elastic.rendezvous import transitions  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
@@ -138,7 +138,7 @@ whatever comes after it: the limit is told by its reason, a preemption by its Pr
 KNOWN_INTRODUCTION = """\
 # Failures that are known by their words
 
-<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/known_words.py; do not edit. -->
+<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/failure_patterns.py; do not edit. -->
 
 What is looked for in an exception's text and in what it was raised from, else in the last lines of stderr; upper and
 lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits holds. A *symptom* is
@@ -288,18 +288,18 @@ def signals_page() -> str:
     """The table, with what is the same for several words of Slurm's, or for both hearers, in one row."""
     said: dict[tuple[str, tuple[str, ...], signal_table.Row], list[str]] = {}
     for call, halves in signal_table.TABLE.items():
-        for word in signal_table.SlurmWord:
+        for condition in signal_table.JobCondition:
             found: dict[signal_table.Row, list[str]] = {}
-            for heard_by, words in halves.items():
-                if word in words:
-                    found.setdefault(words[word], []).append(heard_by.value)
+            for heard_by, rows in halves.items():
+                if condition in rows:
+                    found.setdefault(rows[condition], []).append(heard_by.value)
             for row, hearers in found.items():
-                said.setdefault((call.value, tuple(hearers), row), []).append(word.value)
+                said.setdefault((call.value, tuple(hearers), row), []).append(condition.value)
     lines = []
     for (call_text, by, row), words in said.items():
         who = "supervisor or agents" if len(by) == len(signal_table.HeardBy) else by[0]
         saves = "may save first" if row.saves else "are ended"
-        asked = "whatever it says" if len(words) == len(signal_table.SlurmWord) else "; ".join(words)
+        asked = "whatever it says" if len(words) == len(signal_table.JobCondition) else "; ".join(words)
         by_whom = _who_requeues(row, words)
         lines.append(
             f"| {call_text} | {who} | {asked} | {row.meaning.value} | {saves} | {row.deadline.value} | {by_whom} |"
@@ -310,21 +310,21 @@ def signals_page() -> str:
 def _who_requeues(row: signal_table.Row, words: list[str]) -> str:
     if row.meaning is signal_table.Meaning.CANCEL:
         return "nobody"
-    return "Slurm has" if words == [signal_table.SlurmWord.REQUEUED.value] else "we do"
+    return "Slurm has" if words == [signal_table.JobCondition.REQUEUED.value] else "we do"
 
 
 def known_failures_page() -> str:
     """The words that are known, as tables."""
     lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
-    for row in known_words.WORDS:
+    for row in failure_patterns.PATTERNS:
         texts = ", ".join(f"`{text}`" for text in row.any_of)
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
         tried = "yes" if row.retryable else "no"
         lines.append(f"| {row.says} | {kind} | {tried} | {'yes' if row.node_suspect else ''} | {texts} |")
-    for name, says in known_words.SYMPTOM_TYPES.items():
+    for name, says in failure_patterns.SYMPTOM_TYPES.items():
         lines.append(f"| {says} | symptom | yes | | an exception of type `{name}` |")
     xids = ["| Xid | what happened | class | node suspect |", "| --- | --- | --- | --- |"]
-    for number, (failure_class, suspect, says) in known_words.XIDS.items():
+    for number, (failure_class, suspect, says) in failure_patterns.XIDS.items():
         xids.append(f"| {number} | {says} | {failure_class.value} | {'yes' if suspect else ''} |")
     heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
     return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, ""])

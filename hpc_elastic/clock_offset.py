@@ -69,7 +69,7 @@ class PeerClock:
             # What the other told may be of before; it finds out in the same way.
             self._upper, self._lower = (highest, received_ns), None
 
-    def to_tell(self, now_ns: int) -> int | None:
+    def bound_to_send(self, now_ns: int) -> int | None:
         """By how much at most the own clock is ahead, for the other to know; None: nothing was heard of it."""
         upper = self._upper
         return None if upper is None else _grown(upper, now_ns)

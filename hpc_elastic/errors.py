@@ -68,7 +68,7 @@ class IllegalTransitionError(HpcElasticError):
     template = "internal error: no transition from state {state} on event {event}"
 
 
-def in_a_word(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """``ValueError: bad batch``."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

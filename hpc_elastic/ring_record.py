@@ -32,8 +32,8 @@ class RestartWith(str, Enum):
     """It alone is replaced, if it was in the in-process ring; the others keep their processes."""
 
 
-class Word(str, Enum):
-    """What a line says."""
+class RingEvent(str, Enum):
+    """What happened to a process of the in-process ring: the kind of a line."""
 
     BEGUN = "begun"
     """The process is in a wrapped call: its death is the ring's affair."""
@@ -51,7 +51,7 @@ class Word(str, Enum):
 class RingLine:
     """One line. Ranks are those that the process was started with, unless it says otherwise."""
 
-    word: Word
+    word: RingEvent
     pid: int
     rank: int
     reason: str = ""
@@ -84,7 +84,7 @@ def decode(line: bytes) -> RingLine | None:
         value: dict[str, Any] = json.loads(line)
         known = set(field_names(RingLine))
         chosen = {name: item for name, item in value.items() if name in known}
-        chosen["word"] = Word(chosen["word"])
+        chosen["word"] = RingEvent(chosen["word"])
         chosen["interruptions"] = tuple((int(rank), str(name)) for rank, name in chosen.get("interruptions", ()))
         chosen["joined"] = tuple(int(rank) for rank in chosen.get("joined", ()))
         for name in ("pid", "rank", "iteration", "world_size", "active_world_size"):

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from hpc_elastic.errors import HpcElasticError, in_a_word, where_raised
+from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.events import EventLog
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.processes.hung_exit import leave_hung_threads
@@ -47,7 +47,7 @@ class CrashGuard:
             self._reserve = None
             if args.exc_type is not SystemExit:
                 name = args.thread.name if args.thread is not None else "?"
-                tell(ThreadFailedError(thread=name, error=in_a_word(args.exc_value or args.exc_type())))
+                tell(ThreadFailedError(thread=name, error=describe_error(args.exc_value or args.exc_type())))
 
         threading.excepthook = failed
 
@@ -84,8 +84,8 @@ class CrashGuard:
         """
         self._reserve = None
         steps: list[Callable[[], object]] = [
-            lambda: events.write("agent_failed", error=in_a_word(error), where=where_raised(error)),
-            lambda: say(f"error: the agent itself failed: {in_a_word(error)}; its workers are ended"),
+            lambda: events.write("agent_failed", error=describe_error(error), where=where_raised(error)),
+            lambda: say(f"error: the agent itself failed: {describe_error(error)}; its workers are ended"),
             lambda: [say(line) for line in _traceback(error)],
             flush,
             lambda: events.close(within=LAST_WORDS_SECONDS),

@@ -171,7 +171,7 @@ class SimpleElasticAgent(ElasticAgent):
         final = next((f for f in found.exceptions.values() if getattr(f, "retryable", True) is False), None)
         if left <= 0 or final is not None:
             self._give_up(group, found, "not retryable" if final is not None else "no restart is left")
-        logger.warning("%s; %d of %d restarts left", _told_all(found), left - 1, group.spec.max_restarts)
+        logger.warning("%s; %d of %d restarts left", _describe_failures(found), left - 1, group.spec.max_restarts)
         self._failed_last = True
         self._restart(group, "a worker failed")
 
@@ -180,7 +180,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._stop_workers(group)
         self._enter(group, WorkerState.FAILED)
         used = f"{group.restarts_used} of {group.spec.max_restarts} restarts used"
-        reason = f"the workers of role {group.spec.role!r} failed ({why}, {used}): {_told_all(found)}"
+        reason = f"the workers of role {group.spec.role!r} failed ({why}, {used}): {_describe_failures(found)}"
         give_up = getattr(group.spec.handler, "give_up", None)
         if give_up is not None:
             give_up(reason)
@@ -330,7 +330,7 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _told_all(found: MonitorResult) -> str:
+def _describe_failures(found: MonitorResult) -> str:
     told = [
         f"rank {rank}: {getattr(failure, 'headline', None) or failure}"
         for rank, failure in sorted(found.exceptions.items())

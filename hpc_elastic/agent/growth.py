@@ -18,16 +18,16 @@ LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointWord:
-    """What this node has to say about a checkpoint."""
+class CheckpointStatus:
+    """What this node reports about a checkpoint."""
 
     round: int
     serial: int
     age: float | None
     """Seconds since it was complete; None: workers here are writing one."""
 
-    def say(self, participant: Participant) -> None:
-        """Say it."""
+    def send(self, participant: Participant) -> None:
+        """Report it to the coordinator through `participant`."""
         if self.age is None:
             participant.report_saving(self.round, self.serial)
         else:
@@ -64,7 +64,7 @@ class CheckpointWatch:
         """When `look` is to be called next, monotonic; None: there is nothing to look for."""
         return self._due
 
-    def heed(self, record: RoundRecord) -> None:
+    def on_record(self, record: RoundRecord) -> None:
         """A newer record: does it say that nodes wait?"""
         if record.round != self._round:
             self._round, self._serial, self._is_waiting = record.round, 0, False
@@ -76,7 +76,7 @@ class CheckpointWatch:
             self._due = None
         self._is_waiting = waiting
 
-    def look(self, running: Collection[int]) -> CheckpointWord | None:
+    def look(self, running: Collection[int]) -> CheckpointStatus | None:
         """Read the heartbeats if it is time to.
 
         Args:
@@ -91,18 +91,18 @@ class CheckpointWatch:
         age = max(0.0, now - max((beat.saved_at for beat in beats), default=0.0))
         if self._before is None:
             self._before = completed
-            return self._said(age) if completed else None
+            return self._completed(age) if completed else None
         if any(beat.section == CHECKPOINT and beat.local_rank in running for beat in beats):
             if self._has_told_of_saving:
                 return None
             self._has_told_of_saving = True
-            return CheckpointWord(round=self._round, serial=self._serial, age=None)
+            return CheckpointStatus(round=self._round, serial=self._serial, age=None)
         if completed > self._before:
             self._due = None
-            return self._said(age)
+            return self._completed(age)
         return None
 
-    def _said(self, age: float) -> CheckpointWord:
-        word = CheckpointWord(round=self._round, serial=self._serial, age=age)
+    def _completed(self, age: float) -> CheckpointStatus:
+        status = CheckpointStatus(round=self._round, serial=self._serial, age=age)
         self._serial += 1
-        return word
+        return status

@@ -184,7 +184,7 @@ def judge(
     if first.step is not None:
         behind = lagging(here, step=first.step, age=first.age(now), now=now)
         if behind:
-            return HangVerdict(culprit=behind[0], limit=limit, hung=told_to_lag(behind, step=first.step, now=now))
+            return HangVerdict(culprit=behind[0], limit=limit, hung=describe_lagging(behind, step=first.step, now=now))
     # Who is a step further waits for it.
     level = {
         rank: describe_silence(beat, now, limit=its)
@@ -194,7 +194,7 @@ def judge(
     return HangVerdict(culprit=first, limit=limit, hung=level)
 
 
-def told_to_lag(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
+def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
     """Why those at the head of `lagging` count as hung: local rank → words."""
     return {
         beat.local_rank: f"{describe_silence(beat, now)}, while others are at step {step} and wait"

@@ -11,11 +11,11 @@ from hpc_elastic.agent.hang import (
     HangVerdict,
     RankBeat,
     SectionTimeouts,
+    describe_lagging,
     judge,
     lagging,
     learned_timeout,
     next_look,
-    told_to_lag,
 )
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
 from hpc_elastic.atomic_file import make_private_dir, write_json
@@ -133,7 +133,7 @@ class HangWatch:
         self._plan(now, running)
         return verdict
 
-    def heed(self, mark: HangMark, running: Collection[int]) -> None:
+    def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
         """Another node gave a verdict: are there workers here that its worker waits for?
 
         Args:
@@ -145,13 +145,13 @@ class HangWatch:
         now = self._clock.monotonic()
         beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
         behind = lagging(beats, step=mark.step, age=mark.age, now=now)
-        self.hung = told_to_lag(behind, step=mark.step, now=now)
+        self.hung = describe_lagging(behind, step=mark.step, now=now)
 
     def read(self) -> list[RankBeat]:
         """Every worker's last word now, by local rank."""
         return self._beats.read(self._clock.monotonic()) if self._beats is not None else []
 
-    def tell_notice(self, *, deadline: float, step: int) -> None:
+    def deliver_notice(self, *, deadline: float, step: int) -> None:
         """Tell the round's workers that the job is going to be ended.
 
         Args:

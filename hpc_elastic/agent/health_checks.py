@@ -128,7 +128,7 @@ class HealthChecks:
         if self._is_awaited:
             return
         self._is_awaited = True
-        self._session = _Session(self._tell)
+        self._session = _Session(self._post)
         self._session.run(self._jobs(self._session, last_round))
 
     def take(self) -> HealthVerdict | None:
@@ -158,7 +158,7 @@ class HealthChecks:
             self._session.cancel()
             self._session.join(END_SECONDS)
 
-    def _tell(self, verdict: HealthVerdict) -> None:
+    def _post(self, verdict: HealthVerdict) -> None:
         self._verdicts.append(verdict)
         try:
             self._told_write.send(b"\0")
@@ -279,7 +279,7 @@ class _Session:
     """One look at everything: a thread for each, and one that sums up."""
 
     def __init__(self, tell: Callable[[HealthVerdict], None]) -> None:
-        self._tell = tell
+        self._post = tell
         self._changed = threading.Condition()
         self._found: dict[str, list[Finding]] = {}
         self._cancelled = threading.Event()
@@ -379,7 +379,7 @@ class _Session:
             self._cancelled.set()
             for child in self._children:
                 child.kill()
-        self._tell(verdict)
+        self._post(verdict)
 
 
 @dataclass(frozen=True, slots=True)

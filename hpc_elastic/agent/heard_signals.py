@@ -28,7 +28,7 @@ class HeardSignals:
     """One agent's. All methods are for its main thread, and none waits."""
 
     def __init__(self, context: AgentContext) -> None:
-        self._ = context
+        self._context = context
         self.ended_by: signal.Signals | None = None
         """The signal that ends this node, where nobody has said that it means something else."""
         self.due: float | None = None
@@ -47,7 +47,7 @@ class HeardSignals:
         Returns:
             Whether it ends this node now.
         """
-        is_slurm = self._.attempt.cluster == "slurm"
+        is_slurm = self._context.attempt.cluster == "slurm"
         if number is signal.SIGUSR2:
             if is_slurm:
                 self._ask(number)
@@ -57,13 +57,13 @@ class HeardSignals:
         if number not in _ENDING_SIGNALS or self.ended_by is not None:
             return False
         if number is signal.SIGTERM and is_slurm:
-            self._kill_from = self._.clock.monotonic()
+            self._kill_from = self._context.clock.monotonic()
             self._ask(number)
             return False
         self._end(number)
         return True
 
-    def heed(self, record: RoundRecord) -> None:
+    def on_record(self, record: RoundRecord) -> None:
         """A newer record: is it the answer, or does it leave less time than was thought?"""
         notice = record.notice
         is_new = notice is not None and not notice.is_given_as(self._notice)
@@ -76,12 +76,12 @@ class HeardSignals:
             self._notice = notice
             self._kill_from = None  # it was the notice: what comes after it is the end
             if notice.left is not None:
-                ends_at = self._.clock.monotonic() + notice.left
+                ends_at = self._context.clock.monotonic() + notice.left
                 self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
 
     def overdue(self) -> signal.Signals | None:
         """The signal that ends this node after all, since nobody has answered what it means."""
-        if self.due is None or self._.clock.monotonic() < self.due:
+        if self.due is None or self._context.clock.monotonic() < self.due:
             return None
         self.due, number = None, self._asked
         if number is signal.SIGUSR2:
@@ -93,11 +93,12 @@ class HeardSignals:
 
     def is_ending(self) -> bool:
         """Whether a signal has come that may end this node: handled already, or the next thing to be."""
-        return self.ended_by is not None or self._.signals.holds(_ENDING_SIGNALS)
+        return self.ended_by is not None or self._context.signals.holds(_ENDING_SIGNALS)
 
     def grace(self) -> float:
         """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
-        grace, now, kill_wait = self._.spec.shutdown_timeout, self._.clock.monotonic(), self._.attempt.kill_wait
+        context = self._context
+        grace, now, kill_wait = context.spec.shutdown_timeout, context.clock.monotonic(), context.attempt.kill_wait
         if self._kill_from is not None and kill_wait is not None:
             reserve = max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait)
             grace = min(grace, max(LEAST_GRACE, self._kill_from + kill_wait - now - reserve))
@@ -110,18 +111,18 @@ class HeardSignals:
         if self._asked in (number, signal.SIGTERM) or (self._notice is not None and number is not signal.SIGTERM):
             return
         if self._asked is None and self._notice is None:
-            kill_wait = self._.attempt.kill_wait
+            kill_wait = self._context.attempt.kill_wait
             patience = ANSWER_SECONDS if kill_wait is None else min(ANSWER_SECONDS, kill_wait / 2)
-            self.due = self._.clock.monotonic() + patience
+            self.due = self._context.clock.monotonic() + patience
         self._asked = number
-        what = f"{number.name} on {self._.place.host}"
-        self._.coordination.ask(lambda participant: participant.tell_of_signal(what))
+        what = f"{number.name} on {self._context.place.host}"
+        self._context.coordination.ask(lambda participant: participant.report_signal(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
-        notice = notice_of(self._.spec, f"{number.name} on {self._.place.host}")
-        self._.coordination.ask(lambda participant: participant.give_notice(notice))
+        notice = notice_of(self._context.spec, f"{number.name} on {self._context.place.host}")
+        self._context.coordination.ask(lambda participant: participant.give_notice(notice))
 
     def _end(self, number: signal.Signals) -> None:
         self.ended_by = number
-        reason = f"{number.name} on {self._.place.host}"
-        self._.coordination.ask(lambda participant: participant.close(Outcome.CANCELLED, reason))
+        reason = f"{number.name} on {self._context.place.host}"
+        self._context.coordination.ask(lambda participant: participant.close(Outcome.CANCELLED, reason))

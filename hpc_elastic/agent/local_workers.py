@@ -472,7 +472,7 @@ class LocalWorkers:
         self._files.post(lambda: write_evidence(failure, paths.error_file))
         return failure
 
-    def quick_word(self) -> str:
+    def exit_summary(self) -> str:
         """The first failure in a few words, before any evidence is read."""
         slot = next(s for s in self._slots if self._is_failure(s))
         assert slot.exit is not None

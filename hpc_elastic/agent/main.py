@@ -26,7 +26,7 @@ from hpc_elastic.agent.local_world_size import local_world_size
 from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.metrics import metrics_from_option
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.output_losses import tell_losses
+from hpc_elastic.agent.output_losses import log_losses
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.ring import RingWatch
 from hpc_elastic.agent.round_figures import RoundFigures
@@ -41,7 +41,7 @@ from hpc_elastic.file_thread import FileThread, is_refusal
 from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.outcome import REFUSED_CODE, ExitCode
 from hpc_elastic.processes import linux
-from hpc_elastic.processes.guardian import end_strangers, start_guardian
+from hpc_elastic.processes.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
 from hpc_elastic.processes.job_log import JobLog
 from hpc_elastic.processes.logs import LogPump
@@ -89,7 +89,7 @@ def agent_main(argv: Sequence[str]) -> int:
         me.tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
     )
     gc.enable()  # `cli.agent` turned it off for the imports
-    left = end_strangers(me.tag, clock=clock)
+    left = kill_stale_processes(me.tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
     files = FileThread(clock=clock)
@@ -117,7 +117,7 @@ def agent_main(argv: Sequence[str]) -> int:
         node=me.node,
         host=me.host,
         local_world_size=local_world_size(spec.nproc_per_node, me.env),
-        settle=policy.settle,
+        decide_restart=policy.decide_restart,
         clock=clock,
     )
     ring = RingWatch(folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts)
@@ -172,7 +172,7 @@ def agent_main(argv: Sequence[str]) -> int:
         crash.end(
             error,
             events=events,
-            say=lambda line: job_log.say(f"[{me.host}] {line}"),
+            say=lambda line: job_log.write_line(f"[{me.host}] {line}"),
             flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
             keep=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WORDS_SECONDS),
             pipes=pipes,
@@ -181,7 +181,7 @@ def agent_main(argv: Sequence[str]) -> int:
         meeting.doorbell.log_rejections()
     is_clean = not agent.hangs and not health.is_stuck
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
-    tell_losses(events, pump)
+    log_losses(events, pump)
     events.close(within=CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     is_clean &= files.settle(0.0)
     if spec.metrics:
@@ -419,7 +419,7 @@ class _JobLogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
-        self._job_log.say(f"[{self._host}] {level}{self.format(record)}")
+        self._job_log.write_line(f"[{self._host}] {level}{self.format(record)}")
 
 
 def _log_to(job_log: JobLog, host: str) -> None:

@@ -12,8 +12,8 @@ from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.restart_decision import DecideRestart
 from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
-from hpc_elastic.rendezvous.settlement import SettleFailures
 from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.store.doorbell import Doorbell, open_doorbell
@@ -54,7 +54,7 @@ def prepare_meeting(
     node: int,
     host: str,
     local_world_size: int,
-    settle: SettleFailures,
+    decide_restart: DecideRestart,
     clock: Clock,
 ) -> Meeting:
     """Bind the doorbell and put the rest together. Touches no file: the coordination's thread does, once it is started.
@@ -68,7 +68,7 @@ def prepare_meeting(
         node: Its index, or `OBSERVER_NODE`.
         host: Its name.
         local_world_size: Workers that it brings.
-        settle: Asked about failures where it coordinates.
+        decide_restart: Asked about failures where it coordinates.
         clock: For all times.
     """
     settings = rendezvous_settings(spec, attempt)
@@ -94,7 +94,7 @@ def prepare_meeting(
             store=FileStore(store, clock=clock),
             info=info,
             settings=settings,
-            settle=settle,
+            decide_restart=decide_restart,
             clock=clock,
             rng=random.Random(),
             listener=coordination,

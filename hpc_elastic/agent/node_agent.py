@@ -13,7 +13,7 @@ import selectors
 import signal
 from collections.abc import Callable
 
-from hpc_elastic.agent.clock_words import ClockWords
+from hpc_elastic.agent.clock_samples import ClockOffsetLog
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.growth import CheckpointWatch
@@ -25,11 +25,11 @@ from hpc_elastic.agent.later import import_what_failures_need
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.master import admit_members, open_master
 from hpc_elastic.agent.metrics import NoMetrics
-from hpc_elastic.agent.node_failure import first_word, own_failure, sum_up
+from hpc_elastic.agent.node_failure import early_failure, own_failure, sum_up
 from hpc_elastic.agent.notice_watch import NoticeWatch
-from hpc_elastic.agent.output_losses import tell_losses
+from hpc_elastic.agent.output_losses import log_losses
+from hpc_elastic.agent.round_events import log_coordination, log_failure, log_health, log_round, log_stacks
 from hpc_elastic.agent.round_figures import RoundFigures
-from hpc_elastic.agent.round_words import tell_coordination, tell_failure, tell_health, tell_round, tell_stacks
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
 from hpc_elastic.agent.worker import WorkerState
@@ -57,7 +57,7 @@ class NodeAgent:
     """Runs one node's part of an attempt, from joining to the end."""
 
     def __init__(self, context: AgentContext) -> None:
-        self._ = context
+        self._context = context
         self._phase = Phase.JOINING
         self._record: RoundRecord | None = None
         self._workers: LocalWorkers | None = None
@@ -82,7 +82,9 @@ class NodeAgent:
         """Evidence of failures that the filesystem refused."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
-        self._clock_words = ClockWords(context.events, context.doorbell, uid=context.info.uid, clock=context.clock)
+        self._clock_offsets = ClockOffsetLog(
+            context.events, context.doorbell, uid=context.info.uid, clock=context.clock
+        )
         self._heard = HeardSignals(context)
         self._notice = NoticeWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
@@ -103,8 +105,8 @@ class NodeAgent:
         Returns:
             The agent's exit code: information for a person; the verdict is in the store.
         """
-        c = self._
-        for source in (c.coordination, c.signals, c.health):
+        context = self._context
+        for source in (context.coordination, context.signals, context.health):
             self._selector.register(source, selectors.EVENT_READ)
         self.begin()
         while self._phase is not Phase.ENDED:
@@ -121,9 +123,9 @@ class NodeAgent:
         """Ask to be in."""
         self._join()
         # Of thousands that start, each should say at once that it wants to be in.
-        self._.health.wait(FIRST_HEALTH_SECONDS)
+        self._context.health.wait(FIRST_HEALTH_SECONDS)
         self._handle_health()
-        self._.coordination.start()
+        self._context.coordination.start()
 
     def step(self) -> None:
         """Take in all that has come, and do what follows. Never waits."""
@@ -132,26 +134,28 @@ class NodeAgent:
         self._handle_heartbeats()
         self._handle_notices()
         if self._failure is None:
-            self._.crash.check()
+            self._context.crash.check()
         self._handle_health()
         self._handle_stop()
         self._handle_store()
-        tell_losses(self._.events, self._.pump)
+        log_losses(self._context.events, self._context.pump)
         self._figures.enter(self.state)
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _timeout(self) -> float:
         looks = [
-            at for at in (self._.watch.due, self._checkpoints.due, self._notice.due, self._heard.due) if at is not None
+            at
+            for at in (self._context.watch.due, self._checkpoints.due, self._notice.due, self._heard.due)
+            if at is not None
         ]
         due = self._stop_due if self._stop_due is not None else min(looks, default=None)
-        left = self._.spec.monitor_interval if due is None else max(0.0, due - self._.clock.monotonic())
-        return left if self._stop_due is not None else min(left, self._.spec.monitor_interval)
+        left = self._context.spec.monitor_interval if due is None else max(0.0, due - self._context.clock.monotonic())
+        return left if self._stop_due is not None else min(left, self._context.spec.monitor_interval)
 
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
-        wanted |= {fd for fd in (self._.store_server.fileno(), self._.ring.fileno()) if fd >= 0}
+        wanted |= {fd for fd in (self._context.store_server.fileno(), self._context.ring.fileno()) if fd >= 0}
         for fd in self._watched - wanted:
             self._selector.unregister(fd)
         for fd in wanted - self._watched:
@@ -159,9 +163,9 @@ class NodeAgent:
         self._watched = wanted
 
     def _handle_signals(self) -> None:
-        for number in self._.signals.take():
+        for number in self._context.signals.take():
             if number is signal.SIGCHLD:
-                reap_orphans(set(self._workers.pids if self._workers else ()) | self._.helpers())
+                reap_orphans(set(self._workers.pids if self._workers else ()) | self._context.helpers())
             elif self._heard.hear(number):
                 self._happens(Event.LEAVE, f"{number.name} received")
             elif self._stop_due is not None and self._workers is not None:
@@ -170,14 +174,14 @@ class NodeAgent:
             self._happens(Event.LEAVE, f"{overdue.name} received")
 
     def _close(self, outcome: Outcome, reason: str) -> None:
-        self._.coordination.ask(lambda participant: participant.close(outcome, reason))
+        self._context.coordination.ask(lambda participant: participant.close(outcome, reason))
 
     def _handle_notices(self) -> None:
-        for notice in self._.coordination.take():
+        for notice in self._context.coordination.take():
             if isinstance(notice, RoundRecord):
                 self._handle_record(notice)
             elif isinstance(notice, tuple):
-                tell_coordination(self._.events, *notice, nodes=self._.attempt.nodes)
+                log_coordination(self._context.events, *notice, nodes=self._context.attempt.nodes)
             else:
                 self._failure = notice
                 logger.error("%s", notice)
@@ -188,18 +192,18 @@ class NodeAgent:
         if self._phase is Phase.ENDED:
             return
         self._record = record
-        self._clock_words.heed(record.leader)
-        self._checkpoints.heed(record)
-        self._heard.heed(record)
-        self._notice.heed(record, self._workers)
-        c = self._
-        if any(supersedes(member.uid, c.info.uid) for member in record.members):
+        self._clock_offsets.on_leader(record.leader)
+        self._checkpoints.on_record(record)
+        self._heard.on_record(record)
+        self._notice.on_record(record, self._workers)
+        context = self._context
+        if any(supersedes(member.uid, context.info.uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
         elif record.status is Status.CLOSED:
             self._happens(Event.CLOSED, record.reason)
         elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
             self._happens(Event.NEWER_ROUND, record.reason)
-        if record.member(c.info.uid) is None or record.round < self._round:
+        if record.member(context.info.uid) is None or record.round < self._round:
             return
         if record.status is Status.FROZEN and self._phase is Phase.JOINING:
             # Not in READY: that is the same round under a new coordinator, and the port that was told must stay.
@@ -209,39 +213,39 @@ class NodeAgent:
 
     def _handle_workers(self) -> None:
         workers = self._workers
-        self._.ring.handle(self._round)
+        self._context.ring.handle(self._round)
         if workers is None or self._phase is not Phase.RUNNING or not workers.poll():
             return
         if workers.failed:
-            if not self._.ring.replace_dead(workers):
-                self._happens(Event.FAILED, workers.quick_word())
+            if not self._context.ring.replace_dead(workers):
+                self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
 
     def _handle_heartbeats(self) -> None:
         if self._workers is None or self._phase is not Phase.RUNNING:
             return
-        verdict = self._.watch.look(self._workers.running)
+        verdict = self._context.watch.look(self._workers.running)
         if verdict is not None:
             logger.error("%s", verdict.reason)
-            self._.events.write("hang", round=self._workers.round, limit=verdict.limit, reason=verdict.reason)
+            self._context.events.write("hang", round=self._workers.round, limit=verdict.limit, reason=verdict.reason)
             self._workers.take_stacks_first()
             self._happens(Event.FAILED, verdict.reason)
-        elif (word := self._checkpoints.look(self._workers.running)) is not None:
-            self._.coordination.ask(word.say)
+        elif (status := self._checkpoints.look(self._workers.running)) is not None:
+            self._context.coordination.ask(status.send)
         elif (reply := self._notice.look(self._workers.running)) is not None:
-            self._.coordination.ask(reply.say)
+            self._context.coordination.ask(reply.send)
 
     def _handle_stop(self) -> None:
         if self._stop_due is None or self._workers is None:
             return
         result = self._workers.step_stop()
         if not isinstance(result, Stopped):
-            self._stop_due = self._.clock.monotonic() + result
+            self._stop_due = self._context.clock.monotonic() + result
             return
         self._stop_due = None
         self._figures.end("stop")
-        self._.events.write(
+        self._context.events.write(
             "workers_stopped",
             round=self._workers.round,
             seconds=round(result.seconds, 3),
@@ -257,11 +261,11 @@ class NodeAgent:
 
     def _handle_store(self) -> None:
         has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # one may have felt it before we hear of it
-        if self._.store_server.handle() is not StoreState.FAILED or not has_workers or self._platform_failure:
+        if self._context.store_server.handle() is not StoreState.FAILED or not has_workers or self._platform_failure:
             return
-        self._platform_failure = f"the workers' TCPStore is gone: {self._.store_server.failure}"
+        self._platform_failure = f"the workers' TCPStore is gone: {self._context.store_server.failure}"
         logger.error("%s", self._platform_failure)
-        self._.events.write("platform_failure", round=self._round, reason=self._platform_failure)
+        self._context.events.write("platform_failure", round=self._round, reason=self._platform_failure)
         if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
             self._happens(Event.FAILED, self._platform_failure)
 
@@ -281,7 +285,7 @@ class NodeAgent:
         elif event is Event.FINAL:
             self._start_workers()
         elif event is Event.FAILED:
-            self._clock_words.tell()
+            self._clock_offsets.log_changes()
             self._report_failure(reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
@@ -296,87 +300,89 @@ class NodeAgent:
     def _join(self) -> None:
         """Ask to be in the next round, once this node is known to be fit."""
         self._figures.begin("rendezvous")
-        self._.health.begin(self._round)
+        self._context.health.begin(self._round)
         self._handle_health()
 
     def _handle_health(self) -> None:
-        c = self._
-        verdict = c.health.take()
+        context = self._context
+        verdict = context.health.take()
         if verdict is None or self._phase is not Phase.JOINING:
             return
-        tell_health(c.events, verdict, round_index=max(0, self._round))
+        log_health(context.events, verdict, round_index=max(0, self._round))
         if verdict.is_healthy:
-            c.coordination.ask(lambda participant: participant.join())
+            context.coordination.ask(lambda participant: participant.join())
             return
         self._unfit = verdict
-        c.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
+        context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
 
     def _confirm(self) -> None:
-        record, c = self._record, self._
+        record, context = self._record, self._context
         assert record is not None
         self._round = record.round
         master = ""
-        if record.members[0].uid == c.info.uid:
+        if record.members[0].uid == context.info.uid:
             try:
-                master = open_master(c, record, self._heard.is_ending)
+                master = open_master(context, record, self._heard.is_ending)
             except StoreBindError as error:
                 logger.error("%s", error)
                 self._close(Outcome.FAILED, str(error))
                 return
-        guard = c.store_server.guard if master else None  # this round's, whenever that is carried out
+        guard = context.store_server.guard if master else None  # this round's, whenever that is carried out
 
         def confirm(participant: Participant) -> None:
             if guard is not None:
-                admit_members(guard, record, participant, c.doorbell)
+                admit_members(guard, record, participant, context.doorbell)
             participant.confirm(record.round, master)
 
-        c.coordination.ask(confirm)
+        context.coordination.ask(confirm)
 
     def _start_workers(self) -> None:
-        record, c = self._record, self._
+        record, context = self._record, self._context
         assert record is not None
         met = self._figures.end("rendezvous")
         self._figures.begin("start")
-        layout = rank_layout(record.members, c.info.uid)
-        facts = round_facts(record, layout, spec=c.spec, run_dir=c.run_dir, attempt=c.attempt.number, tag=c.tag)
+        layout = rank_layout(record.members, context.info.uid)
+        facts = round_facts(
+            record, layout, spec=context.spec, run_dir=context.run_dir, attempt=context.attempt.number, tag=context.tag
+        )
         first = layout.group_rank == 0
         if not first or not facts.agent_store:
             # Rank 0 opens it itself, or it is another node's now. Not sooner: workers elsewhere that were still being
             # ended would have told of a lost connection.
-            c.store_server.release()
+            context.store_server.release()
         workers = LocalWorkers(
-            c.place,
+            context.place,
             round_index=record.round,
             layout=layout,
-            inherited=c.inherited,
-            pump=c.pump,
-            clock=c.clock,
-            shown=c.shown,
-            excluding=lambda: c.helpers() | self._unendable,
-            files=c.files,
+            inherited=context.inherited,
+            pump=context.pump,
+            clock=context.clock,
+            shown=context.shown,
+            excluding=lambda: context.helpers() | self._unendable,
+            files=context.files,
             is_ending=self._heard.is_ending,
-            watch=c.watch,
+            watch=context.watch,
         )
         self._workers = workers
         self._write_again()
         self._swept, self._has_run = False, True
         self._platform_failure = ""
-        tell_round(c.events, facts, restarts_used=record.restarts_used)
-        self._figures.put("remaining_restarts", c.spec.max_restarts - record.restarts_used)
+        log_round(context.events, facts, restarts_used=record.restarts_used)
+        self._figures.put("remaining_restarts", context.spec.max_restarts - record.restarts_used)
         try:
             workers.start(
-                c.spec.entrypoint.argv(),
+                context.spec.entrypoint.argv(),
                 lambda local_rank, error_file: worker_environment(
-                    c.environ, facts, local_rank=local_rank, error_file=error_file
+                    context.environ, facts, local_rank=local_rank, error_file=error_file
                 ),
-                cwd=c.spec.cwd,
+                cwd=context.spec.cwd,
             )
         except (WorkerStartError, OSError) as error:
             self._could_not_start(error)
             return
-        self._clock_words.tell_once()
-        c.events.write(
+        self._clock_offsets.log_first()
+        context.events.write(
             "workers_started",
             round=record.round,
             pids=workers.pids,
@@ -385,13 +391,13 @@ class NodeAgent:
             restart_seconds=self._figures.end("restart"),
         )
         if first and facts.agent_store:
-            c.store_server.serve()
-        c.files.post(import_what_failures_need)
+            context.store_server.serve()
+        context.files.post(import_what_failures_need)
 
     def _write_again(self) -> None:
         """The filesystem takes files again, or never will."""
         for write in self._unwritten:
-            self._.files.post(write)
+            self._context.files.post(write)
         self._unwritten.clear()
 
     def _could_not_start(self, error: Exception) -> None:
@@ -399,33 +405,33 @@ class NodeAgent:
         logger.error("the workers could not be started: %s", error)
         retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
         failure = self._workers.describe_start_failure(error, retryable=retryable)
-        tell_failure(self._.events, failure)
-        summary = sum_up([failure], node=self._.info.node, seconds=0.0)
+        log_failure(self._context.events, failure)
+        summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
         index = self._workers.round
-        self._.coordination.ask(lambda participant: participant.report_failure(index, summary))
-        self._.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+        self._context.coordination.ask(lambda participant: participant.report_failure(index, summary))
+        self._context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
         self._phase = next_phase(self._phase, Event.FAILED)
         self._stop_workers(str(error))
 
     def _report_failure(self, reason: str) -> None:
         """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
         assert self._workers is not None
-        failure = first_word(reason, node=self._.info.node, workers=self._workers, watch=self._.watch)
+        failure = early_failure(reason, node=self._context.info.node, workers=self._workers, watch=self._context.watch)
         index = self._workers.round
-        self._.coordination.ask(lambda participant: participant.report_failure(index, failure))
+        self._context.coordination.ask(lambda participant: participant.report_failure(index, failure))
 
     def _report_done(self) -> None:
         assert self._workers is not None
         index = self._workers.round
-        self._.events.write("workers_succeeded", round=index)
-        self._.watch.refresh()
-        self._.watch.rest()
+        self._context.events.write("workers_succeeded", round=index)
+        self._context.watch.refresh()
+        self._context.watch.rest()
         if (reply := self._notice.ended()) is not None:
-            self._.coordination.ask(reply.say)  # first: done alone would mean that there is no more to do
-        self._.coordination.ask(lambda participant: participant.report_done(index))
+            self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
+        self._context.coordination.ask(lambda participant: participant.report_done(index))
         # Nothing that they left running outlives the round; the others are not kept waiting for it.
         self._workers.begin_stop(grace=self._heard.grace())
-        self._stop_due = self._.clock.monotonic()
+        self._stop_due = self._context.clock.monotonic()
 
     def _stop_workers(self, reason: str) -> None:
         workers = self._workers
@@ -434,46 +440,52 @@ class NodeAgent:
             self._happens(Event.STOPPED, reason)
             return
         if not workers.stopping and self._stop_due is None:
-            self._.events.write("workers_stopping", round=workers.round, reason=reason)
+            self._context.events.write("workers_stopping", round=workers.round, reason=reason)
             self._figures.begin("restart")
             self._figures.begin("stop")
             self._read_last_heartbeats(workers)
         workers.begin_stop(grace=self._heard.grace())
-        self._stop_due = self._.clock.monotonic()
+        self._stop_due = self._context.clock.monotonic()
 
     def _read_last_heartbeats(self, workers: LocalWorkers) -> None:
         """Where the workers stood; and where the round ends because a worker elsewhere hangs, what they wait for."""
-        c, record = self._, self._record
-        self._last_beats = c.watch.refresh(), c.clock.monotonic()
+        context, record = self._context, self._record
+        self._last_beats = context.watch.refresh(), context.clock.monotonic()
         hang = record.hang if record is not None and record.round == workers.round + 1 else None
         if hang is not None:
-            c.watch.heed(hang, workers.running)
+            context.watch.on_hang(hang, workers.running)
             workers.take_stacks_first()
-        c.watch.rest()
+        context.watch.rest()
 
     def _workers_ended(self) -> None:
         """All of the group are gone: write the evidence, free the port, and join again, or end."""
-        workers, c = self._workers, self._
+        workers, context = self._workers, self._context
         self._workers = None
         if workers is not None:
             seconds = workers.seconds
             failures = workers.describe_failures()
             self._unwritten += workers.unwritten_evidence
             for failure in failures:
-                tell_failure(c.events, failure)
+                log_failure(context.events, failure)
             told = [failure for failure in failures if not failure.stopped_by_agent]
             summary = (
-                sum_up(told, node=c.info.node, seconds=seconds, step=c.watch.furthest_step, hang=c.watch.mark)
+                sum_up(
+                    told,
+                    node=context.info.node,
+                    seconds=seconds,
+                    step=context.watch.furthest_step,
+                    hang=context.watch.mark,
+                )
                 if told
-                else own_failure(self._platform_failure, node=c.info.node, seconds=seconds)
+                else own_failure(self._platform_failure, node=context.info.node, seconds=seconds)
             )
             if workers.took_stacks:
                 beats, now = self._last_beats
-                tell_stacks(c.events, workers.round, stacks=workers.stacks, beats=beats, now=now)
-            c.watch.end()
+                log_stacks(context.events, workers.round, stacks=workers.stacks, beats=beats, now=now)
+            context.watch.end()
             if summary is not None:
                 index = workers.round
-                c.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+                context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
         if self._phase is Phase.JOINING:
             self._join()
 
@@ -481,27 +493,28 @@ class NodeAgent:
 
     def leave(self) -> int:
         """The phase is ENDED: close all, and say the last words. Returns the exit code."""
-        c = self._
+        context = self._context
         self._selector.close()
         self._write_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
-        c.store_server.close()
-        c.watch.close()
-        c.health.close()
+        context.store_server.close()
+        context.watch.close()
+        context.health.close()
         # Slurm's own end too: where it has killed the batch script (scancel --batch), nobody else writes the verdict.
         by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
-        if by_slurm and self._failure is None and c.attempt.cluster == "slurm":
-            finish_if_unclaimed(c, self._record, is_closing=self._heard.ended_by is not None)
-        c.events.write("agent_ended", reason=self._why_ended, code=code)
-        c.coordination.ask(lambda participant: participant.say_goodbye())
-        if not c.coordination.stop(within=HUNG_SECONDS) and (
-            c.files.stuck_for() >= HUNG_SECONDS or not c.coordination.stop(within=LAST_WORDS_SECONDS - HUNG_SECONDS)
+        if by_slurm and self._failure is None and context.attempt.cluster == "slurm":
+            finish_if_unclaimed(context, self._record, is_closing=self._heard.ended_by is not None)
+        context.events.write("agent_ended", reason=self._why_ended, code=code)
+        context.coordination.ask(lambda participant: participant.deregister())
+        if not context.coordination.stop(within=HUNG_SECONDS) and (
+            context.files.stuck_for() >= HUNG_SECONDS
+            or not context.coordination.stop(within=LAST_WORDS_SECONDS - HUNG_SECONDS)
         ):
             self.hangs = True
-            refusal = c.coordination.refusal
+            refusal = context.coordination.refusal
             how = "does not answer" if refusal is None else f"refuses: {refusal}"
-            logger.warning("%s %s; leaving without it", c.run_dir, how)
-        for notice in [*c.coordination.take(), c.coordination.told_refusal()]:
+            logger.warning("%s %s; leaving without it", context.run_dir, how)
+        for notice in [*context.coordination.take(), context.coordination.lasting_refusal()]:
             if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
-                tell_coordination(c.events, *notice, nodes=c.attempt.nodes)
+                log_coordination(context.events, *notice, nodes=context.attempt.nodes)
         return code

@@ -46,8 +46,8 @@ def sum_up(
     )
 
 
-def first_word(reason: str, *, node: int, workers: LocalWorkers, watch: HangWatch) -> NodeFailure:
-    """What is told at once of a round's failure, before the evidence is there.
+def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangWatch) -> NodeFailure:
+    """A failure of this node's workers as it is reported at once, before the evidence is there.
 
     Args:
         reason: In a few words.

@@ -10,7 +10,7 @@ from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.clock import Clock
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeWord, seconds_to_save
+from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeStatus, seconds_to_save
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run_spec import RunSpec
@@ -26,15 +26,15 @@ def notice_of(spec: RunSpec, reason: str) -> Notice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoticeReply:
-    """What this node has to say: where its workers stand, or, without a word, that they have saved."""
+    """What this node reports: where its workers stand, or, without a status, that they have saved."""
 
     round: int
-    word: NoticeWord | None = None
+    status: NoticeStatus | None = None
 
-    def say(self, participant: Participant) -> None:
-        """Say it."""
-        if self.word is not None:
-            participant.report_noted(self.round, self.word)
+    def send(self, participant: Participant) -> None:
+        """Report it to the coordinator through `participant`."""
+        if self.status is not None:
+            participant.report_noted(self.round, self.status)
         else:
             participant.report_kept(self.round)
 
@@ -45,7 +45,7 @@ class NoticeWatch:
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
         """Args:
         watch: Reads and writes the workers' pages.
-        spec: Says whether workers are sent a signal, and so heed notices whatever their pages say.
+        spec: Says whether workers are sent a signal, and so follow notices whatever their pages say.
         clock: The pages'.
         """
         self._watch = watch
@@ -65,7 +65,7 @@ class NoticeWatch:
         """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to say."""
         return self._due
 
-    def heed(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
+    def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
         """A newer record: does it tell of a notice, of one that leaves less time, or of the step that is agreed?
 
         Args:
@@ -81,7 +81,7 @@ class NoticeWatch:
         elif not record.notice.is_given_as(self._notice):
             self._deadline = min(self._deadline, now + record.notice.seconds)
         self._notice = record.notice
-        self._watch.tell_notice(deadline=self._deadline, step=record.notice.step)
+        self._watch.deliver_notice(deadline=self._deadline, step=record.notice.step)
         if is_new and workers is not None and self._signal is not None:
             workers.send(self._signal)
 
@@ -104,7 +104,7 @@ class NoticeWatch:
             if has_steps and now - began < MEASURE_SECONDS:
                 return None
             self._has_noted = True
-            return NoticeReply(round=self._round, word=self._word(beats, before, now - began))
+            return NoticeReply(round=self._round, status=self._status(beats, before, now - began))
         if self._notice is not None and self._notice.is_agreed and self._have_saved(beats, running):
             return self._kept()
         return None
@@ -123,17 +123,17 @@ class NoticeWatch:
     def _heeds(self, beat: RankBeat) -> bool:
         return self._signal is not None or beat.heeds_notices
 
-    def _word(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> NoticeWord:
+    def _status(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> NoticeStatus:
         heeds = any(map(self._heeds, beats))
         steps = [beat.step for beat in beats if beat.step is not None]
         if not steps:
-            return NoticeWord(heeds=heeds)
+            return NoticeStatus(heeds=heeds)
         then = [beat.step for beat in before if beat.step is not None]
         walked = max(steps) - max(then, default=max(steps))
-        return NoticeWord(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
+        return NoticeStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
-        """Whether all that heed it have told of a checkpoint since, or ended with 0."""
+        """Whether all workers that follow the notice have reported a checkpoint since, or ended with 0."""
         assert self._began is not None
         before = {beat.local_rank: beat.checkpoints for beat in self._began[1]}
         awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]

@@ -1,4 +1,4 @@
-"""What of the workers' output was lost on this node, as an event. The job log has been told by then."""
+"""The loss of workers' output on this node, as an event. The job log has it by then."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpc_elastic.run_paths import round_index
 _MOST_STREAMS = 100
 
 
-def tell_losses(events: EventLog, pump: Pump) -> None:
+def log_losses(events: EventLog, pump: Pump) -> None:
     """Write an event where an episode of losses has ended. Costs next to nothing where there is none."""
     episode = pump.take_losses()
     if episode is None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.rendezvous.settlement import Settlement, failure_order
+from hpc_elastic.rendezvous.restart_decision import RestartDecision, failure_order
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
 PROGRESS_SECONDS = 600.0
@@ -25,7 +25,7 @@ class RestartPolicy:
     restart_steps: int | None = None
     """Steps beyond the furthest one at the last failure that do the same; None: steps do not refill it."""
 
-    def settle(self, record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> Settlement:
+    def decide_restart(self, record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
         """Decide about the failures of the round before `record`'s.
 
         A round that broke because a node was lost, where all that the others have to tell is a symptom of that, is a
@@ -33,9 +33,9 @@ class RestartPolicy:
         """
         memory = record.memory
         if not failures:
-            return Settlement(go_on=True, counts=False, reason="", memory=memory)
+            return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
         if node_lost and all(f.failure_class == "symptom" for f in failures):
-            return Settlement(go_on=True, counts=False, reason="", memory=memory)
+            return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
         cause = min(failures, key=failure_order)
         refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
         memory = self._remember(memory, failures, cause)
@@ -51,11 +51,11 @@ class RestartPolicy:
         used = 0 if refilled else record.restarts_used
         if used >= self.max_restarts:
             told = f"{used} of {self.max_restarts} restarts used"
-            return Settlement(
+            return RestartDecision(
                 go_on=False, counts=False, reason=f"restarts exhausted ({told}): {cause.message}", memory=memory
             )
         left = f"{self.max_restarts - used - 1} left" + (f", refilled by {refilled}" if refilled else "")
-        return Settlement(
+        return RestartDecision(
             go_on=True,
             counts=True,
             reason=f"restart {used + 1} of {self.max_restarts} ({left}) after: {cause.message}",
@@ -89,8 +89,8 @@ class RestartPolicy:
         )
 
 
-def _give_up(reason: str, memory: FailureMemory) -> Settlement:
-    return Settlement(go_on=False, counts=False, reason=reason, memory=memory, retryable=False)
+def _give_up(reason: str, memory: FailureMemory) -> RestartDecision:
+    return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory, retryable=False)
 
 
 def made_progress(*, step: int, before: int, seconds: float, window: float | None) -> bool:

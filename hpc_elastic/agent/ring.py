@@ -17,7 +17,7 @@ from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.events import EventLog
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.ring_record import REPLACES, REPORTS, WAIT, RestartWith, RingLine, Word, decode
+from hpc_elastic.ring_record import REPLACES, REPORTS, WAIT, RestartWith, RingEvent, RingLine, decode
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Workers(Protocol):
     def replace(self, local_rank: int, extra: Mapping[str, str]) -> int: ...
 
 
-def why_not(dead: DeadWorker, *, word: Word | None, used: int, limit: int) -> str:
+def why_not(dead: DeadWorker, *, word: RingEvent | None, used: int, limit: int) -> str:
     """Why no fresh process is put in its place; "" where one is.
 
     Args:
@@ -63,9 +63,9 @@ def why_not(dead: DeadWorker, *, word: Word | None, used: int, limit: int) -> st
     """
     if word is None:
         return f"{dead} before it was in a wrapped call"
-    if word is Word.ENDED:
+    if word is RingEvent.ENDED:
         return f"{dead} after its wrapped call"
-    if word is Word.GAVE_UP:
+    if word is RingEvent.GAVE_UP:
         return f"{dead}: the in-process ring gave up"
     if used >= limit:
         return f"{dead}, and {used} of {limit} replacements in this round are used"
@@ -86,7 +86,7 @@ class RingWatch:
         self._policy = policy
         self._limit = limit
         self._round = -1
-        self._words: dict[int, Word] = {}
+        self._words: dict[int, RingEvent] = {}
         self._used: dict[int, int] = {}
         self._unread = b""
         self._path = ""
@@ -175,9 +175,9 @@ class RingWatch:
         return False
 
     def _take(self, line: RingLine, round_index: int) -> None:
-        if line.word is not Word.RESTARTED:
+        if line.word is not RingEvent.RESTARTED:
             self._words[line.pid] = line.word
-        if line.word is Word.RESTARTED:
+        if line.word is RingEvent.RESTARTED:
             kinds = ", ".join(f"{name} on rank {rank}" for rank, name in line.interruptions)
             logger.info(
                 "the function starts again (iteration %d) after %.2f s: %s", line.iteration, line.seconds, kinds
@@ -193,11 +193,11 @@ class RingWatch:
                 joined=list(line.joined),
                 reason=kinds,
             )
-        elif line.word is Word.LEFT:
+        elif line.word is RingEvent.LEFT:
             self._events.write(
                 "ring_left", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
             )
-        elif line.word is Word.GAVE_UP:
+        elif line.word is RingEvent.GAVE_UP:
             self._events.write(
                 "ring_gave_up", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
             )

@@ -192,7 +192,7 @@ class StoreServer:
     def handle(self) -> StoreState:
         """Take in what the process has said since the last call, its end included. Never blocks."""
         if self.guard is not None:
-            self._tell_refused(self.guard)
+            self._log_refused(self.guard)
         while self._control is not None:
             try:
                 raw = self._control.recv(_MESSAGE_LIMIT)
@@ -206,7 +206,7 @@ class StoreServer:
                 self._heard(json.loads(raw))
         return self._state
 
-    def _tell_refused(self, guard: Guard) -> None:
+    def _log_refused(self, guard: Guard) -> None:
         for address in guard.refuse():
             logger.warning(
                 "the workers' TCPStore refused %s: that is no address that a node of this round has said; "

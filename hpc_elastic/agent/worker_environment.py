@@ -89,7 +89,7 @@ def worker_environment(
         }
     )
     if in_job(base):
-        _tell_as_slurm_would(env, layout, local_rank)
+        _set_slurm_variables(env, layout, local_rank)
     # torchrun's default; torch's own, without it, is another.
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # A segmentation fault, and a SIGABRT from the agent, leave the Python stacks of all threads on stderr.
@@ -103,7 +103,7 @@ def worker_environment(
 _AGENTS_OWN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GTIDS")
 
 
-def _tell_as_slurm_would(env: dict[str, str], layout: RankLayout, local_rank: int) -> None:
+def _set_slurm_variables(env: dict[str, str], layout: RankLayout, local_rank: int) -> None:
     """What srun would say had it started each worker as a task.
 
     To Slurm, the agents are the tasks: one on each node. A library or script that asks Slurm for its rank (Lightning's

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc_elastic.account_folder import account_folder
-from hpc_elastic.cli.screen import tell
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.node_records import account_evidence, forget, forget_in
 from hpc_elastic.node_score import NodeScore, score_nodes
@@ -32,7 +32,7 @@ def show_account(env: Mapping[str, str] | None = None, *, now_ns: int | None = N
     for score in scores:
         sys.stdout.write(one_line(_line(score)) + "\n")
     if not scores:
-        tell(f"nothing is known against any node (in {account_folder('nodes', env)})")
+        print_note(f"nothing is known against any node (in {account_folder('nodes', env)})")
     return 0
 
 
@@ -44,12 +44,12 @@ def _line(score: NodeScore) -> str:
 
 def forget_account(text: str, env: Mapping[str, str] | None = None) -> int:
     """Forget what the account remembers. Returns 0. Raises UsageError."""
-    return _say(forget(os.environ if env is None else env, _nodes(text)))
+    return _print_count(forget(os.environ if env is None else env, _nodes(text)))
 
 
 def forget_run(text: str, path: Path) -> int:
     """Forget what a run's nodes.json remembers. Returns 0. Raises UsageError."""
-    return _say(forget_in(path, _nodes(text)))
+    return _print_count(forget_in(path, _nodes(text)))
 
 
 def _nodes(text: str) -> tuple[str, ...] | None:
@@ -64,6 +64,6 @@ def _nodes(text: str) -> tuple[str, ...] | None:
     return nodes
 
 
-def _say(count: int) -> int:
+def _print_count(count: int) -> int:
     sys.stdout.write(f"{count} thing{'' if count == 1 else 's'} forgotten\n")
     return 0

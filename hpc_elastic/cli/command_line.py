@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpc_elastic.cli.screen import tell
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.configuration import job_options, worker_options
 from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
 from hpc_elastic.configuration.option_table import Parsed, parse, render_help
@@ -38,13 +38,8 @@ def read_command_line(
         here = current_directory(env)
         parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
         for line in parsed.executed:
-            say(line)
+            print_note(line)
         return parsed
     usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
     sys.stdout.write(render_help(usage, description, options, GROUPS))
     return None
-
-
-def say(text: str) -> None:
-    """One line for the person, on stderr: stdout is for what was asked for."""
-    tell(text)

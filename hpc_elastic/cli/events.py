@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run, node_names
 from hpc_elastic.cli.run_end import RunEnd, RunWatch
-from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, tell, wants_colour
+from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.clocks import clock_offsets_ns
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         from hpc_elastic.clock import SystemClock
 
         end = _Follower(asked, choice, printer, tail=tail, clock=SystemClock()).run()
-        tell(f"run {asked.paths.run_id} ended: {end.why}")
+        print_note(f"run {asked.paths.run_id} ended: {end.why}")
         return end.code
     events = _all_events(asked, numbers, choice)
     for event in events if tail is None else deque(events, maxlen=tail):
@@ -149,7 +149,7 @@ def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Ite
             continue
         found = True
         attempt = asked.paths.attempt(number)
-        for event in merged_events(attempt, clock_offsets_ns(attempt), names=choice.names, tell=tell):
+        for event in merged_events(attempt, clock_offsets_ns(attempt), names=choice.names, tell=print_note):
             if choice.wanted(event, nodes):
                 yield event
     if problem is not None and not found:
@@ -219,7 +219,7 @@ class _Follower:
             self._look(everything=True)
         for path, reader in self._readers.items():
             for sentence in self._parsers[path][0].left_out(reader):
-                tell(sentence)
+                print_note(sentence)
         return end
 
     def _find_files(self) -> None:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.atomic_file import open_own
-from hpc_elastic.cli.command_line import say
-from hpc_elastic.cli.screen import is_terminal
+from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.launch.attempts import begun_attempts, newest_stored
@@ -144,9 +143,9 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
     except KeyboardInterrupt:
         return leave(waiting.job, paths)
     if end.has_ended:
-        say(f"run {paths.run_id} ended: {end.why}; {where_to_look(job, paths)}")
+        print_note(f"run {paths.run_id} ended: {end.why}; {where_to_look(job, paths)}")
     else:
-        say(f"run {paths.run_id} is not waited for any more: {end.why}")
+        print_note(f"run {paths.run_id} is not waited for any more: {end.why}")
     return end.code
 
 
@@ -157,7 +156,7 @@ def leave(job: JobId, paths: RunPaths) -> int:
         if array_tasks(paths)
         else f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
     )
-    say(f"job {job} goes on without being watched; to end it: scancel {job}; to follow it again: {again}")
+    print_note(f"job {job} goes on without being watched; to end it: scancel {job}; to follow it again: {again}")
     return int(ExitCode.INTERRUPTED)
 
 
@@ -209,9 +208,9 @@ class _Waiting:
         try:
             states = self._client.job_states(self.job)
         except SlurmError as error:
-            self._say(f"can't be asked about: {error.why}; trying on")
+            self._print(f"can't be asked about: {error.why}; trying on")
             return None
-        self._say(_describe(states))
+        self._print(_describe(states))
         waive_delay(self._client, self.job, states, self._paths, self._waived)
         left = [state for state in states if state.phase is not JobPhase.FINISHED]
         if not left:
@@ -224,7 +223,7 @@ class _Waiting:
     def _when_finished(self, states: tuple[JobState, ...]) -> End | None:
         following = job_now(self._paths)
         if following is not None and following != self.job.number:
-            say(f"job {following} goes on with the run")
+            print_note(f"job {following} goes on with the run")
             self.job, self._said, self._ended_since = JobId(following, self.job.cluster), "", None
             return self._look()
         now, result = self._clock.monotonic(), newest_result(self._paths)
@@ -241,9 +240,9 @@ class _Waiting:
         except SlurmError:
             return ()
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if line != self._said:
-            say(f"job {self.job} {line}")
+            print_note(f"job {self.job} {line}")
             self._said = line
 
 

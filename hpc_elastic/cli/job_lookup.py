@@ -43,7 +43,7 @@ def _run_of(text: str, state: JobState | None) -> Path:
             "give the run directory"
         )
     whose = state.user if state.user not in (None, _own_name(), str(os.getuid())) else None
-    root = _told_by(state)
+    root = _run_directory_of(state)
     if root is None:
         owner = f"{whose}'s, and " if whose else ""
         raise UsageError(
@@ -63,7 +63,7 @@ def _run_of(text: str, state: JobState | None) -> Path:
     return paths.root
 
 
-def _told_by(state: JobState) -> Path | None:
+def _run_directory_of(state: JobState) -> Path | None:
     """The run directory by the comment, or where the user gave another, by where the log is."""
     if state.comment.startswith(COMMENT_MARK):
         return Path(state.comment.removeprefix(COMMENT_MARK))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.run_argument import runs_folder
-from hpc_elastic.cli.screen import tell
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.status_text import status_json
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
             if wanted and status.state not in wanted:
                 continue
             if shown == most:
-                tell("there are more; --limit all shows them")
+                print_note("there are more; --limit all shows them")
                 return 0
             sys.stdout.write((_as_json(status) if args.json else status_line(status)) + "\n")
             shown += 1
     if not shown:
-        tell(f"no such run in {folder}")
+        print_note(f"no such run in {folder}")
     return 0
 
 

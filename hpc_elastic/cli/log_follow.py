@@ -9,7 +9,7 @@ from hpc_elastic.cli.log_choice import LogChoice
 from hpc_elastic.cli.log_printer import LogPrinter
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.run_end import RunEnd, RunWatch
-from hpc_elastic.cli.screen import tell
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.clock import Clock
 from hpc_elastic.reading.clocks import clock_offsets_us
 from hpc_elastic.reading.follow_files import FollowedFiles
@@ -61,7 +61,7 @@ class LogFollower:
         watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
         self._find_files()
         if not self._seen:
-            tell(f"run {self._asked.paths.run_id} has started no worker yet: waiting")
+            print_note(f"run {self._asked.paths.run_id} has started no worker yet: waiting")
         self._show_what_is_there()
         told = False
         while True:
@@ -70,7 +70,7 @@ class LogFollower:
             if end is not None:
                 break
             if watch.is_requeued and not told:
-                tell("requeued: waiting for the next attempt")
+                print_note("requeued: waiting for the next attempt")
             told = watch.is_requeued
             now = self._clock.monotonic()
             self._clock.wait(stop, self._files.seconds_until_due(now, most=max(0.0, self._files_at - now)))

@@ -12,7 +12,7 @@ from hpc_elastic.cli.log_choice import ALL_STREAMS, LogChoice
 from hpc_elastic.cli.log_printer import LogPrinter, LogStyle
 from hpc_elastic.cli.rank_set import parse_numbers
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, whole_number
-from hpc_elastic.cli.screen import RED, is_terminal, tell, wants_colour
+from hpc_elastic.cli.screen import RED, is_terminal, print_note, wants_colour
 from hpc_elastic.errors import UsageError
 from hpc_elastic.log_times import STDERR, STDOUT
 from hpc_elastic.reading.clocks import clock_offsets_us
@@ -106,11 +106,11 @@ def run(args: argparse.Namespace) -> int:
         from hpc_elastic.clock import SystemClock
 
         end = LogFollower(asked, choice, printer, tail=tail, clock=SystemClock()).run()
-        tell(f"run {asked.paths.run_id} ended: {end.why}")
+        print_note(f"run {asked.paths.run_id} ended: {end.why}")
         return end.code
     assert attempt is not None
     if not rounds:
-        tell(f"attempt {attempt.number} of run {asked.paths.run_id} has no round yet: no worker was started")
+        print_note(f"attempt {attempt.number} of run {asked.paths.run_id} has no round yet: no worker was started")
     _print(attempt, rounds, choice, printer, tail)
     return 0
 
@@ -165,7 +165,7 @@ def _pieces(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, tai
     for index in rounds:
         streams = choice.streams_in(attempt, index)
         marks = read_round_marks(attempt.round_dir(index), offsets_us=offsets)
-        _tell_without_times(streams, marks)
+        _warn_without_times(streams, marks)
         yield from merged(readers_of(streams) if tail is None else readers_of_last(streams, tail), marks)
 
 
@@ -179,7 +179,7 @@ def _around(args: argparse.Namespace, asked: AskedRun, choice: LogChoice, printe
     offsets = clock_offsets_us(attempt)
     streams = choice.streams_in(attempt, moment.round)
     marks = read_round_marks(attempt.round_dir(moment.round), offsets_us=offsets)
-    _tell_without_times(streams, marks)
+    _warn_without_times(streams, marks)
     seconds = SECONDS if args.seconds is None else args.seconds
     lines = LINES if args.lines is None else args.lines
     at_us = moment.time_ns // 1000 - offsets.get(moment.node, 0)
@@ -204,7 +204,7 @@ def _show(pieces: Sequence[Piece], printer: LogPrinter) -> None:
         printer.lines(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
 
 
-def _tell_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None:
+def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None:
     """Say so where the order can't be known."""
     found = []
     for one in streams if len(streams) > 1 else ():
@@ -212,7 +212,9 @@ def _tell_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None
             found.append(one.rank)
     if found:
         ranks = sorted(set(found))
-        tell(f"no times are kept for rank{'s' if len(ranks) > 1 else ''} {rank_ranges(ranks)}: one after the other")
+        print_note(
+            f"no times are kept for rank{'s' if len(ranks) > 1 else ''} {rank_ranges(ranks)}: one after the other"
+        )
 
 
 def _has_anything(stream: LogStream) -> bool:

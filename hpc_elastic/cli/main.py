@@ -50,9 +50,9 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except UsageError as error:
-        return _say(error, _USAGE)
+        return _print_error(error, _USAGE)
     except HpcElasticError as error:
-        return _say(error, 1)
+        return _print_error(error, 1)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -63,15 +63,15 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         # A file or folder of the user's that can't be reached is no defect of ours; anything else shows its traceback.
         if error.filename is None and (gone := _why_nowhere(error)) is not None:
-            return _say(UsageError(gone), _USAGE)
+            return _print_error(UsageError(gone), _USAGE)
         if error.filename is None:
             from hpc_elastic.cli.standard_output import leave_output, output_failed
 
             if not output_failed(error):
                 raise
             leave_output()
-            return _say(HpcElasticError(message=f"standard output can't be written: {error.strerror}"), 1)
-        return _say(UsageError(f"{error.filename}: {error.strerror}"), _USAGE)
+            return _print_error(HpcElasticError(message=f"standard output can't be written: {error.strerror}"), 1)
+        return _print_error(UsageError(f"{error.filename}: {error.strerror}"), _USAGE)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -132,7 +132,7 @@ def _why_nowhere(error: OSError) -> str | None:
     return None
 
 
-def _say(error: HpcElasticError, code: int) -> int:
+def _print_error(error: HpcElasticError, code: int) -> int:
     # On one line, whatever it quotes; never a second failure over a closed stderr.
     from hpc_elastic.reading.screen_text import one_line
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
-from hpc_elastic.cli.screen import is_terminal, tell, wants_colour, width_for
+from hpc_elastic.cli.screen import is_terminal, print_note, wants_colour, width_for
 from hpc_elastic.errors import UsageError
 from hpc_elastic.outcome import ExitCode
 from hpc_elastic.reading.screen_text import one_line
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from hpc_elastic.clock import SystemClock
 
     end = ReportFollower(asked, _Shown(args, asked, render).show, clock=SystemClock()).run()
-    tell(f"run {asked.paths.run_id} ended: {end.why}")
+    print_note(f"run {asked.paths.run_id} ended: {end.why}")
     return end.code
 
 
@@ -132,7 +132,7 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     if before.state is RunState.ENDED or status.state is not RunState.ENDED:
         return history
     if status.attempt is None or before.state is RunState.REQUEUED:
-        tell(f"run {status.run_id} has ended: {status.reason}")
+        print_note(f"run {status.run_id} has ended: {status.reason}")
         return history
     return with_end(
         history,

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_elastic import run_index
-from hpc_elastic.cli.command_line import read_command_line, say
+from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.configuration import job_options
 from hpc_elastic.configuration.option_table import Parsed, explaining
@@ -57,7 +58,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     """The run on this machine, requeues included."""
     ignored = job_options.only_for_slurm(parsed)
     if ignored:
-        say(f"without Slurm this means nothing: {' '.join(ignored)}")
+        print_note(f"without Slurm this means nothing: {' '.join(ignored)}")
     cwd = working_directory(parsed, env)
     nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
     spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
@@ -172,5 +173,5 @@ def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: M
         cluster=job.cluster or "", job_id=job.requeue_id, submitted_ns=spec.created_ns, run_dir=paths.root, env=env
     )
     if problem is not None:
-        say(f"the run can't be found by its job id later, only by its directory: {problem}")
+        print_note(f"the run can't be found by its job id later, only by its directory: {problem}")
     return paths.root

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.cli.run_argument import RUN_HELP, check_single, find_run_dir
-from hpc_elastic.cli.screen import tell
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.reading.run_status import RunState, RunStatus, read_status, silent_for, with_slurms_end
@@ -95,7 +95,9 @@ def whole_job(states: Sequence[JobState]) -> JobState | None:
     return replace(first, nodes=nodes) if first.het_leader_id is not None else states[0]
 
 
-def slurm_says(client: SlurmClient, jobs: Sequence[JobId], *, is_quiet: bool = False) -> dict[str, JobState | None]:
+def query_job_states(
+    client: SlurmClient, jobs: Sequence[JobId], *, is_quiet: bool = False
+) -> dict[str, JobState | None]:
     """What Slurm says of jobs, by their ids: the controller, and of those that it has forgotten the accounting.
 
     Returns:
@@ -121,7 +123,7 @@ def slurm_says(client: SlurmClient, jobs: Sequence[JobId], *, is_quiet: bool = F
         pass
     except SlurmError as error:
         if not is_quiet:
-            tell(f"Slurm can't be asked: {error}")
+            print_note(f"Slurm can't be asked: {error}")
     return found
 
 
@@ -166,7 +168,7 @@ def ends_by_slurm(
         open_runs = [status for status in statuses if status.cluster == "slurm" and status.state is not RunState.ENDED]
         known = known_jobs() if any(status.job_id is None for status in open_runs) else ()
         asked = {id(status): job for status in open_runs if (job := job_of(status, known)) is not None}
-    says = slurm_says(client, list(asked.values()), is_quiet=is_quiet) if client is not None and asked else {}
+    says = query_job_states(client, list(asked.values()), is_quiet=is_quiet) if client is not None and asked else {}
     found = []
     for status in statuses:
         job = asked.get(id(status))

@@ -46,7 +46,7 @@ def rank_colour(rank: int) -> str:
     return _RANK_COLOURS[rank % len(_RANK_COLOURS)]
 
 
-def tell(text: str) -> None:
+def print_note(text: str) -> None:
     """A line for the person, beside what is printed; never a failure over a closed stderr."""
     try:
         sys.stderr.write(f"hpc-elastic: {one_line(text)}\n")

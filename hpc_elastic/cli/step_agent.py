@@ -79,6 +79,6 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
         )
         run_dir = create_run_in_job(job, spec, runs_dir, env)
     except BaseException:
-        meeting.tell(Told(refused=True))
+        meeting.publish(Told(refused=True))
         raise
     return run_first_task(run_dir, env, meeting=meeting)

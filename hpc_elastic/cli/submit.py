@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from hpc_elastic.cli.command_line import read_command_line, say
-from hpc_elastic.cli.screen import is_terminal
+from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.run_request import asked_cluster, cluster_here, runs_directory, working_directory
 from hpc_elastic.configuration.slurm_job import slurm_job
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         asked = asked_cluster(parsed)
         if cluster_here(asked, env) == "local":
             if asked == "auto":
-                say("no sbatch here, so the run is done on this machine (--cluster local)")
+                print_note("no sbatch here, so the run is done on this machine (--cluster local)")
             from hpc_elastic.cli.run import run_here
 
             return run_here(parsed, env, dry_run=parsed.flag("dry_run"))
@@ -50,24 +50,24 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     from hpc_elastic.clock import SystemClock
 
     clock = SystemClock()
-    client = submission_client(submission, env, clock, say)
-    job = submit_job(submission, client, clock=clock, env=env, tell=say)
+    client = submission_client(submission, env, clock, print_note)
+    job = submit_job(submission, client, clock=clock, env=env, tell=print_note)
     from hpc_elastic.cli.follow import follow, leave
 
     options, tasks = submission.job.options, submission.job.tasks
     try:
-        _say_where(job, submission.paths, options)
+        _print_where(job, submission.paths, options)
         if not (parsed.flag("wait") or parsed.flag("follow")):
             return 0
         if parsed.flag("follow") and tasks:
-            say(f"an array has a log for each task: hpc-elastic logs --follow {job}_{tasks[0]}, say")
+            print_note(f"an array has a log for each task: hpc-elastic logs --follow {job}_{tasks[0]}, say")
         shows_log = parsed.flag("follow") and options.output is None and not tasks
         return follow(client, job, submission.paths, clock=clock, show_log=shows_log)
     except KeyboardInterrupt:
         return leave(job, submission.paths)
 
 
-def _say_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
+def _print_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
     task = "task-*/" if options.array else ""
     log = options.output or f"{paths.root}/{task}job.log"
     text = (

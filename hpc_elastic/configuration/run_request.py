@@ -103,7 +103,7 @@ def build_spec(
         max_nodes=nodes[1],
         spares=spares,
         segment=job_options.segment_nodes(parsed, nodes),
-        requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_says_no_requeue(parsed, env)),
+        requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_disables_requeue(parsed, env)),
         requeue_with=job_options.requeue_choice(parsed).value,
         bad_nodes=_bad_nodes(parsed),
         signal_grace=grace,
@@ -172,7 +172,7 @@ def _bad_nodes(parsed: Parsed) -> str:
     return text
 
 
-def _site_says_no_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:
+def _site_disables_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:
     return parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
 
 

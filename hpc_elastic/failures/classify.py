@@ -1,7 +1,7 @@
 """What kind of failure it is, and what that means for the next step. Pure tables over text and numbers.
 
 A *symptom* is what a healthy rank says when another one is gone; ordering by class before time is what keeps 511 of
-them from hiding the one that matters. The words that tell are a table of their own, `known_words`.
+them from hiding the one that matters. The words that tell are a table of their own, `failure_patterns`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import re
 import signal
 from collections.abc import Sequence
 
+from hpc_elastic.failures.failure_patterns import SYMPTOM_TYPES, FailurePattern, find_pattern
 from hpc_elastic.failures.kinds import Category, FailureClass
-from hpc_elastic.failures.known_words import SYMPTOM_TYPES, Words, find_known_words
 from hpc_elastic.light_dataclasses import dataclass
 
 __all__ = [
@@ -172,12 +172,14 @@ def classify(
     )
 
 
-_NOTHING_KNOWN = Words(FailureClass.ROOT, "", ())
-_CHILD_KILLED = Words(FailureClass.INFRASTRUCTURE, "a child of it was killed: the job's memory limit was reached", ())
+_NOTHING_KNOWN = FailurePattern(FailureClass.ROOT, "", ())
+_CHILD_KILLED = FailurePattern(
+    FailureClass.INFRASTRUCTURE, "a child of it was killed: the job's memory limit was reached", ()
+)
 
 
-def _known(text: str, exception_type: str) -> Words:
-    words = find_known_words(text) if text else None
+def _known(text: str, exception_type: str) -> FailurePattern:
+    words = find_pattern(text) if text else None
     if words is None or (words.failure_class is FailureClass.SYMPTOM and exception_type.startswith(_OTHER_SERVICES)):
         return _NOTHING_KNOWN
     return words

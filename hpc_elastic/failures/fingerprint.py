@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from hpc_elastic.digests import sha1
-from hpc_elastic.failures.telling import telling_line
+from hpc_elastic.failures.summary_line import summary_line
 from hpc_elastic.failures.traceback_text import Frame
 
 _FRAMES = 3
@@ -70,5 +70,5 @@ def fingerprint(
     chosen = (inner or mine or tuple(frames))[-_FRAMES:]
     where = "|".join(f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}" for frame in chosen)
     # What follows that line may be what somebody else printed after the exception: a run's name, a time.
-    digest = sha1(f"{name}\n{normalise_message(telling_line(message))}\n{where}".encode("utf-8", "replace"))
+    digest = sha1(f"{name}\n{normalise_message(summary_line(message))}\n{where}".encode("utf-8", "replace"))
     return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest.hex()[:12]}"

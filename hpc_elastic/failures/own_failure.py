@@ -6,7 +6,7 @@ import os
 import traceback
 from pathlib import Path
 
-from hpc_elastic.errors import in_a_word
+from hpc_elastic.errors import describe_error
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.kinds import Category
 from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, clean_text, cut_end, cut_middle
@@ -27,7 +27,7 @@ def write_own_failure(path: Path | str, error: BaseException, *, role: str, host
     """
     text = clean_text("".join(traceback.format_exception(error)))
     own = {"host": host, "role": role, "pid": os.getpid(), "category": Category.PLATFORM.value}
-    write_summary(path, in_a_word(error), traceback_text=cut_middle(text, TEXT_LIMIT), now_ns=now_ns, own=own)
+    write_summary(path, describe_error(error), traceback_text=cut_middle(text, TEXT_LIMIT), now_ns=now_ns, own=own)
 
 
 def write_summary(

@@ -11,7 +11,7 @@ import re
 from enum import Enum
 
 from hpc_elastic.failures.rich_text import INSIDE, TITLE, plain_tracebacks
-from hpc_elastic.failures.telling import telling_line
+from hpc_elastic.failures.summary_line import summary_line
 from hpc_elastic.light_dataclasses import dataclass
 
 TEXT_LIMIT = 64 << 10
@@ -110,8 +110,8 @@ class FailureText:
     def headline(self) -> str:
         """``Type: message``, one line."""
         if not self.exception_type:
-            return telling_line(self.message)
-        return telling_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type
+            return summary_line(self.message)
+        return summary_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type
 
 
 def clean_text(text: str) -> str:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from hpc_elastic.failures.kinds import Category, FailureClass
-from hpc_elastic.failures.telling import telling_line
+from hpc_elastic.failures.summary_line import summary_line
 from hpc_elastic.failures.traceback_text import clean_text, cut_end
 from hpc_elastic.light_dataclasses import dataclass, field_names
 
@@ -130,7 +130,7 @@ class WorkerFailure:
     @property
     def headline(self) -> str:
         """The message's line that says what happened."""
-        return telling_line(self.message)
+        return summary_line(self.message)
 
 
 _ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureClass, "source": EvidenceSource}

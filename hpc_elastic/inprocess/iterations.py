@@ -28,7 +28,7 @@ from hpc_elastic.inprocess.standby import Refuge
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
 from hpc_elastic.inprocess.surroundings import Surroundings
-from hpc_elastic.ring_record import Word
+from hpc_elastic.ring_record import RingEvent
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Rank:
             # The function's groups may use the same server.
             os.environ.update(MASTER_ADDR=standby.host, MASTER_PORT=str(standby.port))
 
-    def say_end(self) -> None:
+    def announce_end(self) -> None:
         """This rank needs the store no more. Where the store is in this process: wait for all others to say so."""
         is_critical = self.state.initial_rank in self.critical_ranks
         if not is_critical:
@@ -210,23 +210,23 @@ class Iterations:
             )
         )
         state.store = store
-        store.say_count(state.world_size)
+        store.put_count(state.world_size)
         store.set_initial_rank(state.rank, state.initial_rank)
         call.watchdog.reset()
         store.iteration_barrier(
             rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
         )
         if self._interrupted_at:
-            self._say_restarted(time.monotonic() - self._interrupted_at)
+            self._report_restarted(time.monotonic() - self._interrupted_at)
         return Event.ALL_CAME
 
-    def _say_restarted(self, seconds: float) -> None:
+    def _report_restarted(self, seconds: float) -> None:
         state = self._state
         logger.info("rank %d of %d: iteration %d, %.3f s after the fault was seen", state.rank,
                     state.world_size, state.iteration, seconds)  # fmt: skip
         if self._call.surroundings.reports and state.store.is_first("told"):  # a fresh process has nothing to tell
-            self._call.surroundings.say(
-                Word.RESTARTED,
+            self._call.surroundings.report(
+                RingEvent.RESTARTED,
                 rank=state.initial_rank,
                 iteration=state.iteration,
                 seconds=round(seconds, 4),
@@ -400,9 +400,9 @@ class Iterations:
         error, state, store = self._leaving, self._state, self._store
         logger.warning("rank %d leaves: %s: %s", state.rank, type(error).__name__, error)
         gives_up = isinstance(error, RestartAbort | InternalError | BarrierError)
-        word = Word.GAVE_UP if gives_up else Word.LEFT
+        word = RingEvent.GAVE_UP if gives_up else RingEvent.LEFT
         reason = f"{type(error).__name__}: {error}"
-        self._call.surroundings.say(word, rank=state.initial_rank, iteration=state.iteration, reason=reason)
+        self._call.surroundings.report(word, rank=state.initial_rank, iteration=state.iteration, reason=reason)
         if store is None:
             if not isinstance(error, RankDiscarded):  # else all others know
                 PrefixStore(state.iteration, self._call.base).report_gone(state.initial_rank)

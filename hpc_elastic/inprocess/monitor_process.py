@@ -194,13 +194,13 @@ class MonitorProcess:
 
     def move(self, standby: Standby) -> None:
         """Say that the ring's store is that one now."""
-        self._tell(b"at " + standby.encode().encode() + b"\n")
+        self._send(b"at " + standby.encode().encode() + b"\n")
 
     def start_iteration(self, place: Place) -> None:
         """Say where the rank is now. A monitor that is dead is not missed here: the ring notices."""
-        self._tell(place.encode())
+        self._send(place.encode())
 
-    def _tell(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         try:
             os.write(self._pipe, line)
         except BrokenPipeError:
@@ -326,7 +326,7 @@ class _Monitor:
                 self._end_after(cause)
         except Exception:
             logger.exception("the monitor process ends")
-            self._say_own_end()
+            self._record_own_end()
 
     def _end_after(self, cause: Interruption) -> None:
         """The rank is dead: do its part, and keep the servers that are here while they are needed."""
@@ -487,7 +487,7 @@ class _Monitor:
                 return
             time.sleep(min(0.1, self._settings.interval))
 
-    def _say_own_end(self) -> None:
+    def _record_own_end(self) -> None:
         if self._place is None:
             return
         try:

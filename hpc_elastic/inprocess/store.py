@@ -304,7 +304,7 @@ class StoreMixin:
         if counts:
             _release(self, self.ITERATION_BARRIER, int(counts[0]))
 
-    def say_count(self: Any, count: int) -> None:
+    def put_count(self: Any, count: int) -> None:
         """How many ranks this iteration has: for whoever must tell who is missing."""
         StoreMixin.append_item(self, "count", str(count))
 

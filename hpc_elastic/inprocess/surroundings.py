@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_elastic.ring_record import REPLACES, REPORTS, WAIT, RingLine, Word
+from hpc_elastic.ring_record import REPLACES, REPORTS, WAIT, RingEvent, RingLine
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ class Surroundings:
             wait, replaces = None, 0
         return cls(reports=env.get(REPORTS, ""), wait=wait, replaces=replaces)
 
-    def say(self, word: Word, *, rank: int, **facts: Any) -> None:
-        """Tell the agent, if there is one. It never waits, and no failure of it is the ring's."""
+    def report(self, word: RingEvent, *, rank: int, **facts: Any) -> None:
+        """Report to the agent, if there is one. This never waits, and a failure of it does not fail the group."""
         if not self.reports:
             return
         try:

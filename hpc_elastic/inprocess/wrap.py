@@ -32,7 +32,7 @@ from hpc_elastic.inprocess.standby import STANDBYS, Refuge, find_refuge
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
 from hpc_elastic.inprocess.surroundings import Surroundings
-from hpc_elastic.ring_record import Word
+from hpc_elastic.ring_record import RingEvent
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -200,8 +200,8 @@ class CallWrapper:
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())
-        stack.callback(rank.say_end)
-        rank.surroundings.say(Word.BEGUN, rank=state.initial_rank)
+        stack.callback(rank.announce_end)
+        rank.surroundings.report(RingEvent.BEGUN, rank=state.initial_rank)
         return rank
 
     def _name(self) -> str:
@@ -281,12 +281,12 @@ class CallWrapper:
         """
         rank, admission = self._open_rank(), self._admission
         if self._is_over:
-            rank.surroundings.say(Word.ENDED, rank=rank.state.initial_rank)
+            rank.surroundings.report(RingEvent.ENDED, rank=rank.state.initial_rank)
             return None
         args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
         empty = admission.empty if admission is not None else ()
         value = Iterations(rank, functools.partial(fn, *args, **kwargs), terminated=empty).run()
-        rank.surroundings.say(Word.ENDED, rank=rank.state.initial_rank)
+        rank.surroundings.report(RingEvent.ENDED, rank=rank.state.initial_rank)
         return value
 
     def _open_rank(self) -> Rank:

@@ -15,11 +15,11 @@ from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock, RunClock
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.job_condition import allocation_of, slurm_answer
 from hpc_elastic.launch.job_watch import ControllerOutage
-from hpc_elastic.launch.job_word import allocation_of, slurm_answer
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, EligibleNodes, SiteFacts
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.write_back import WriteBack
@@ -173,7 +173,7 @@ class SlurmSite:
         try:
             state = self._hurried.job_state(self._id)
         except SlurmError:
-            return SlurmAnswer(SlurmWord.SILENT)
+            return SlurmAnswer(JobCondition.SILENT)
         return slurm_answer(state, restarts=self._job.restart_count, near=near, now_ns=self._clock.time_ns())
 
     def allocation(self) -> Allocation:

@@ -18,10 +18,10 @@ from hpc_elastic.launch.bad_nodes import NextNodes
 from hpc_elastic.launch.judge_nodes import judge_nodes
 from hpc_elastic.launch.last_files import LastFiles
 from hpc_elastic.launch.next_step import decide_next, idle_attempts
-from hpc_elastic.launch.output import say
+from hpc_elastic.launch.output import log_plain
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.launch.signal_table import SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition
 from hpc_elastic.launch.site import Site
 from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.requeue import RequeueAction, RequeueChoice, RequeueDecision, RequeueWay
@@ -112,7 +112,7 @@ class _End:
         self._finish(history)
         if not self._is_asked_of_slurm():
             return self._decision
-        if self._site.ask(near=0.0).word is SlurmWord.ENDED:
+        if self._site.ask(near=0.0).condition is JobCondition.ENDED:
             # Slurm requeues a cancelled job too, while it completes (seen on 22.05). And where it was cancelled in the
             # moment in which it began, its SIGTERM reached nobody who could hear: all that is seen is srun's failure.
             self._give_up("the job was cancelled meanwhile", ExitCode.TERMINATED)
@@ -198,7 +198,7 @@ class _End:
 
         if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
             logger.error("%s does not answer: the report can't be written", self._folder.root)
-        _say_end(self._attempt, self._result, self._decision)
+        _log_end(self._attempt, self._result, self._decision)
 
     def _save(self) -> bool:
         """Write result.json. Returns whether the filesystem answered."""
@@ -262,7 +262,7 @@ def _report(
             decision=f"{decision.action.value}: {decision.reason}",
             history=history,
         )
-        say(report.text)
+        log_plain(report.text)
         if decision.exit_code and os.environ.get("TORCHELASTIC_ERROR_FILE"):
             _pass_on(report.verdict, result, exit_code=decision.exit_code, now_ns=now_ns)
     except Exception as error:
@@ -296,7 +296,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns:
     )
 
 
-def _say_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
+def _log_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
     word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
     logger.info("attempt %d %s", attempt.number, word)
     logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)

@@ -58,9 +58,9 @@ def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) ->
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)
         if os.getppid() != front:
             return 128 + signal.SIGHUP
-        code = work(lambda: _tell(write_end, _READY))
+        code = work(lambda: _write(write_end, _READY))
         sys.stdout.flush()
-        _tell(write_end, b"%d\n" % code)
+        _write(write_end, b"%d\n" % code)
         leave_hung_threads(code, pipes)
     os.close(write_end)
     _let_go_of_files(pipes)
@@ -75,7 +75,7 @@ def _let_go_of_files(pipes: Sequence[int]) -> None:
     os.close(null)
 
 
-def _tell(fd: int, word: bytes) -> None:
+def _write(fd: int, word: bytes) -> None:
     try:
         os.write(fd, word)
     except OSError:
@@ -152,11 +152,11 @@ class _Front:
             return code if code >= 0 else 128 - code
         now = time.monotonic()
         if self._asked is not None and not self._is_ready and now - self._asked[0] >= UNREADY_SECONDS:
-            self._say(f"{self._what} does not answer; nothing was started")
+            self._print(f"{self._what} does not answer; nothing was started")
             os.kill(self._child, signal.SIGKILL)
             return 128 + self._asked[1]
         if self._interrupts > 2:
-            self._say("third Ctrl-C: not waiting any longer; the agents end by themselves")
+            self._print("third Ctrl-C: not waiting any longer; the agents end by themselves")
             os.kill(self._child, signal.SIGKILL)
             return 128 + signal.SIGINT
         if self._code is None:
@@ -169,5 +169,5 @@ class _Front:
             return None
         return self._code if self._code is not None else 1
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         os.write(2, f"hpc-elastic: {text}\n".encode("utf-8", "surrogateescape"))

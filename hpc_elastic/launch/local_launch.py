@@ -14,7 +14,7 @@ from hpc_elastic.clock import RunClock
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, SiteFacts
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.requeue import RequeueAction
@@ -54,7 +54,7 @@ class LocalSite:
         return LocalLauncher(len(attempt.nodes), command, environment=environment, umask=self._umask)
 
     def ask(self, *, near: float) -> SlurmAnswer:
-        return SlurmAnswer(SlurmWord.NO_SLURM)
+        return SlurmAnswer(JobCondition.NO_SLURM)
 
     def allocation(self) -> Allocation:
         return Allocation.HELD

@@ -23,7 +23,7 @@ class _Handler(logging.Handler):
         self._job_log = job_log
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._job_log.say(self.format(record))
+        self._job_log.write_line(self.format(record))
 
 
 class JobOutput:
@@ -48,6 +48,6 @@ class JobOutput:
         return self._job_log.close(self._close_seconds)
 
 
-def say(text: str) -> None:
+def log_plain(text: str) -> None:
     """Text for the job log as it is: the head, the report."""
     logging.getLogger(_PLAIN).info("%s", text)

@@ -27,8 +27,8 @@ from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.end_claim import EndClaim
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.last_files import HUNG_SECONDS
-from hpc_elastic.launch.output import JobOutput, say
-from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.output import JobOutput, log_plain
+from hpc_elastic.launch.signal_resolver import SignalResolver
 from hpc_elastic.launch.site import Site, SiteFacts
 from hpc_elastic.launch.supersede import EarlierAttempts
 from hpc_elastic.launch.supervisor import Supervisor
@@ -113,7 +113,7 @@ def _run_attempt(
     facts = site.facts(spec)
     attempt = on_disk(lambda: _begin(paths, site, facts, clock))
     attempt_paths = paths.attempt(attempt.number)
-    _say_head(paths, spec, attempt, attempt_paths)
+    _log_head(paths, spec, attempt, attempt_paths)
     uid = new_uid(OBSERVER_PLACE, f"supervisor-{attempt.batch_host}", clock)
     events = _open_events(attempt, attempt_paths, uid, clock, files)
     _end_earlier(
@@ -134,7 +134,7 @@ def _run_attempt(
         clock=clock,
         shutdown_timeout=spec.shutdown_timeout,
         job_watch=JobWatch(site.job_nodes, events=events, clock=clock) if facts.cluster == "slurm" else None,
-        desk=SignalDesk(
+        resolver=SignalResolver(
             lambda near: site.ask(near=near),
             grace=float(spec.signal_grace),
             kill_wait=attempt.kill_wait,
@@ -277,7 +277,7 @@ def _observe(
         node=OBSERVER_NODE,
         host=attempt.batch_host,
         local_world_size=0,
-        settle=policy.settle,
+        decide_restart=policy.decide_restart,
         clock=clock,
     ).coordination
 
@@ -295,7 +295,7 @@ def _versions(facts: SiteFacts) -> dict[str, str]:
     return found
 
 
-def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
+def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
     """The first lines of the job log: what a person who opens it needs to find everything else."""
     versions = ", ".join(f"{name} {value}" for name, value in attempt.versions.items())
     asked = "" if spec.min_nodes == spec.max_nodes else f" ({spec.min_nodes}-{spec.max_nodes})"
@@ -319,7 +319,7 @@ def _say_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
         f"when it has ended: hpc-elastic report {paths.root}",
     ]
     for line in lines:
-        say(f"[hpc-elastic] {line}")
+        log_plain(f"[hpc-elastic] {line}")
 
 
 def _shortened(nodes: tuple[str, ...]) -> str:

@@ -33,7 +33,7 @@ class HeardBy(str, Enum):
     AGENTS = "agents alone"
 
 
-class SlurmWord(str, Enum):
+class JobCondition(str, Enum):
     """What Slurm says of the job."""
 
     RUNNING = "runs"
@@ -77,50 +77,50 @@ class Row:
         return self.deadline is not Deadline.KILL_WAIT
 
 
-_ENDS: Mapping[SlurmWord, Row] = {
-    SlurmWord.PREEMPTED: Row(Meaning.PREEMPT, Deadline.KILL_WAIT),
-    SlurmWord.TIME_LIMIT: Row(Meaning.LIMIT, Deadline.KILL_WAIT),
-    SlurmWord.REQUEUED: Row(Meaning.REQUEUE, Deadline.KILL_WAIT),
-    SlurmWord.ENDED: Row(Meaning.CANCEL, Deadline.KILL_WAIT),
+_ENDS: Mapping[JobCondition, Row] = {
+    JobCondition.PREEMPTED: Row(Meaning.PREEMPT, Deadline.KILL_WAIT),
+    JobCondition.TIME_LIMIT: Row(Meaning.LIMIT, Deadline.KILL_WAIT),
+    JobCondition.REQUEUED: Row(Meaning.REQUEUE, Deadline.KILL_WAIT),
+    JobCondition.ENDED: Row(Meaning.CANCEL, Deadline.KILL_WAIT),
 }
 """Slurm has begun to end the job, whatever was heard: its SIGKILL is KillWait away."""
-_PREEMPTING: Mapping[SlurmWord, Row] = {SlurmWord.PREEMPTING: Row(Meaning.PREEMPT, Deadline.END_TIME)}
-_NEAR_LIMIT: Mapping[SlurmWord, Row] = {SlurmWord.NEAR_LIMIT: Row(Meaning.LIMIT, Deadline.END_TIME)}
+_PREEMPTING: Mapping[JobCondition, Row] = {JobCondition.PREEMPTING: Row(Meaning.PREEMPT, Deadline.END_TIME)}
+_NEAR_LIMIT: Mapping[JobCondition, Row] = {JobCondition.NEAR_LIMIT: Row(Meaning.LIMIT, Deadline.END_TIME)}
 _CANCEL = Row(Meaning.CANCEL, Deadline.KILL_WAIT)
-_NOTICE: Mapping[SlurmWord, Row] = {
+_NOTICE: Mapping[JobCondition, Row] = {
     **_ENDS,
     **_PREEMPTING,
     **_NEAR_LIMIT,
-    SlurmWord.RUNNING: Row(Meaning.REQUEUE, Deadline.GRACE),  # by hand: hpc-elastic requeue
-    SlurmWord.SILENT: Row(Meaning.LIMIT, Deadline.GRACE),
-    SlurmWord.NO_SLURM: Row(Meaning.REQUEUE, Deadline.GRACE),
+    JobCondition.RUNNING: Row(Meaning.REQUEUE, Deadline.GRACE),  # by hand: hpc-elastic requeue
+    JobCondition.SILENT: Row(Meaning.LIMIT, Deadline.GRACE),
+    JobCondition.NO_SLURM: Row(Meaning.REQUEUE, Deadline.GRACE),
 }
 
-TABLE: Mapping[Call, Mapping[HeardBy, Mapping[SlurmWord, Row]]] = MappingProxyType(
+TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProxyType(
     {
         Call.NOTICE: {HeardBy.BATCH: _NOTICE, HeardBy.AGENTS: _NOTICE},
         Call.END: {
             HeardBy.BATCH: {
                 **_ENDS,
                 **_PREEMPTING,
-                SlurmWord.RUNNING: _CANCEL,
-                SlurmWord.NEAR_LIMIT: _CANCEL,
-                SlurmWord.SILENT: _CANCEL,
-                SlurmWord.NO_SLURM: _CANCEL,
+                JobCondition.RUNNING: _CANCEL,
+                JobCondition.NEAR_LIMIT: _CANCEL,
+                JobCondition.SILENT: _CANCEL,
+                JobCondition.NO_SLURM: _CANCEL,
             },
             HeardBy.AGENTS: {
                 **_ENDS,
                 **_PREEMPTING,
                 **_NEAR_LIMIT,  # a user's own --signal=TERM@60
-                SlurmWord.RUNNING: _CANCEL,
+                JobCondition.RUNNING: _CANCEL,
                 # Of all that Slurm does, only a preemption's grace begins with the tasks alone.
-                SlurmWord.SILENT: Row(Meaning.PREEMPT, Deadline.GRACE),
-                SlurmWord.NO_SLURM: _CANCEL,
+                JobCondition.SILENT: Row(Meaning.PREEMPT, Deadline.GRACE),
+                JobCondition.NO_SLURM: _CANCEL,
             },
         },
         Call.INTERRUPT: {
-            HeardBy.BATCH: dict.fromkeys(SlurmWord, _CANCEL),
-            HeardBy.AGENTS: dict.fromkeys(SlurmWord, _CANCEL),
+            HeardBy.BATCH: dict.fromkeys(JobCondition, _CANCEL),
+            HeardBy.AGENTS: dict.fromkeys(JobCondition, _CANCEL),
         },
         # What is being ended sends its signal as well, to whoever can hear it by then.
         Call.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
@@ -132,7 +132,7 @@ TABLE: Mapping[Call, Mapping[HeardBy, Mapping[SlurmWord, Row]]] = MappingProxyTy
 class SlurmAnswer:
     """What Slurm said, and when the job ends by that."""
 
-    word: SlurmWord
+    condition: JobCondition
     seconds_left: float | None = None
     """Until the end that Slurm names: the limit, or the grace time's end. None: unlimited, or not known."""
     limit: float | None = None
@@ -176,7 +176,7 @@ def decide_signal(
     Returns:
         What to do; None: nothing.
     """
-    row = TABLE[call].get(heard_by, {}).get(answer.word)
+    row = TABLE[call].get(heard_by, {}).get(answer.condition)
     if row is None:
         return None
     seconds = {
@@ -189,7 +189,7 @@ def decide_signal(
         saves=row.saves,
         seconds=seconds,
         outcome=_outcome(row),
-        requeued=answer.word is SlurmWord.REQUEUED,
+        requeued=answer.condition is JobCondition.REQUEUED,
     )
 
 

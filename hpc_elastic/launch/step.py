@@ -80,7 +80,7 @@ class StepMeeting:
         self._store = FileStore(self._folder / name, clock=clock)
         self._clock = clock
 
-    def tell(self, told: Told) -> None:
+    def publish(self, told: Told) -> None:
         """For task 0, once."""
         value = {"run_dir": told.run_dir, "attempt": told.attempt, "refused": told.refused}
         self._store.put_if_absent(_TOLD, json.dumps(value))
@@ -135,7 +135,7 @@ class StepLauncher(LocalLauncher):
         self._changed_at = self._signs_at = time.monotonic()
 
     def launch(self) -> None:
-        self._meeting.tell(self._told)
+        self._meeting.publish(self._told)
         self.relaunch(self._here)
 
     def running(self) -> bool:

@@ -36,7 +36,7 @@ from hpc_elastic.slurm.sbatch import COMMENT_MARK, ScriptLines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
+class MessageHints:
     """How the caller's user writes the ways out that messages name."""
 
     another_folder: str = "give a shared folder with --runs-dir (or --allow-local-runs-dir where they can)"
@@ -51,7 +51,7 @@ class Submission:
     runs_dir: Path
     """Absolute."""
     lines: ScriptLines = field(default_factory=ScriptLines)
-    words: Words = field(default_factory=Words)
+    hints: MessageHints = field(default_factory=MessageHints)
 
     @property
     def paths(self) -> RunPaths:
@@ -123,11 +123,11 @@ def submit_job(
     if remark is not None:
         tell(remark)
     run = create_run(job.spec, submission.runs_dir)
-    with _leaving_nothing(run, submission.words):
+    with _leaving_nothing(run, submission.hints):
         create_tasks(run.paths, job.spec, job.tasks)
         fill()
     with _interrupts_deferred():
-        with _leaving_nothing(run, submission.words):
+        with _leaving_nothing(run, submission.hints):
             write_private(run.paths.script, script)
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
@@ -140,17 +140,17 @@ def submit_job(
 def _check_folder(submission: Submission) -> None:
     why = None if submission.job.shared else why_not_shared(submission.runs_dir)
     if why is not None:
-        raise UsageError(f"the nodes can't see {submission.runs_dir}: {why}; {submission.words.another_folder}")
+        raise UsageError(f"the nodes can't see {submission.runs_dir}: {why}; {submission.hints.another_folder}")
 
 
 @contextmanager
-def _leaving_nothing(run: NewRun, words: Words) -> Iterator[None]:
+def _leaving_nothing(run: NewRun, hints: MessageHints) -> Iterator[None]:
     """Where something fails, the run directory goes, and the error is one that a user can act on."""
     try:
         yield
     except SlurmMissingError as error:
         run.discard()
-        raise UsageError(f"{error.why}; run on this machine with {words.this_machine}") from None
+        raise UsageError(f"{error.why}; run on this machine with {hints.this_machine}") from None
     except OSError as error:
         run.discard()
         raise UsageError(f"can't write {run.paths.root}: {error.strerror}") from None

@@ -26,9 +26,9 @@ from hpc_elastic.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.ending import claim_end, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
-from hpc_elastic.rendezvous.pace import Pace, pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.peers import Bell, Peers
+from hpc_elastic.rendezvous.poll_intervals import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import record_name
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
@@ -40,7 +40,7 @@ from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.doorbell import open_doorbell
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.lease import Liveness
+from hpc_elastic.store.lease import HeartbeatAges
 from hpc_elastic.store.ring_secret import read_secret
 
 logger = logging.getLogger(__name__)
@@ -98,18 +98,18 @@ def agent_state(signs: AgentSigns, *, answer: float, lease: float) -> AgentState
 class EarlierAttempt:
     """One earlier attempt, as the supervisor sees it that takes the run over. Every method may raise OSError."""
 
-    def __init__(self, store: Store, *, run_id: str, pace: Pace, clock: Clock) -> None:
+    def __init__(self, store: Store, *, run_id: str, intervals: PollIntervals, clock: Clock) -> None:
         """Args:
         store: The attempt's.
         run_id: The run's.
-        pace: How often its agents look.
+        intervals: How often its agents look.
         clock: For the silence.
         """
         self._store = store
         self._run_id = run_id
-        self._pace = pace
+        self._intervals = intervals
         self._clock = clock
-        self._liveness = Liveness(store)
+        self._heartbeats = HeartbeatAges(store)
         self._answered: set[str] = set()
         self._closed_at = 0.0
         self.record: RoundRecord | None = None
@@ -127,7 +127,7 @@ class EarlierAttempt:
         self.had_begun = self.record is not None
         self._closed_at = self._clock.monotonic()
         for agent in self.agents():
-            self._liveness.look(agent, self._closed_at)
+            self._heartbeats.look(agent, self._closed_at)
         close_run(self._store, self._run_id, Outcome.SUPERSEDED, reason)
         self.record = RoundLog(self._store, self._run_id).latest()
         was_open = self.record is not None and self.record.outcome is Outcome.SUPERSEDED
@@ -147,9 +147,9 @@ class EarlierAttempt:
         announced = (name.partition("+")[0] for name in self._store.list("node"))
         return list(newest_agents(announced, without=lost).values())
 
-    def forgive(self, seconds: float) -> None:
+    def paused_for(self, seconds: float) -> None:
         """This process was held up for so long: no agent was silent meanwhile."""
-        self._liveness.forgive(seconds, now=self._clock.monotonic())
+        self._heartbeats.paused_for(seconds, now=self._clock.monotonic())
         self._closed_at += seconds
 
     def look(self, is_node_up: Callable[[str], bool]) -> dict[str, AgentState]:
@@ -162,18 +162,18 @@ class EarlierAttempt:
         found = {}
         for uid in self.agents():
             if uid not in ended:
-                self._liveness.look(uid, self._clock.monotonic())
-            if self._liveness.changed_since(uid, self._closed_at):
+                self._heartbeats.look(uid, self._clock.monotonic())
+            if self._heartbeats.changed_since(uid, self._closed_at):
                 self._answered.add(uid)
             found[uid] = agent_state(
                 AgentSigns(
                     has_ended=uid in ended,
                     has_answered=uid in self._answered,
-                    silent_for=self._liveness.age(uid),
+                    silent_for=self._heartbeats.age(uid),
                     is_node_up=is_node_up(uid),
                 ),
-                answer=self._pace.answer_unheard,
-                lease=self._pace.lease,
+                answer=self._intervals.answer_unheard,
+                lease=self._intervals.lease,
             )
         return found
 
@@ -247,9 +247,9 @@ class EarlierAttempts:
             if not folder.root.is_dir():
                 continue  # one that gave way
             info = _attempt_info(folder)
-            pace = pace_of(rendezvous_settings(self._spec, info or self._attempt))
+            intervals = poll_intervals(rendezvous_settings(self._spec, info or self._attempt))
             store = FileStore(folder.store, clock=self._clock)
-            earlier = EarlierAttempt(store, run_id=self._spec.run_id, pace=pace, clock=self._clock)
+            earlier = EarlierAttempt(store, run_id=self._spec.run_id, intervals=intervals, clock=self._clock)
             reason = f"superseded by attempt {self._attempt.number} on {self._attempt.batch_host}"
             try:
                 was_open = earlier.supersede(self._uid, reason)
@@ -284,12 +284,12 @@ class EarlierAttempts:
 
     def _look(self) -> bool:
         now = self._clock.monotonic()
-        held_up = now - self._looked_at if now - self._looked_at > HELD_UP_SECONDS else 0.0
+        paused = now - self._looked_at if now - self._looked_at > HELD_UP_SECONDS else 0.0
         self._looked_at = now
-        self._began_at += held_up
+        self._began_at += paused
         for number, nodes, earlier in self._open:
-            if held_up:  # by a filesystem that hung for the agents too, say
-                earlier.forgive(held_up)
+            if paused:  # by a filesystem that hung for the agents too, say
+                earlier.paused_for(paused)
             self._states[number] = earlier.look(lambda uid, nodes=nodes: _name(uid, nodes) in self._up)  # type: ignore[misc]
         return not self.awaited_nodes
 

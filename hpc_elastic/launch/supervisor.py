@@ -22,9 +22,9 @@ from hpc_elastic.launch.given_notice import GivenNotice
 from hpc_elastic.launch.job_watch import JobWatch
 from hpc_elastic.launch.launcher import AgentEnded, Launcher
 from hpc_elastic.launch.lost_nodes import LostNodes
-from hpc_elastic.launch.signal_desk import SignalDesk
+from hpc_elastic.launch.signal_resolver import SignalResolver
 from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
-from hpc_elastic.launch.unable_nodes import UnableNode, is_same_everywhere, says_no_for_good, unable_words
+from hpc_elastic.launch.unable_nodes import UnableNode, describe_unable_nodes, is_same_everywhere, is_usage_error
 from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
@@ -96,7 +96,7 @@ class Supervisor:
         events: EventLog,
         clock: Clock,
         shutdown_timeout: float,
-        desk: SignalDesk,
+        resolver: SignalResolver,
         end_claim: EndClaim,
         job_watch: JobWatch | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class Supervisor:
         events: The supervisor's log.
         clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
-        desk: Finds out what signals mean.
+        resolver: Finds out what signals mean.
         end_claim: To finish the attempt once it is closed.
         job_watch: Looks at the job now and then; None: there is none.
         """
@@ -120,7 +120,7 @@ class Supervisor:
         self._events = events
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
-        self._desk = desk
+        self._resolver = resolver
         self._end_claim = end_claim
         self._notice: GivenNotice | None = None
         """The one that leaves the least time so far."""
@@ -188,14 +188,14 @@ class Supervisor:
             self._compare_nodes()
             self._try_lost_nodes()
             self._end_notice()
-            self._tell_if_waiting()
-            self._tell_if_store_silent()
+            self._log_if_waiting()
+            self._signal_if_store_silent()
             if self._is_over():
                 break
         self._launcher.end(within=self._last_grace)
         self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_notices()
-        if (refusal := self._coordination.told_refusal()) is not None:
+        if (refusal := self._coordination.lasting_refusal()) is not None:
             self._events.write(refusal[0], **refusal[1])
         return self.result()
 
@@ -216,7 +216,7 @@ class Supervisor:
         if not self._told_waiting:
             found.append(self._started_at + LAUNCH_NEWS_SECONDS)
         if not self._is_ending():
-            found.append(self._notice.closed_by if self._notice is not None else self._desk.due)
+            found.append(self._notice.closed_by if self._notice is not None else self._resolver.due)
             found.append(self._lost.next_at())
         found.append(self._job_watch.due if self._job_watch is not None else None)
         if self._end_settled_by is not None:
@@ -248,7 +248,7 @@ class Supervisor:
         reason = f"{number.name} on {host}"
         notice = None if self._is_ending() else self._notice
         left = None if notice is None else notice.job_ends - self._clock.monotonic()
-        decision = self._desk.hear(number, heard_by, reason=reason, ends_in=left)
+        decision = self._resolver.hear(number, heard_by, reason=reason, ends_in=left)
         if decision is None:
             return
         if heard_by is HeardBy.BATCH and self._closed_at is not None and not self._is_end_settled:
@@ -274,7 +274,7 @@ class Supervisor:
         """Nobody may have given the notice: it came before this process could hear, or was never asked for."""
         if self._notice is not None or self._is_ending():
             return
-        decision = self._desk.look()
+        decision = self._resolver.look()
         if decision is not None:
             self._give_notice("seen by the supervisor", decision)
 
@@ -464,7 +464,7 @@ class Supervisor:
         unable = UnableNode(name=name, code=ended.code, detail=ended.detail, message=message if is_fruitless else "")
         never_came = is_fruitless and announced == 0
         most = FRUITLESS_RELAUNCHES if never_came else RELAUNCHES_PER_NODE
-        if used >= most or says_no_for_good(ended.code) or (never_came and self._fails_everywhere()):
+        if used >= most or is_usage_error(ended.code) or (never_came and self._fails_everywhere()):
             starts = f"{used + 1} start{'s' if used else ''}"
             logger.error("the agent on %s ended (%s); giving the node up after %s", name, unable.reason, starts)
             if never_came:
@@ -501,7 +501,7 @@ class Supervisor:
         self._lost.forget(node)
         self._coordination.ask(lambda participant: participant.give_up_node(node))
 
-    def _tell_if_waiting(self) -> None:
+    def _log_if_waiting(self) -> None:
         """Say who is missing after half a minute, not after ten."""
         if self._told_waiting or self._clock.monotonic() - self._started_at < LAUNCH_NEWS_SECONDS:
             return
@@ -513,7 +513,7 @@ class Supervisor:
                 LAUNCH_NEWS_SECONDS,
             )
 
-    def _tell_if_store_silent(self) -> None:
+    def _signal_if_store_silent(self) -> None:
         """The agents read in the store that the run ends. Where it does not answer, a signal has to tell them."""
         unheard_at = self._close_unheard_at
         if unheard_at is None or self._clock.monotonic() < unheard_at:
@@ -602,8 +602,8 @@ class Supervisor:
         return is_same_everywhere(self._unable.values(), nodes=len(self._attempt.nodes))
 
     @property
-    def _unable_words(self) -> str:
-        return unable_words(self._unable.values(), nodes=len(self._attempt.nodes))
+    def _describe_unable_nodes(self) -> str:
+        return describe_unable_nodes(self._unable.values(), nodes=len(self._attempt.nodes))
 
     def result(self) -> AttemptResult:
         """How the attempt ended, as far as it is known."""
@@ -616,7 +616,7 @@ class Supervisor:
             result = closed_result(record, record.outcome, signal_number=number, seconds=seconds)
             if result.outcome is Outcome.TOO_FEW_NODES and self._unable:
                 retryable = result.retryable and not self._is_same_everywhere
-                result = replace(result, reason=f"{result.reason}; {self._unable_words}", retryable=retryable)
+                result = replace(result, reason=f"{result.reason}; {self._describe_unable_nodes}", retryable=retryable)
             return replace(result, requeued=self._requeued, cancelled=self._cancelled)
         if self._asked is not None:
             outcome, reason = self._asked
@@ -626,7 +626,7 @@ class Supervisor:
             outcome, reason = Outcome.FAILED, str(self.failure)
         elif len(self._given_up) == len(self._attempt.nodes):
             outcome = Outcome.TOO_FEW_NODES
-            reason = self._why_all_are_unfit() or self._unable_words or "no agent could be started"
+            reason = self._why_all_are_unfit() or self._describe_unable_nodes or "no agent could be started"
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.clock import Clock
-from hpc_elastic.errors import HpcElasticError, in_a_word, where_raised
+from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.events import EventLog
 from hpc_elastic.failures.own_failure import write_own_failure
 from hpc_elastic.file_thread import FileThread
@@ -58,7 +58,7 @@ def end_after(
         clock: For the error file's time.
         shutdown_timeout: The workers' grace, in seconds.
     """
-    failure = SupervisorFailedError(error=in_a_word(error), where=where_raised(error))
+    failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))
     supervisor.failure = failure
     logger.error("%s; the workers are ended", failure, exc_info=error)
     host = attempt.batch_host

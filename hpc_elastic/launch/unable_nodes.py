@@ -43,7 +43,7 @@ class UnableNode:
         return f"{how}: {message}" if message else how
 
 
-def says_no_for_good(code: int | None) -> bool:
+def is_usage_error(code: int | None) -> bool:
     """Whether an agent ended with the code for wrong usage: it said why, and would say it again."""
     return code == ExitCode.USAGE
 
@@ -65,7 +65,7 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
     return codes <= set(_LASTING) or all(_PROLOG in node.message for node in unable)
 
 
-def unable_words(unable: Collection[UnableNode], *, nodes: int) -> str:
+def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
     """Which nodes could not run the agent, and why. Empty where there are none."""
     if not unable:
         return ""

@@ -4,8 +4,8 @@ It is forked when the agent starts and does nothing but wait at a pipe whose oth
 file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
 below them, removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
 
-Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. Who has
-cleared its environment is found by the family to which it belonged at the guardian's last look (`family`), a second
+Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. A process
+that cleared its environment is found by the guardian's last snapshot of the children (`child_snapshot`), a second
 before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and such
 a one stays until Slurm ends the step.
 """
@@ -23,11 +23,11 @@ from typing import NoReturn
 
 from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.processes import linux, tree
-from hpc_elastic.processes.family import Family
-from hpc_elastic.processes.hunt import Hunt
+from hpc_elastic.processes.child_snapshot import ChildSnapshot
 from hpc_elastic.processes.stopped_watch import StoppedWatch
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
 from hpc_elastic.processes.tree import Environ, Proc
+from hpc_elastic.processes.tree_killer import TreeKiller
 
 GUARDIAN_NAME = "hpc-el-guardian"
 _IGNORED = (
@@ -41,7 +41,7 @@ _IGNORED = (
     signal.SIGTSTP,
 )
 _BOUND_S = 10.0
-_STRANGERS_BOUND_S = 5.0
+_STALE_BOUND_S = 5.0
 _LOOK_S = 0.02
 _LOOK_AT_AGENT_S = 2.0
 _GUARDIANS_OWN_TIME_S = 1.0
@@ -124,9 +124,9 @@ def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stoppe
         if high != 3:
             os.dup2(high, 3, inheritable=False)
         linux.close_from(4)
-        family = Family(agent, leave_out=(os.getpid(),))
-        if _agent_died(agent, 3, tag, stopped_limit, family):
-            end_tagged(tag, clock=SystemClock(), family=family)
+        children = ChildSnapshot(agent, leave_out=(os.getpid(),))
+        if _agent_died(agent, 3, tag, stopped_limit, children):
+            end_tagged(tag, clock=SystemClock(), children=children)
             if remove is not None:
                 import shutil  # only here: it costs as much as all the rest
 
@@ -135,7 +135,7 @@ def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stoppe
         os._exit(0)
 
 
-def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None, family: Family) -> bool:
+def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None, children: ChildSnapshot) -> bool:
     """Wait until the agent dies (True) or says goodbye (False). Meanwhile, end the workers of one that is stopped."""
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
@@ -157,11 +157,11 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
         proc = tree.look_at(agent)
         if proc is None or proc.is_dead:
             return True
-        family.look()
+        children.look()
         stays_stopped = watch.look(proc.state, clock.monotonic())
-        if stays_stopped and ended != family.pids:  # once: who is stopped starts no more
-            end_tagged(tag, clock=clock, family=family)
-        ended = family.pids if stays_stopped else None
+        if stays_stopped and ended != children.pids:  # once: who is stopped starts no more
+            end_tagged(tag, clock=clock, children=children)
+        ended = children.pids if stays_stopped else None
     os.set_blocking(control, False)
     try:
         return os.read(control, 1) != _LEAVE
@@ -169,14 +169,14 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
         return True
 
 
-def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, family: Family | None = None) -> list[Proc]:
+def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, children: ChildSnapshot | None = None) -> list[Proc]:
     """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
 
     Args:
         tag: The agent's.
         clock: For the bound and the short waits.
         bound: Seconds to keep trying.
-        family: Whose remnants are ended too, tag or not.
+        children: Whose remnants are ended too, tag or not.
 
     Returns:
         What still runs after `bound` seconds (D state).
@@ -187,15 +187,15 @@ def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, family: Famil
 
     def find(_elapsed: float) -> _Found:
         marked = {proc.pid: proc for proc in tree.own_processes_where(is_own)}
-        if family is not None:
-            marked |= {proc.pid: proc for proc in family.remnants()}
+        if children is not None:
+            marked |= {proc.pid: proc for proc in children.remnants()}
         return _with_descendants(list(marked.values()), protected={os.getpid()}), []
 
     return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False)
 
 
-def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) -> list[Proc]:
-    """End what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
+def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_S) -> list[Proc]:
+    """Kill what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
 
     A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched: those whose
     worker tag is of another incarnation, older ones that carry the node's tag (the agent, its store host and its
@@ -212,7 +212,7 @@ def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) 
     me = tree.look_at(os.getpid())
     born = (me.starttime, me.pid) if me is not None else (0, 0)
 
-    def is_stranger(proc: Proc, environ: Environ) -> bool:
+    def is_stale(proc: Proc, environ: Environ) -> bool:
         worker_tag = environ.get(TAG_VARIABLE)
         if worker_tag is not None:
             is_marked = tag.is_of_other_incarnation(worker_tag)
@@ -222,7 +222,7 @@ def end_strangers(tag: Tag, *, clock: Clock, bound: float = _STRANGERS_BOUND_S) 
         return is_marked and tag.is_in_own_job(environ, lambda: tree.cgroup_job(proc.pid))
 
     def find(elapsed: float) -> _Found:
-        marked = tree.own_processes_where(is_stranger)
+        marked = tree.own_processes_where(is_stale)
         if not marked:
             return [], []
         processes = tree.all_processes()
@@ -252,7 +252,7 @@ def _end_until_none(
     find: Callable[[float], _Found], *, clock: Clock, bound: float, trust_first_look: bool
 ) -> list[Proc]:
     never = threading.Event()
-    hunt = Hunt()
+    killer = TreeKiller()
     began = clock.monotonic()
     empty_looks = 1 if trust_first_look else 0
     while True:
@@ -267,7 +267,7 @@ def _end_until_none(
             empty_looks += 1
             if empty_looks >= 2:
                 return []
-        number = hunt.next_signal(doomed)
+        number = killer.next_signal(doomed)
         for proc in doomed:
             tree.kill_safely(proc, number)
         clock.wait(never, _LOOK_S)

@@ -82,7 +82,7 @@ class JobLog:
             self._sources.discard(source)
             self._queue_notice(source)
 
-    def say(self, line: str) -> None:
+    def write_line(self, line: str) -> None:
         """Write a line of the agent's own."""
         self.write(self._own, (line.rstrip("\n") + "\n").encode("utf-8", "surrogateescape"))
 

@@ -123,7 +123,7 @@ class LogPump:
         self._limit = limit
         self._node = node
         self._files = FileWriter(clock=clock, on_room=self._wake)
-        self._losses = LossBook(clock=clock, say=lambda line: job_log.say(f"[{host}] {line}"))
+        self._losses = LossBook(clock=clock, say=lambda line: job_log.write_line(f"[{host}] {line}"))
         self._budget = HoldBudget(now=clock.monotonic())
         self._streams: dict[int, _Stream] = {}
         self._paused: set[_Stream] = set()

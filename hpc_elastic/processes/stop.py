@@ -19,9 +19,9 @@ from hpc_elastic.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.processes import tree
-from hpc_elastic.processes.hunt import Hunt
 from hpc_elastic.processes.spawn import ExitStatus, WorkerProcess, reap_orphans
 from hpc_elastic.processes.tree import Delivery, Proc
+from hpc_elastic.processes.tree_killer import TreeKiller
 
 _KILL_BOUND_S = 5.0
 _FIRST_LOOK_S = 0.03
@@ -72,7 +72,7 @@ class _Progress:
     signalled: set[tuple[int, int]] = field(default_factory=set)
     killed: set[tuple[int, int]] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
-    hunt: Hunt = field(default_factory=Hunt)
+    killer: TreeKiller = field(default_factory=TreeKiller)
 
 
 class GroupStopper:
@@ -210,7 +210,7 @@ class GroupStopper:
         state.next_look = now
 
     def _kill(self, left: Sequence[Proc]) -> None:
-        number = self._state.hunt.next_signal(left)
+        number = self._state.killer.next_signal(left)
         for worker in self._workers:
             worker.signal_group(number)  # whole groups at once: no fork slips through
         for proc in left:

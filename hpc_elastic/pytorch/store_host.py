@@ -127,7 +127,7 @@ class StoreHost:
 
     def run(self) -> None:
         """Return when the agent has gone."""
-        self._tell({"is": "ready"})
+        self._send({"is": "ready"})
         while True:
             try:
                 raw, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_LIMIT, 4, socket.MSG_CMSG_CLOEXEC)
@@ -141,16 +141,16 @@ class StoreHost:
         serial = message.get("serial")
         self._store = None  # the last reference: its destructor ends the server and frees the port
         if message.get("do") != "serve":
-            self._tell({"is": "dropped", "serial": serial})
+            self._send({"is": "dropped", "serial": serial})
             return
         try:
             self._store = serve(self._store_class, message["host"], message["port"], fds[0])
         except Exception as error:
-            self._tell({"is": "failed", "serial": serial, "why": str(error)[:2000]})
+            self._send({"is": "failed", "serial": serial, "why": str(error)[:2000]})
         else:
-            self._tell({"is": "serving", "serial": serial})
+            self._send({"is": "serving", "serial": serial})
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         try:
             self._control.send(json.dumps(message).encode())
         except OSError:

@@ -36,7 +36,7 @@ class ClaimKind(str, Enum):
     NOTED = "noted"
     """There is a notice: where its workers stand."""
     KEPT = "kept"
-    """There is a notice: all its workers that heed it have saved."""
+    """There is a notice: all its workers that follow it have saved."""
 
 
 Claims = Mapping[str, Sequence[str]]

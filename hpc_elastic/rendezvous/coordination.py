@@ -110,7 +110,7 @@ class Coordination:
 
         For any thread. It goes on, for last words.
         """
-        self._tell(error)
+        self._post(error)
 
     @property
     def refusal(self) -> Refusal | None:
@@ -122,12 +122,12 @@ class Coordination:
         return self._refusals.is_alone(self._clock.monotonic())
 
     def on_record(self, record: RoundRecord) -> None:
-        self._tell(record)
+        self._post(record)
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._tell((event, fields))
+        self._post((event, fields))
 
-    def _tell(self, notice: Notice) -> None:
+    def _post(self, notice: Notice) -> None:
         self._notices.append(notice)
         _poke(self._told_write)
 
@@ -153,7 +153,7 @@ class Coordination:
                 delay = participant.step(rung=rung or (asked and participant.looks_when_asked))
                 rung = False
                 self._beats_due = participant.beats()
-                self._beat_interval = max(self._beat_interval, participant.pace.beat)
+                self._beat_interval = max(self._beat_interval, participant.intervals.beat)
                 backoff, full_since = _FIRST_BACKOFF, None
                 self._answered()
             except (OSError, StoreFullError) as error:
@@ -169,11 +169,11 @@ class Coordination:
                     self._give_up(error, now - full_since)
                     return
             except HpcElasticError as error:
-                self._tell(error)
+                self._post(error)
                 return
             except Exception as error:  # whatever it is, the main loop must hear of it and end its workers
                 logger.exception("the coordination thread failed")
-                self._tell(error)
+                self._post(error)
                 return
             if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
                 return
@@ -187,14 +187,14 @@ class Coordination:
         now = self._clock.monotonic()
         if now - ended.since >= WORTH_TELLING:
             logger.warning("the shared filesystem answers again, after %.0f s of: %s", now - ended.since, ended)
-            self._tell(("filesystem_refused", ended.fields(now, over=True)))
+            self._post(("filesystem_refused", ended.fields(now, over=True)))
 
     def _give_up(self, error: Exception, seconds: float) -> None:
         if is_refusal(error):
             error = StoreRefusedError(seconds=seconds, why=self._refusals.now or error)
-        self._tell(error)
+        self._post(error)
 
-    def told_refusal(self) -> tuple[str, Mapping[str, Any]] | None:
+    def lasting_refusal(self) -> tuple[str, Mapping[str, Any]] | None:
         """The event of a refusal that lasts at this process' end; None: none does, or not for long."""
         refusal, now = self._refusals.now, self._clock.monotonic()
         if refusal is None or now - refusal.since < WORTH_TELLING:
@@ -234,13 +234,13 @@ class Coordination:
         news = False
         if participant is not None:
             if heard.deaf:
-                participant.was_deaf(heard.deaf)
+                participant.packets_dropped_for(heard.deaf)
             if heard.alive:
                 participant.heard(heard.alive - heard.hears.keys(), hears_us=None)
                 for hears in (True, False):
                     participant.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
                 participant.rung_about(heard.about)
-                news = participant.told_of(heard.told)
+                news = participant.note_newest(heard.told)
                 if self._refusals.heard(heard.hears.keys(), heard.refused, self._clock.monotonic()):
                     # A cache may still answer here: an access that goes to the server shows how this node fares.
                     self._commands.append(lambda p: p.beat_to_files())

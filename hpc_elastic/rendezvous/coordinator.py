@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from hpc_elastic.light_dataclasses import dataclass, field, replace
+from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
+from hpc_elastic.rendezvous.restart_decision import DecideRestart, failure_order
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import SettleFailures, failure_order
 from hpc_elastic.rendezvous.slots import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -21,7 +22,6 @@ from hpc_elastic.rendezvous.state import (
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
 from hpc_elastic.rendezvous.uid import host_of, node_of, supersedes
-from hpc_elastic.rendezvous.view import View
 
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0
@@ -45,7 +45,7 @@ class Proposal:
     """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
 
-def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
+def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
     """Decide what to commit next, if anything. The log may still refuse it."""
     status = view.record.status
     proposal = None
@@ -54,7 +54,7 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     elif status is Status.JOINABLE:
         # Workers that Slurm's signal has ended (proctrack/linuxproc) must not be started for the moments that are left.
         undecided = bool(view.record.heard) and view.since_status < HEARD_PATIENCE
-        proposal = None if undecided else _while_joinable(view, settings, settle)
+        proposal = None if undecided else _while_joinable(view, settings, decide_restart)
     elif status is Status.FROZEN:
         proposal = _while_frozen(view, settings)
     elif status is Status.FINAL:
@@ -71,11 +71,11 @@ def next_proposal(view: View, settings: RendezvousSettings, settle: SettleFailur
     return Proposal(
         event=RoundEvent.ASK,
         record=view.record.successor(status=next_status(status, RoundEvent.ASK), suspects=suspects),
-        reason=_told_of_suspects(view, suspects),
+        reason=_describe_suspects(view, suspects),
     )
 
 
-def _with_the_dead(view: View, proposal: Proposal) -> Proposal:
+def _with_the_dead(view: ClusterView, proposal: Proposal) -> Proposal:
     """Nobody waits for the goodbye of a node that is lost.
 
     Who waited for a place and is dead is called so at the end at last: till then it stays a suspect that does not
@@ -92,7 +92,7 @@ def _with_the_dead(view: View, proposal: Proposal) -> Proposal:
     )
 
 
-def _suspects(view: View, *, lost: Sequence[int]) -> tuple[str, ...]:
+def _suspects(view: ClusterView, *, lost: Sequence[int]) -> tuple[str, ...]:
     """Who is to be asked: silence alone makes nobody lost.
 
     Who does not answer stays a suspect until a record says that its node is lost: not asked any more it would not count
@@ -104,14 +104,14 @@ def _suspects(view: View, *, lost: Sequence[int]) -> tuple[str, ...]:
     return tuple(sorted(asked & (members | joined)))
 
 
-def _told_of_suspects(view: View, suspects: Sequence[str]) -> str:
+def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
     new = sorted(set(suspects) - set(view.record.suspects))
     if not new:
         return "all that were asked have answered, or are lost"
     return f"no word from {', '.join(_name(node_of(uid), view) for uid in new)}: asked whether it lives"
 
 
-def rests_on_absence(view: View, proposal: Proposal) -> bool:
+def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
     """Whether a decision says of a node that it is not there: what caches may hide has to be looked for first."""
     if proposal.event is RoundEvent.FREEZE:
         return bool(proposal.record.lost)
@@ -121,7 +121,7 @@ def rests_on_absence(view: View, proposal: Proposal) -> bool:
     return proposal.event is RoundEvent.REOPEN and not view.failures and bool(lost)
 
 
-def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFailures) -> Proposal | None:
+def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
     record = view.record
     came = _newest_per_node(view)
     present = whole_segments(came, settings.segment)
@@ -141,7 +141,7 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
     if enough and (complete or timed_out):
         if is_full and not last_call_over:
             awaited = first_choices  # spares that nobody has waited for are not missing
-        return _freeze(view, settings, settle, present, away, awaited)
+        return _freeze(view, settings, decide_restart, present, away, awaited)
     if not settings.give_up:
         return None
     if not enough and not awaited:
@@ -166,9 +166,9 @@ def _while_joinable(view: View, settings: RendezvousSettings, settle: SettleFail
 
 
 def _freeze(
-    view: View,
+    view: ClusterView,
     settings: RendezvousSettings,
-    settle: SettleFailures,
+    decide_restart: DecideRestart,
     present: Sequence[Member],
     away: frozenset[int],
     awaited: frozenset[int],
@@ -176,11 +176,9 @@ def _freeze(
     record = view.record
     here = {member.uid for member in present}
     node_lost = any(member.uid not in here for member in record.members)  # also one that has a new agent by now
-    settlement = settle(record, tuple(view.failures.values()), node_lost)
-    if not settlement.go_on:
-        return _close(
-            record, Outcome.FAILED, settlement.reason, memory=settlement.memory, retryable=settlement.retryable
-        )
+    decision = decide_restart(record, tuple(view.failures.values()), node_lost)
+    if not decision.go_on:
+        return _close(record, Outcome.FAILED, decision.reason, memory=decision.memory, retryable=decision.retryable)
     members = assign_ranks(record.members, present, max_nodes=settings.max_nodes, segment=settings.segment)
     replaced = replacements(record.members, members)
     taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
@@ -198,31 +196,31 @@ def _freeze(
         record=record.successor(
             status=next_status(record.status, RoundEvent.FREEZE),
             members=members,
-            restarts_used=(0 if settlement.refills else record.restarts_used) + (1 if settlement.counts else 0),
+            restarts_used=(0 if decision.refills else record.restarts_used) + (1 if decision.counts else 0),
             waiting=0,
             vacant=max(0, places - len(members)),
             lost=tuple(sorted(away | awaited)),
-            memory=settlement.memory,
+            memory=decision.memory,
         ),
-        reason=(settlement.reason or record.reason) + taken + missing,
+        reason=(decision.reason or record.reason) + taken + missing,
         replaced=replaced,
     )
 
 
-def _has_new_spares(view: View, present: Sequence[Member], settings: RendezvousSettings) -> bool:
+def _has_new_spares(view: ClusterView, present: Sequence[Member], settings: RendezvousSettings) -> bool:
     """Whether some of those who are here would only be members for want of the ones that they are spares for."""
     seated = {member.node for member in view.record.members}
     settled = sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
     return settled < settings.max_nodes
 
 
-def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
+def _while_frozen(view: ClusterView, settings: RendezvousSettings) -> Proposal | None:
     record = view.record
     out = _lost_members(view)
     if not out and view.since_status > 2 * settings.heartbeat_ttl:
         out = {m.node: "did not confirm" for m in record.members if m.uid not in view.acked}
     if out:
-        return _reopen(record, _told(out, view), lost=out)
+        return _reopen(record, _describe_nodes(out, view), lost=out)
     if all(m.uid in view.acked for m in record.members):
         return Proposal(
             event=RoundEvent.CONFIRM,
@@ -234,7 +232,7 @@ def _while_frozen(view: View, settings: RendezvousSettings) -> Proposal | None:
     return None
 
 
-def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
+def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | None:
     record = view.record
     if view.failures:
         first = min(view.failures.values(), key=failure_order)
@@ -244,7 +242,7 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
         return _reopen(record, reason, lost=_lost_members(view), hang=hang)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
-        return _reopen(record, _told(lost, view), lost=lost)
+        return _reopen(record, _describe_nodes(lost, view), lost=lost)
     if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
@@ -267,7 +265,7 @@ def _while_final(view: View, settings: RendezvousSettings) -> Proposal | None:
     return None
 
 
-def _under_notice(view: View, notice: Notice, settings: RendezvousSettings) -> Proposal | None:
+def _under_notice(view: ClusterView, notice: Notice, settings: RendezvousSettings) -> Proposal | None:
     """No round begins any more: workers that run may save, and then the attempt is over."""
     record = view.record
     if record.status is not Status.FINAL:
@@ -281,7 +279,7 @@ def _under_notice(view: View, notice: Notice, settings: RendezvousSettings) -> P
         return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}", retryable=not final)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
-        return _preempted(record, notice, f"then {_told(lost, view)}")
+        return _preempted(record, notice, f"then {_describe_nodes(lost, view)}")
     awaited = [m for m in record.members if m.uid not in view.kept and m not in over]
     if not awaited:
         kept = any(view.noted[m.uid].heeds for m in record.members if m.uid in view.noted)
@@ -324,7 +322,7 @@ def noticed_after(record: RoundRecord, notice: Notice) -> Proposal:
     )
 
 
-def _growth(view: View, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> Growth:
+def _growth(view: ClusterView, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> Growth:
     here = {info.node: Member(uid, info.node, info.local_world_size) for uid, info in waiting.items()}
     complete = {member.node for member in whole_segments(tuple(here.values()), settings.segment)}
     whole = [info for info in waiting.values() if info.node in complete]
@@ -348,7 +346,7 @@ def _in_segments(settings: RendezvousSettings) -> str:
     return f" in whole segments of {settings.segment}" if settings.segment > 1 else ""
 
 
-def _newest_per_node(view: View) -> list[Member]:
+def _newest_per_node(view: ClusterView) -> list[Member]:
     newest: dict[int, NodeInfo] = {}
     for uid, info in view.joined.items():
         if uid in view.dead or uid in view.leaving or info.node in view.gone:
@@ -359,7 +357,7 @@ def _newest_per_node(view: View) -> list[Member]:
     return [Member(info.uid, info.node, info.local_world_size) for info in newest.values()]
 
 
-def _lost_members(view: View) -> dict[int, str]:
+def _lost_members(view: ClusterView) -> dict[int, str]:
     out: dict[int, str] = {}
     for member in view.record.members:
         if member.uid in view.leaving:
@@ -373,14 +371,14 @@ def _lost_members(view: View) -> dict[int, str]:
     return out
 
 
-def _name(node: int, view: View) -> str:
+def _name(node: int, view: ClusterView) -> str:
     if node in view.names:
         return view.names[node]
     # One that left before it was in has said no more than that.
     return next((host_of(uid) for uid in view.leaving if node_of(uid) == node), f"node {node}")
 
 
-def _left(view: View) -> dict[int, str]:
+def _left(view: ClusterView) -> dict[int, str]:
     """Nodes that have taken themselves out, and why; not those where a new agent has come."""
     here = {info.node for uid, info in view.joined.items() if uid not in view.leaving}
     return {node_of(uid): why for uid, why in view.leaving.items() if node_of(uid) not in here}
@@ -390,16 +388,16 @@ def _left_because(why: str) -> str:
     return f"left: {why}" if why else "left"
 
 
-def _name_and_why(node: int, view: View) -> str:
+def _name_and_why(node: int, view: ClusterView) -> str:
     left = _left(view)
     return f"{_name(node, view)} ({_left_because(left[node])})" if node in left else _name(node, view)
 
 
-def _told(nodes: Mapping[int, str], view: View) -> str:
+def _describe_nodes(nodes: Mapping[int, str], view: ClusterView) -> str:
     return "; ".join(f"{_name(node, view)} {why}" for node, why in sorted(nodes.items()))
 
 
-def _node_done(view: View, node: int) -> bool:
+def _node_done(view: ClusterView, node: int) -> bool:
     return any(m.node == node and m.uid in view.done for m in view.record.members)
 
 
@@ -450,7 +448,7 @@ def closed_after(
     )
 
 
-def _named(nodes: frozenset[int], view: View) -> str:
+def _named(nodes: frozenset[int], view: ClusterView) -> str:
     """By name those that have ever said theirs, the others by index; of many, some: a reason has to stay short."""
     told = view.names.keys() | _left(view).keys()
     unknown = [node for node in nodes if node not in told]

@@ -1,4 +1,4 @@
-"""How a coordinator's decisions are told as events. docs/reference/events.md lists them."""
+"""Events of a coordinator's decisions. docs/reference/events.md lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hpc_elastic.rendezvous.coordinator import Proposal
-from hpc_elastic.rendezvous.life_signs import LifeSigns
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import Member, NodeInfo, RoundRecord
 from hpc_elastic.rendezvous.succession import Move
@@ -29,7 +29,7 @@ EVENT_NAMES = MappingProxyType(
 )
 
 
-def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
+def to_event(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     """An event's name and fields."""
     record = proposal.record
     fields: dict[str, Any] = {
@@ -47,15 +47,15 @@ def told(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     return EVENT_NAMES[proposal.event], fields
 
 
-def told_of_move(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
-    """As `told`, of what a participant that is not the coordinator did about it."""
+def move_event(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
+    """As `to_event`, for what a participant that is not the coordinator did about it."""
     return EVENT_NAMES[move.event], {"round": record.round, "reason": move.why}
 
 
-def told_of_link(
+def link_event(
     record: RoundRecord, info: NodeInfo, lost: tuple[str, float, float, bool], *, now: float, now_ns: int
 ) -> tuple[str, dict[str, Any]]:
-    """As `told`, of packets that did not come through: `LifeSigns.links_lost`."""
+    """As `to_event`, for packets that did not come through: `FailureDetector.links_lost`."""
     _, since, seconds, over = lost
     again = "" if over else ", and none has since"
     return "link_lost", {
@@ -70,7 +70,7 @@ def told_of_link(
 
 
 def consequences(
-    before: RoundRecord, proposal: Proposal, peers: Peers, life: LifeSigns
+    before: RoundRecord, proposal: Proposal, peers: Peers, detector: FailureDetector
 ) -> list[tuple[str, dict[str, Any]]]:
     """What a committed decision means for single nodes: who is lost, who left, and who took whose place.
 
@@ -78,7 +78,7 @@ def consequences(
         before: The record that it followed.
         proposal: What was committed.
         peers: Knows the hosts' names.
-        life: Knows who was silent for how long.
+        detector: Knows who was silent for how long.
     """
 
     def host(member: Member | None) -> str:
@@ -96,14 +96,14 @@ def consequences(
         if spare is not None:
             known = peers.get(spare)
             fields["host"] = known.host if known else ""
-            events.append(("spare_lost", {**fields, **_silence(life.last_sign(spare))}))
+            events.append(("spare_lost", {**fields, **_silence(detector.last_sign(spare))}))
         elif proposal.event is RoundEvent.CLOSE:
             pass  # its workers were done: the run is closed without it, and not because of it
         elif member is None:
             reason = "it has not come" if before.round == 0 else "it was no member, and nothing is heard of it"
             events.append(("node_missing", {**fields, "reason": reason}))
         else:
-            events.append(("node_lost", {**fields, **_silence(life.last_sign(member.uid))}))
+            events.append(("node_lost", {**fields, **_silence(detector.last_sign(member.uid))}))
     for node in sorted(proposal.missing):
         events.append(("node_missing", {"round": record.round, "node": node, "host": "", "reason": "it has not come"}))
     for gone, come in proposal.replaced:

@@ -41,7 +41,7 @@ class GrowthSigns:
         for (uid, serial, _), raw in zip(unread, get_many(self._store, keys), strict=True):
             self._saved_at[uid, serial] = now - _age(decode_object(raw))
 
-    def held_up(self, seconds: float) -> None:
+    def paused_for(self, seconds: float) -> None:
         """This process was, for so long: that is nobody's time."""
         self._now += seconds
         if self._waiting_since is not None:

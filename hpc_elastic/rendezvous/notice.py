@@ -47,8 +47,8 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeWord:
-    """What one node says about its workers when there is a notice."""
+class NoticeStatus:
+    """Where one node's workers stand when there is a preemption notice."""
 
     heeds: bool
     """Whether any of them has ever asked for notices, or is sent a signal."""
@@ -61,11 +61,11 @@ class NoticeWord:
         return {"heeds": self.heeds, "step": self.step, "rate": round(self.rate, 3)}
 
 
-def decode_word(value: Mapping[str, Any]) -> NoticeWord | None:
-    """A node's word, or None where it makes no sense."""
+def decode_status(value: Mapping[str, Any]) -> NoticeStatus | None:
+    """A node's status, or None where it makes no sense."""
     try:
         rate = min(1e9, max(0.0, float(value["rate"])))
-        return NoticeWord(heeds=bool(value["heeds"]), step=int(value["step"]), rate=rate)
+        return NoticeStatus(heeds=bool(value["heeds"]), step=int(value["step"]), rate=rate)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
@@ -94,20 +94,20 @@ def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
     return max(1.0, given - min(shutdown_timeout, given / 3) - min(5.0, given / 10))
 
 
-def agreed_step(words: Collection[NoticeWord], *, spread: float) -> int:
+def agreed_step(statuses: Collection[NoticeStatus], *, spread: float) -> int:
     """The step after which all save: one that no worker has passed by the time that it hears of it.
 
     Args:
-        words: Of the members that have said where they stand.
-        spread: Seconds from those words until every worker has read the step.
+        statuses: Of the members that have reported where they stand.
+        spread: Seconds from those reports until every worker has read the step.
 
     Returns:
         The step; `NO_STEP` where no worker tells steps.
     """
-    told = [word for word in words if word.step >= 0]
-    if not told:
+    known = [status for status in statuses if status.step >= 0]
+    if not known:
         return NO_STEP
-    furthest = max(word.step for word in told)
-    ahead = math.ceil(max(word.rate for word in told) * spread)
+    furthest = max(status.step for status in known)
+    ahead = math.ceil(max(status.rate for status in known) * spread)
     # One more: a step is told when it is complete. Ranks that wait for each other are no further apart.
     return min(_MOST_STEPS, furthest + ahead + 1)

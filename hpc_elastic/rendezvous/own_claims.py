@@ -56,7 +56,7 @@ class OwnClaims:
         self._untold = True
         return True
 
-    def untold_join(self, target: int) -> str:
+    def unannounced_join(self, target: int) -> str:
         """The key of the claim on `target`, where the coordinator is still to be rung about it; once."""
         if not self._untold or target != self._joined_round:
             return ""

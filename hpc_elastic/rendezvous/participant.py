@@ -14,24 +14,24 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.claim_scanner import ClaimScanner, gone_key
 from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
-from hpc_elastic.rendezvous.decision_events import consequences, told, told_of_link, told_of_move
+from hpc_elastic.rendezvous.decision_events import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
-from hpc_elastic.rendezvous.epoch import Epoch
-from hpc_elastic.rendezvous.life_signs import LifeSigns
-from hpc_elastic.rendezvous.lookout import Lookout, gone_key
-from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
+from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender
+from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
-from hpc_elastic.rendezvous.own_life import OwnLife
-from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
+from hpc_elastic.rendezvous.restart_decision import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import SettleFailures
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import Stirring
+from hpc_elastic.rendezvous.store_id import StoreId
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.to_all import WordsToAll
@@ -66,7 +66,7 @@ class Participant:
         store: Store,
         info: NodeInfo,
         settings: RendezvousSettings,
-        settle: SettleFailures,
+        decide_restart: DecideRestart,
         clock: Clock,
         rng: random.Random,
         listener: Listener,
@@ -77,20 +77,20 @@ class Participant:
         self._log = RoundLog(store, run_id)
         self._info = info
         self._settings = settings
-        self._settle = settle
+        self._decide_restart = decide_restart
         self._clock = clock
         self._listener = listener
         self._bell = bell
         now = clock.monotonic()
-        self.pace = pace_of(settings)
+        self.intervals = poll_intervals(settings)
         self._peers = Peers(store, info, bell)
-        self._life = LifeSigns(store, settings, self.pace, clock)
-        self._lookout = Lookout(store, info.uid, self._peers, self._life)
-        self._succession = Succession(store, info, settings, self.pace, self._life, rng)
-        self._watch = Watch(self.pace, rng, now, observes=self.observes)
-        self._epoch = Epoch(store, run_id, patience=settings.heartbeat_interval)
-        self._own_life = OwnLife(
-            store, info.uid, epoch=self._epoch, settings=settings, pace=self.pace, rng=rng, now=now
+        self._detector = FailureDetector(store, settings, self.intervals, clock)
+        self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
+        self._succession = Succession(store, info, settings, self.intervals, self._detector, rng)
+        self._watch = Watch(self.intervals, rng, now, observes=self.observes)
+        self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
+        self._heartbeat_sender = HeartbeatSender(
+            store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
         )
         self._claims = OwnClaims(store, info.uid)
         self._to_all = WordsToAll()
@@ -176,7 +176,7 @@ class Participant:
 
     def doubt_store(self) -> None:
         """Somebody has lost the store: look whether it is still the one that was joined."""
-        self._own_life.doubt_store()
+        self._heartbeat_sender.doubt_store()
 
     def beat_to_files(self) -> None:
         """Rewrite the heartbeat now: an access that no cache answers. Of a store that is missing the next step tells.
@@ -185,7 +185,7 @@ class Participant:
             OSError: as `step` does.
         """
         try:
-            self._own_life.beat_to_files(self._clock.monotonic())
+            self._heartbeat_sender.beat_to_files(self._clock.monotonic())
         except FileNotFoundError:
             pass  # the store is doubted now, which the next step looks into
 
@@ -196,7 +196,7 @@ class Participant:
         """
         self._look_anew = serial
 
-    def say_goodbye(self) -> None:
+    def deregister(self) -> None:
         """This node's agent ends now, and leaves nothing running."""
         self._claims.add_key(goodbye_key(self._info.uid), "bye")
 
@@ -230,16 +230,16 @@ class Participant:
         """Tell all that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
         self._to_all.give_notice(notice)
 
-    def tell_of_signal(self, what: str) -> None:
+    def report_signal(self, what: str) -> None:
         """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
         self._to_all.heard(what)
 
-    def report_noted(self, round_index: int, word: NoticeWord) -> None:
+    def report_noted(self, round_index: int, status: NoticeStatus) -> None:
         """There is a notice: where this node's workers stand."""
-        self._claims.add(round_index, ClaimKind.NOTED, word.to_json())
+        self._claims.add(round_index, ClaimKind.NOTED, status.to_json())
 
     def report_kept(self, round_index: int) -> None:
-        """There is a notice: this node's workers have saved, as far as they heed it."""
+        """There is a notice: this node's workers have saved, as far as they follow it."""
         self._claims.add(round_index, ClaimKind.KEPT, {})
 
     def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
@@ -249,29 +249,29 @@ class Participant:
             uids: Whose.
             hears_us: Whether they say that they hear this participant; None: they did not say (rings don't).
         """
-        self._life.heard(uids, hears_us=hears_us)
+        self._detector.heard(uids, hears_us=hears_us)
 
-    def was_deaf(self, seconds: float) -> None:
-        """Datagrams may have been lost in a flood of invalid ones: nobody was silent for that time."""
-        self._life.was_deaf(seconds)
+    def packets_dropped_for(self, seconds: float) -> None:
+        """This host may have dropped packets in a flood of invalid ones: that time counts as silence of no node."""
+        self._detector.packets_dropped_for(seconds)
 
     def rung_about(self, keys: Iterable[str]) -> None:
         """Somebody rang, and said what it wrote: the next look finds it, past the caches that hide it."""
         self._rung_about.add(keys)
 
-    def told_of(self, keys: Iterable[str]) -> bool:
+    def note_newest(self, keys: Iterable[str]) -> bool:
         """Beats have said which record is the newest. Returns whether that is news, and a reason to look."""
         self._rung_about.add_news(keys, newest=self._newest_number)
         return self._rung_about.newest_record > self._newest_number
 
     def beats(self) -> BeatPlan:
-        """To whom this participant is to say, each `pace.beat` seconds, that it lives: to the coordinator; the
+        """To whom this participant is to say, each `intervals.beat` seconds, that it lives: to the coordinator; the
         coordinator to all."""
         record = self._record
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
-        uids = {m.uid for m in record.members} | self._lookout.joining if self._leads() else {record.leader}
-        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._life.hears)
+        uids = {m.uid for m in record.members} | self._scanner.joining if self._leads() else {record.leader}
+        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._detector.hears)
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
@@ -301,39 +301,41 @@ class Participant:
             StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
             RendezvousStateError: the log holds a record that this program can't read.
         """
-        now = self._life.begin_step()
-        self._own_life.check_if_doubted(now)
+        now = self._detector.begin_step()
+        self._heartbeat_sender.check_if_doubted(now)
         plans = self.waits_to_speak
-        if not (rung or plans) and now < self._rests_until and self._in_touch():
-            self._lookout.held_up(self._life.look_at(()))
-            return min(self.pace.stride, self._rests_until - now)
-        self._lookout.listed = {}
+        if not (rung or plans) and now < self._rests_until and self._is_connected():
+            self._scanner.paused_for(self._detector.look_at(()))
+            return min(self.intervals.stride, self._rests_until - now)
+        self._scanner.listed = {}
         if not self._announced:
             rung = self._announce(now)
-        self._own_life.beat_if_due(now, leads=self._leads(), in_touch=self._in_touch(), look_due=self._watch.look_due)
-        self._watch.heed(calm=self._is_calm())
+        self._heartbeat_sender.beat_if_due(
+            now, leads=self._leads(), connected=self._is_connected(), look_due=self._watch.look_due
+        )
+        self._watch.update(idle=self._is_idle())
         looked = self._read_log(now, rung=rung)
-        if self._own_life.answer_if_asked(self._record, now):
+        if self._heartbeat_sender.answer_if_asked(self._record, now):
             self._ring_coordinator()
-        self._tell_links(self._record)
-        said = any([self._say_what_waits(), self._join_if_wanted()])
-        self._lookout.held_up(self._life.look_at(()))
+        self._report_links(self._record)
+        said = any([self._flush_claims(), self._join_if_wanted()])
+        self._scanner.paused_for(self._detector.look_at(()))
         survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
-        progress = self._tell_all_if_asked() or self._coordinate(looked=looked, survey=survey)
+        progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
-            seen = self._lookout.claims_seen
+            seen = self._scanner.claims_seen
             self._stirring.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
             progress = self._stir_what_is_hidden(surveyed=survey) or progress
         now = self._clock.monotonic()
-        self._sweep.step(self._record, joined=self._lookout.joining, now=now)
+        self._sweep.step(self._record, joined=self._scanner.joining, now=now)
         if progress:
             self._watch.hurry(now)
             return 0.0
         closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
         wait = self._watch.wait(
-            now, self._record, leads=self._leads(), touch=self._in_touch(), ending=closed, calm=self._is_calm()
+            now, self._record, leads=self._leads(), connected=self._is_connected(), ending=closed, idle=self._is_idle()
         )
-        due = min(self._own_life.due(now), self._succession.turn_due if closed is None else float("inf"))
+        due = min(self._heartbeat_sender.due(now), self._succession.turn_due if closed is None else float("inf"))
         until = min(self._watch.look_due, due, self._succession.next_look)
         self._rests_until = 0.0 if self._leads() or closed is not None else until
         return max(0.0, min(wait, due - now))
@@ -342,7 +344,7 @@ class Participant:
         """Returns whether to look again at once."""
         if self._leads() and not surveyed:
             return False
-        hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._lookout.listed)
+        hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
         for folder in sorted(hidden):
             self._store.stir(folder)
         return bool(hidden)
@@ -354,20 +356,20 @@ class Participant:
         round is frozen tells them all that they need to know.
         """
         self._peers.announce()
-        later = self._info.node > 0 and self._wants_in and self.pace.first_look > 0
+        later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
         if later:
             self._claims.join(0)
             self._watch.look_later(now)
         self._announced = True
         return not later
 
-    def _in_touch(self) -> bool:
+    def _is_connected(self) -> bool:
         record = self._record
-        return record is not None and self._bell is not None and self._life.in_touch(record.leader)
+        return record is not None and self._bell is not None and self._detector.is_connected(record.leader)
 
-    def _is_calm(self) -> bool:
+    def _is_idle(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
-        return self._bell is not None and self._watch.may_rest and self._leads() and self._lookout.is_calm(self._record)
+        return self._bell is not None and self._watch.may_rest and self._leads() and self._scanner.is_idle(self._record)
 
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
@@ -382,11 +384,11 @@ class Participant:
         news = number > self._newest_number
         if rung and not news and self._rung_about.keys and self._record is not None:
             rung = False  # for a record that is known, or for a claim, which the log says nothing about
-        if not self._watch.look_now(now, rung=rung or news, touch=self._in_touch()):
+        if not self._watch.look_now(now, rung=rung or news, connected=self._is_connected()):
             return False
         self._take_newest(told=number if news else 0)
         if self._log.went_back:
-            self._epoch.check(now)
+            self._store_id.check(now)
         return True
 
     def _take_newest(self, *, told: int = 0) -> None:
@@ -396,43 +398,43 @@ class Participant:
 
     def _take_in(self, record: RoundRecord) -> None:
         before = self._record
-        self._epoch.accept(record.epoch)
+        self._store_id.accept(record.epoch)
         self._record = record
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
-            self._lookout.status_began(now)
+            self._scanner.status_began(now)
             if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
                 # The next round needs the agent's word: its workers must have ended, and one that does not even
                 # confirm must not come back by itself, to break round after round. Asked once per state: what the
                 # agent says in it holds, whoever else writes a record.
                 self._wants_in = False
         if before is None or before.lost != record.lost:
-            self._lookout.somebody_was_lost(now)
+            self._scanner.somebody_was_lost(now)
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
-            self._lookout.notice_was_given(now)
+            self._scanner.notice_was_given(now)
         self._watch.new_record(now)
-        self._life.asked(record.suspects, now)
+        self._detector.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
-            self._life.lost(m.uid for m in before.members if m.node in record.lost)
-        self._tell_links(record)
+            self._detector.lost(m.uid for m in before.members if m.node in record.lost)
+        self._report_links(record)
         if before is not None:
             self._succession.new_record(before, record)
         self._listener.on_record(record)
 
-    def _tell_links(self, record: RoundRecord | None) -> None:
+    def _report_links(self, record: RoundRecord | None) -> None:
         """As coordinator: whose packets did not come through, though it lived."""
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
-        for event in self._life.links_lost(to_the_end=record.status is Status.CLOSED):
+        for event in self._detector.links_lost(to_the_end=record.status is Status.CLOSED):
             if record.leader == self._info.uid and (info := self._peers.get(event[0])) is not None:
-                self._listener.on_event(*told_of_link(record, info, event, now=now, now_ns=now_ns))
+                self._listener.on_event(*link_event(record, info, event, now=now, now_ns=now_ns))
 
     def _ring_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():
             self._peers.ring(addresses_of(self._record.bell), about)
 
-    def _say_what_waits(self) -> bool:
+    def _flush_claims(self) -> bool:
         """Returns whether there was something."""
         key = self._claims.flush()
         if key:
@@ -448,16 +450,16 @@ class Participant:
         if target is None:
             return False
         claimed = self._claims.join(target)
-        if record is not None and (key := self._claims.untold_join(target)):
+        if record is not None and (key := self._claims.unannounced_join(target)):
             self._ring_coordinator(key)
         return claimed
 
-    def _tell_all_if_asked(self) -> bool:
+    def _commit_requests_to_all(self) -> bool:
         """Close the run, or tell of a notice or a signal: anybody may. Returns whether it did, or was too late."""
         record = self._record
         if record is None or not self._to_all:
             return False
-        proposal = self._to_all.next(record, noticed_for=self._lookout.noticed_for(self._clock.monotonic()))
+        proposal = self._to_all.next(record, noticed_for=self._scanner.noticed_for(self._clock.monotonic()))
         if proposal is None:
             return False
         self._commit(proposal)
@@ -480,13 +482,13 @@ class Participant:
             return False
         if record.leader != self._info.uid:
             return self._take_over_if_needed(record, looked=looked)
-        if not survey or not self._own_life.is_fresh(self._clock.monotonic()):
+        if not survey or not self._heartbeat_sender.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
-        view = self._lookout.look(record)
-        proposal = next_proposal(view, self._settings, self._settle)
+        view = self._scanner.look(record)
+        proposal = next_proposal(view, self._settings, self._decide_restart)
         if proposal is not None and rests_on_absence(view, proposal):
             self._stirring.before_absence(record)
-            proposal = next_proposal(self._lookout.look(record), self._settings, self._settle)
+            proposal = next_proposal(self._scanner.look(record), self._settings, self._decide_restart)
         if proposal is None:
             return False
         self._commit(proposal)
@@ -496,9 +498,9 @@ class Participant:
         now = self._clock.monotonic()
         if now - self._started_at < min(self._info.node, 20) * 0.3 or not self._wants_in:
             return False
-        epoch = self._epoch.open()
-        self._own_life.beat(now)
-        self._lookout.prepare(0)
+        epoch = self._store_id.open()
+        self._heartbeat_sender.beat(now)
+        self._scanner.prepare(0)
         record = RoundRecord(
             number=1,
             epoch=epoch,
@@ -523,19 +525,19 @@ class Participant:
             if self._record is not record:
                 return True  # caches hid that somebody has gone on
         now = self._clock.monotonic()
-        self._epoch.check(now)  # the coordinator may have gone because of it
-        self._own_life.beat(now)
+        self._store_id.check(now)  # the coordinator may have gone because of it
+        self._heartbeat_sender.beat(now)
         successor = self._succession.successor(record, move, asks=self._bell is not None)
-        if self._append(successor, *told_of_move(record, move)) and self._leads():
+        if self._append(successor, *move_event(record, move)) and self._leads():
             self._succession.took_over(successor)
         return True
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
         before = self._record
-        name, fields = told(proposal)
+        name, fields = to_event(proposal)
         if self._append(record, name, fields) and before is not None:
-            for event in consequences(before, proposal, self._peers, self._life):
+            for event in consequences(before, proposal, self._peers, self._detector):
                 self._listener.on_event(*event)
             if record.number % 16 == 0:
                 self._log.compact()
@@ -547,6 +549,6 @@ class Participant:
         self._listener.on_event(event, fields)
         self._take_in(record)
         self._peers.learn(())
-        silent = [m.uid for m in record.members if self._life.is_silent(m.uid)]
+        silent = [m.uid for m in record.members if self._detector.is_silent(m.uid)]
         self._peers.ring_all(record_name(record.number), silent=silent)
         return True

@@ -14,8 +14,8 @@ from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.run_folder import RunFolder
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import host_of, new_uid, node_of
 from hpc_elastic.store.doorbell import Doorbell, open_doorbell
@@ -55,9 +55,9 @@ class WhoIsHere:
     """Members of the last round that did not come again."""
 
 
-def _go_on(record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> Settlement:
+def _go_on(record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
     """How often to restart is the agents' own business here."""
-    return Settlement(go_on=True, counts=False, reason="", memory=record.memory)
+    return RestartDecision(go_on=True, counts=False, reason="", memory=record.memory)
 
 
 class Seat:
@@ -236,7 +236,7 @@ class Seat:
         uid = self._info.uid
         workers_done |= self.round >= 0 and self._done == self.round
 
-        def say(participant: Participant) -> None:
+        def depart(participant: Participant) -> None:
             record = participant.record
             if record is not None and record.status is not Status.CLOSED:
                 if record.member(uid) is None or record.status is Status.JOINABLE:
@@ -246,9 +246,9 @@ class Seat:
                     participant.report_done(record.round)
                 else:
                     participant.leave(record.round, "its agent left")
-            participant.say_goodbye()
+            participant.deregister()
 
-        self._coordination.ask(say)
+        self._coordination.ask(depart)
         ended = self._coordination.stop(within=within)
         if ended and self._doorbell is not None:
             self._doorbell.close()
@@ -260,7 +260,7 @@ class Seat:
             store=self.store,
             info=self._info,
             settings=participant_settings(self._config),
-            settle=_go_on,
+            decide_restart=_go_on,
             clock=self._clock,
             rng=self._rng,
             listener=listener,

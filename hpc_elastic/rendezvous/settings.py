@@ -36,8 +36,8 @@ class RendezvousSettings:
     poll_interval: float = 1.0
     """The fallback's, where no ring comes through."""
     operations_per_second: float = 150.0
-    """What all nodes together may ask of the file server while workers run: `pace` derives longer intervals from it
-    where there are many nodes. At 8192 nodes three times as much."""
+    """What all nodes together may ask of the file server while workers run: `poll_intervals` derives longer intervals
+    from it where there are many nodes. At 8192 nodes three times as much."""
     doorbell: bool = True
     """Off: the files alone, slower."""
     member_filter: bool = True

@@ -8,9 +8,9 @@ from collections.abc import Collection
 
 from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.ending import goodbye_key
-from hpc_elastic.rendezvous.life_signs import LifeSigns
-from hpc_elastic.rendezvous.pace import LOOK_AT_ONCE, Pace
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import bell_of
+from hpc_elastic.rendezvous.poll_intervals import LOOK_AT_ONCE, PollIntervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
 from hpc_elastic.rendezvous.transitions import RoundEvent
@@ -46,15 +46,15 @@ class Succession:
         store: Store,
         info: NodeInfo,
         settings: RendezvousSettings,
-        pace: Pace,
-        life: LifeSigns,
+        intervals: PollIntervals,
+        detector: FailureDetector,
         rng: random.Random,
     ) -> None:
         self._store = store
         self._info = info
         self._settings = settings
-        self._pace = pace
-        self._life = life
+        self._intervals = intervals
+        self._detector = detector
         self._patience = rng.uniform(0.0, 0.1)
         self._looks = rng.randrange(_RARELY)
         self._own_look = 0.0
@@ -84,8 +84,8 @@ class Succession:
             return Move(event=RoundEvent.TAKE_OVER, why="the coordinator's node has a new agent", certain=True)
         self._watch(record, now, looked=looked)
         turn = self._turn(record) * 0.2 + self._patience
-        unchanged = self._life.unchanged(leader)
-        silent = self._life.silence(leader)
+        unchanged = self._detector.unchanged(leader)
+        silent = self._detector.silence(leader)
         if self._has_left(leader, now, turn, looked=looked, told=goodbye_key(leader) in rung_about):
             return Move(event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} has left")
         if unchanged > self._settings.heartbeat_ttl + turn:
@@ -93,20 +93,20 @@ class Succession:
             return Move(event=RoundEvent.TAKE_OVER, why=why)
         if leader in record.suspects:
             patience = turn if self._asked_about == leader else turn + HEAD_START
-            if not self._life.is_dead(leader, patience=patience):
+            if not self._detector.is_dead(leader, patience=patience):
                 return None
             return Move(
                 event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} was asked whether it lives: no answer"
             )
-        if silent is not None and silent > self._pace.silence + turn:
+        if silent is not None and silent > self._intervals.silence + turn:
             why = f"no word from the coordinator {leader} for {silent:.1f} s: asked whether it lives"
             return Move(event=RoundEvent.ASK, why=why)
         return None
 
     def _has_left(self, leader: str, now: float, turn: float, *, looked: bool, told: bool) -> bool:
         """Whether it has said goodbye, and this node's turn has come."""
-        late = self._life.unchanged(leader) > 1.5 * self._settings.heartbeat_interval
-        suspicious = self._life.is_silent(leader) or (late and not self._life.hears(leader))
+        late = self._detector.unchanged(leader) > 1.5 * self._settings.heartbeat_interval
+        suspicious = self._detector.is_silent(leader) or (late and not self._detector.hears(leader))
         worth_a_look = self._left[0] != leader and (told or (looked and suspicious))
         if worth_a_look and self._store.get(goodbye_key(leader)) is not None:
             self._left = (leader, now)
@@ -118,14 +118,14 @@ class Succession:
         leader = record.leader
         if before.leader != leader:
             self.turn_due = float("inf")
-            self._life.forget(leader)  # what it said before it was coordinator was not meant for all
-        elif leader in before.suspects and leader not in record.suspects and not self._life.hears(leader):
-            self._life.forget(leader)  # it lives, and its packets do not come through
+            self._detector.forget(leader)  # what it said before it was coordinator was not meant for all
+        elif leader in before.suspects and leader not in record.suspects and not self._detector.hears(leader):
+            self._detector.forget(leader)  # it lives, and its packets do not come through
 
     def _watch(self, record: RoundRecord, now: float, *, looked: bool) -> None:
         """Its beats come from a thread that no hung filesystem stops: its heartbeat has to move as well."""
         stands_by = self._turn(record) < STANDBYS
-        if self._life.hears(record.leader):
+        if self._detector.hears(record.leader):
             due = now >= self._own_look and stands_by
             if looked and not due:
                 self._looks += 1
@@ -133,7 +133,7 @@ class Succession:
         else:
             due = looked
         if due:
-            self._life.look_at([record.leader], closely=True)
+            self._detector.look_at([record.leader], closely=True)
             self._own_look = now + self._settings.heartbeat_ttl / 4
         self.next_look = self._own_look if stands_by else float("inf")
 
@@ -158,15 +158,15 @@ class Succession:
         asked: the others have to send their beats to the new one, or are asked for that.
         """
         if move.event is RoundEvent.TAKE_OVER and record.leader in record.suspects:
-            self._life.look_at(record.suspects, closely=True)
-            asked = set(record.suspects) - self._life.answered(record.suspects)
+            self._detector.look_at(record.suspects, closely=True)
+            asked = set(record.suspects) - self._detector.answered(record.suspects)
             return tuple(sorted(asked - {self._info.uid}))
         others = {m.uid for m in record.members} | {record.leader}
         asked = {uid for uid in others if len(others) <= LOOK_AT_ONCE or uid == record.leader} - {self._info.uid}
-        self._life.look_at(sorted(asked), closely=True)  # what their cells say before they are asked
+        self._detector.look_at(sorted(asked), closely=True)  # what their cells say before they are asked
         return tuple(sorted(asked | set(record.suspects) - {self._info.uid}))
 
     def took_over(self, record: RoundRecord) -> None:
         """This node is the coordinator now."""
         if record.bell:
-            self._life.expect(m.uid for m in record.members if m.uid not in (*record.suspects, self._info.uid))
+            self._detector.expect(m.uid for m in record.members if m.uid not in (*record.suspects, self._info.uid))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from hpc_elastic.rendezvous.ending import Ending
-from hpc_elastic.rendezvous.pace import Pace
+from hpc_elastic.rendezvous.poll_intervals import PollIntervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 
 _FIRST = 0.02
@@ -23,54 +23,54 @@ ring about."""
 class Watch:
     """One participant's next looks, on its monotonic clock."""
 
-    def __init__(self, pace: Pace, rng: random.Random, now: float, *, observes: bool) -> None:
-        self._pace = pace
-        self._early = EARLY * pace.stride
-        self._calm_stride = max(pace.stride, min(2 * pace.stride, CALM_SECONDS))
-        self._is_calm = False
-        """Whether the next looks are due so late because all was calm."""
+    def __init__(self, intervals: PollIntervals, rng: random.Random, now: float, *, observes: bool) -> None:
+        self._intervals = intervals
+        self._early = EARLY * intervals.stride
+        self._idle_stride = max(intervals.stride, min(2 * intervals.stride, CALM_SECONDS))
+        self._is_idle = False
+        """Whether the next looks are due so late because all was idle."""
         self._rng = rng
         self._observes = observes
         self._looked_at = now
         self.look_due = now
         """When the log is to be looked at without a ring."""
         self._interval = _FIRST
-        self._in_touch = False
+        self._connected = False
         self._touched_at = float("-inf")
         self._surveyed_at = float("-inf")
         self._survey_due = now
 
     @property
     def may_rest(self) -> bool:
-        """Whether a coordinator would look more rarely in calm than else."""
-        return self._calm_stride > self._pace.stride
+        """Whether a coordinator would look more rarely while all is idle than else."""
+        return self._idle_stride > self._intervals.stride
 
-    def heed(self, *, calm: bool) -> None:
-        """Where it is calm no more (somebody falls silent, say) a coordinator looks as often as ever."""
-        if self._is_calm and not calm:
-            self._is_calm = False
-            self.look_due = min(self.look_due, self._looked_at + self._pace.stride)
-            self._survey_due = min(self._survey_due, self._surveyed_at + self._pace.stride)
+    def update(self, *, idle: bool) -> None:
+        """Where it is idle no more (a node falls silent, say) a coordinator looks as often as ever."""
+        if self._is_idle and not idle:
+            self._is_idle = False
+            self.look_due = min(self.look_due, self._looked_at + self._intervals.stride)
+            self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.stride)
 
-    def look_now(self, now: float, *, rung: bool, touch: bool) -> bool:
+    def look_now(self, now: float, *, rung: bool, connected: bool) -> bool:
         """Whether to look at the log, for which the next time is set then."""
-        if touch:
+        if connected:
             self._touched_at = now
-        elif self._in_touch:  # lost: the answer to a question may be due
-            self.look_due = min(self.look_due, now + self._spread(self._pace.poll_anxious))
-        self._in_touch = touch
+        elif self._connected:  # lost: the answer to a question may be due
+            self.look_due = min(self.look_due, now + self._spread(self._intervals.poll_anxious))
+        self._connected = connected
         if not rung and now < self.look_due - self._early:
             return False
         self._looked_at = now
-        self._interval = min(self._interval * _GROWTH, self._pace.poll)
+        self._interval = min(self._interval * _GROWTH, self._intervals.poll)
         self.look_due = float("inf")  # until `wait` has seen what came of it
         return True
 
     def survey_now(self, now: float, *, rung: bool) -> bool:
         """Whether to look at the claims, as coordinator."""
-        if now < self._surveyed_at + self._pace.coordinator:
+        if now < self._surveyed_at + self._intervals.coordinator:
             if rung:
-                self._survey_due = min(self._survey_due, self._surveyed_at + self._pace.coordinator)
+                self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.coordinator)
             return False
         if not rung and now < self._survey_due - self._early:
             return False
@@ -80,11 +80,11 @@ class Watch:
 
     def look_later(self, now: float) -> None:
         """Not before a ring should have come."""
-        self.look_due = now + self._rng.uniform(0.5, 1.0) * self._pace.first_look
+        self.look_due = now + self._rng.uniform(0.5, 1.0) * self._intervals.first_look
 
     def new_record(self, now: float) -> None:
         """Things are moving."""
-        self._interval = self._pace.poll_in_round
+        self._interval = self._intervals.poll_in_round
 
     def hurry(self, now: float) -> None:
         """Something was committed, or lost to another: more may be to be done at once."""
@@ -98,9 +98,9 @@ class Watch:
         record: RoundRecord | None,
         *,
         leads: bool,
-        touch: bool,
+        connected: bool,
         ending: Ending | None,
-        calm: bool = False,
+        idle: bool = False,
     ) -> float:
         """Seconds until the next step.
 
@@ -108,42 +108,42 @@ class Watch:
             now: Seconds.
             record: The newest.
             leads: Whether this node coordinates.
-            touch: Whether it and the coordinator hear each other.
+            connected: Whether it and the coordinator hear each other.
             ending: Where the run is closed: what there is to be waited for.
-            calm: Whether it coordinates a round that runs, and hears all who take part, and they it.
+            idle: Whether it coordinates a round that runs, and hears all who take part, and they it.
         """
-        self._is_calm = calm
+        self._is_idle = idle
         if self.look_due == float("inf"):
-            self.look_due = self._looked_at + self._spread(self._until_look(now, record, leads, touch, ending))
+            self.look_due = self._looked_at + self._spread(self._until_look(now, record, leads, connected, ending))
         due = self.look_due
         if leads and ending is None:
             if self._survey_due == float("inf"):
                 assert record is not None
                 gathers = record.status in (Status.JOINABLE, Status.FROZEN)
-                self._survey_due = self._surveyed_at + (self._pace.gathering if gathers else self._stride)
-            due = min(due, max(self._survey_due, self._surveyed_at + self._pace.coordinator))
-        return min(self._pace.stride, max(0.0, due - now))
+                self._survey_due = self._surveyed_at + (self._intervals.gathering if gathers else self._stride)
+            due = min(due, max(self._survey_due, self._surveyed_at + self._intervals.coordinator))
+        return min(self._intervals.stride, max(0.0, due - now))
 
     def _until_look(
-        self, now: float, record: RoundRecord | None, leads: bool, touch: bool, ending: Ending | None
+        self, now: float, record: RoundRecord | None, leads: bool, connected: bool, ending: Ending | None
     ) -> float:
         if ending is not None and self._observes:
-            return self._pace.stride if ending.all_departed else 0.1 * self._pace.ending
+            return self._intervals.stride if ending.all_departed else 0.1 * self._intervals.ending
         if ending is not None and ending.awaits:
-            return 0.05 * self._pace.ending
+            return 0.05 * self._intervals.ending
         if leads:
             return self._stride
-        if touch:
-            return self._pace.poll_in_touch
-        if now - self._touched_at < self._pace.anxious:
-            return self._pace.poll_anxious
+        if connected:
+            return self._intervals.poll_connected
+        if now - self._touched_at < self._intervals.anxious:
+            return self._intervals.poll_anxious
         return self._interval
 
     @property
     def _stride(self) -> float:
-        return self._calm_stride if self._is_calm else self._pace.stride
+        return self._idle_stride if self._is_idle else self._intervals.stride
 
     def _spread(self, seconds: float) -> float:
-        if self._pace.ending <= 1.0:
+        if self._intervals.ending <= 1.0:
             return seconds
         return seconds * self._rng.uniform(1.0 - _SPREAD, 1.0 + _SPREAD)

@@ -1,7 +1,7 @@
 """One attempt's clocks: what its agents measured of each other, put together so that all nodes' times can be compared.
 
 Each agent compares its host's clock with the coordinator's (`clock_offset` in the event log). All nodes' times are
-taken to one of them, the reference, over a chain of such words where the coordinator changed: offsets and bounds add
+taken to one of them, the reference, over a chain of such samples where the coordinator changed: offsets and bounds add
 up, and a bound grows with the time between the measurement and the moment that is asked for. What was measured are the
 clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Where
 nothing was measured, nothing is known, and said so. Pure.
@@ -58,7 +58,7 @@ class Moment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Word:
+class _Sample:
     """One measurement: `node`'s clock was ahead of `reference`'s by this."""
 
     node: int
@@ -159,13 +159,13 @@ class Clocks:
         return Moment(at + ahead, bound, node, own, True)
 
     def _from_wall(self, node: int, wall_ns: int) -> tuple[int, int]:
-        """By its clock since its boot, and the bound: it may have been set between two words."""
+        """By its clock since its boot, and the bound: it may have been set between two samples."""
         walls = self._walls.get(node, ())
         if not walls:
             return wall_ns, 1 << 62
         aheads = [ahead for _, ahead in walls]
         if max(aheads) - min(aheads) > _STEP_NS:
-            # How far it was ahead at one word may have been so from the word before to the word after.
+            # How far it was ahead at one sample may have been so from the sample before to the sample after.
             ends = [at for at, _ in walls]
             times = zip([-(1 << 62), *ends], [*ends[1:], 1 << 62], aheads, strict=False)
             aheads = [ahead for begin, end, ahead in times if begin <= wall_ns - ahead <= end] or aheads
@@ -225,7 +225,7 @@ class ClocksBuilder:
     """Fed with an attempt's events in any order of files."""
 
     def __init__(self) -> None:
-        self._words: list[_Word] = []
+        self._samples: list[_Sample] = []
         self._hosts: dict[int, str] = {}
         self._built: Clocks | None = None
 
@@ -248,8 +248,10 @@ class ClocksBuilder:
                 return
             if reference < 0 or bound < 0:
                 return
-            self._words.append(
-                _Word(node=node, reference=reference, offset_ns=offset, bound_ns=bound, uptime_ns=uptime, wall_ns=wall)
+            self._samples.append(
+                _Sample(
+                    node=node, reference=reference, offset_ns=offset, bound_ns=bound, uptime_ns=uptime, wall_ns=wall
+                )
             )
 
     def build(self) -> Clocks:
@@ -259,15 +261,15 @@ class ClocksBuilder:
         return self._built
 
     def _build(self) -> Clocks:
-        links, contradicted = _links(self._words)
+        links, contradicted = _links(self._samples)
         walls: dict[int, list[tuple[int, int]]] = {}
-        for word in self._words:
-            walls.setdefault(word.node, []).append((word.uptime_ns, word.wall_ns - word.uptime_ns))
+        for sample in self._samples:
+            walls.setdefault(sample.node, []).append((sample.uptime_ns, sample.wall_ns - sample.uptime_ns))
         if not walls:
             return Clocks()
         degree = Counter(near for near, _ in links)
-        references = {word.reference for word in self._words}.intersection(walls) or walls.keys()
-        steps = {node: {ahead for _, ahead in told} for node, told in walls.items()}
+        references = {sample.reference for sample in self._samples}.intersection(walls) or walls.keys()
+        steps = {node: {ahead for _, ahead in measured} for node, measured in walls.items()}
         were_set = frozenset(node for node, aheads in steps.items() if max(aheads) - min(aheads) > _STEP_NS)
         supervisor = self._hosts.get(SUPERVISOR)
         nodes = [node for node in sorted({*degree, *walls}) if supervisor and self._hosts.get(node) == supervisor]
@@ -278,7 +280,7 @@ class ClocksBuilder:
                 host=self._hosts.get(reference, ""),
                 contradicted=contradicted,
                 _hops=_tree(links, reference),
-                _walls={node: tuple(sorted(told)) for node, told in walls.items()},
+                _walls={node: tuple(sorted(measured)) for node, measured in walls.items()},
                 set_nodes=were_set,
                 _supervisor=nodes[0] if nodes else None,
             )
@@ -295,24 +297,26 @@ def _wall_offset(clocks: Clocks, node: int, uptime_ns: int, ahead_ns: int) -> Cl
     return ClockOffset(offset_ns=wall - moment.at_ns, bound_ns=moment.bound_ns)
 
 
-def _links(words: list[_Word]) -> tuple[dict[tuple[int, int], _Hop], tuple[int, ...]]:
+def _links(samples: list[_Sample]) -> tuple[dict[tuple[int, int], _Hop], tuple[int, ...]]:
     """(near, far) → the way between two nodes whose clocks were compared, both ways; and who contradicts itself."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for word in words:
-        if word.node == word.reference:
+    for sample in samples:
+        if sample.node == sample.reference:
             continue
-        far = word.uptime_ns - word.offset_ns
-        found.setdefault((word.node, word.reference), []).append((word.uptime_ns, word.offset_ns, word.bound_ns))
-        back = (far, -word.offset_ns, word.bound_ns + drift_ns(word.bound_ns))
-        found.setdefault((word.reference, word.node), []).append(back)
+        far = sample.uptime_ns - sample.offset_ns
+        found.setdefault((sample.node, sample.reference), []).append(
+            (sample.uptime_ns, sample.offset_ns, sample.bound_ns)
+        )
+        back = (far, -sample.offset_ns, sample.bound_ns + drift_ns(sample.bound_ns))
+        found.setdefault((sample.reference, sample.node), []).append(back)
     links: dict[tuple[int, int], _Hop] = {}
     wrong: set[int] = set()
-    told = {(word.node, word.reference) for word in words}
+    pairs = {(sample.node, sample.reference) for sample in samples}
     for (near, to), measured in found.items():
         measured.sort()
         if any(_contradict(one, other) for one, other in pairwise(measured)):
-            # A clock was reset (its host was booted anew), or somebody told something wrong.
-            wrong |= {near} if (near, to) in told else set()
+            # A clock was reset (its host was booted anew), or somebody measured something wrong.
+            wrong |= {near} if (near, to) in pairs else set()
             continue
         links[near, to] = _Hop(
             to, tuple(at for at, _, _ in measured), tuple((offset, bound) for _, offset, bound in measured)

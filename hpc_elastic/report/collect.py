@@ -14,7 +14,7 @@ from hpc_elastic.node_records import NodeRecord, load_record
 from hpc_elastic.node_score import BadNodeSettings, NodeScore, Scope, parse_bad_nodes, score_nodes
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_evidence import read_failures
-from hpc_elastic.report.collect_round import rank_words
+from hpc_elastic.report.collect_round import rank_statuses
 from hpc_elastic.report.collect_values import integer, job_id_of, names_of, text_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
@@ -95,34 +95,34 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
         builder.nodes = names_of(info.get("nodes"))
         builder.started_ns = integer(info.get("started_ns"))
     for path in event_files(paths.events):
-        builder.words.begin_file()
+        builder.coverage.begin_file()
         for event in read_event_file(path, tell=builder.problems.append):
             try:
                 builder.take(event)
             except (TypeError, ValueError, OverflowError) as error:
-                builder.words.miss()
+                builder.coverage.miss()
                 builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
-    builder.words.begin_file()
-    builder.problems += _missing_words(builder)
+    builder.coverage.begin_file()
+    builder.problems += _describe_missing(builder)
     read_failures(paths, builder, ranks)
     _read_heartbeats(paths, builder)
     return builder.build()
 
 
-def _missing_words(builder: AttemptBuilder) -> list[str]:
+def _describe_missing(builder: AttemptBuilder) -> list[str]:
     """What a copy, or a disk that was full, has lost of the events. A run that has just begun has none yet."""
-    words, found = builder.words, []
-    has_begun = bool(words.heard or builder.ended_ns)
+    coverage, found = builder.coverage, []
+    has_begun = bool(coverage.heard or builder.ended_ns)
     if has_begun and not builder.is_supervised:
         found.append("the supervisor's events are missing")
     # A node that was given up may never have had an agent, which then has said nothing that could be missing.
-    told = words.heard | set(builder.given_up)
+    told = coverage.heard | set(builder.given_up)
     silent = [name for node, name in enumerate(builder.nodes) if node not in told]
     if silent and has_begun:
         found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {_some(silent)}")
-    if words.missing:
-        whose = _some([builder.name_of(node) for node in sorted(words.missing)])
-        found.append(f"{sum(words.missing.values())} lines of the events of {whose} are missing or torn")
+    if coverage.missing:
+        whose = _some([builder.name_of(node) for node in sorted(coverage.missing)])
+        found.append(f"{sum(coverage.missing.values())} lines of the events of {whose} are missing or torn")
     return found
 
 
@@ -140,9 +140,9 @@ def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
         index, node, when = (integer(value.get(key)) for key in ("round", "node", "written_ns"))
         if index is None or index not in builder.rounds or node is None or when is None:
             continue
-        words = builder.rounds[index].words
-        for word in rank_words(value.get("ranks"), node=node, when=when):
-            words.setdefault(word.rank, word)
+        statuses = builder.rounds[index].rank_statuses
+        for status in rank_statuses(value.get("ranks"), node=node, when=when):
+            statuses.setdefault(status.rank, status)
 
 
 def _names_in(folder: Path) -> list[str]:

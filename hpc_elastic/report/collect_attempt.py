@@ -11,13 +11,13 @@ from hpc_elastic.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
-from hpc_elastic.report.collect_words import WholeWords
+from hpc_elastic.report.event_coverage import EventCoverage
 from hpc_elastic.report.history import (
     AgentEnd,
     AttemptHistory,
     GivenUpNode,
     NodeLoss,
-    RestartDecision,
+    RestartRecord,
     RoundHistory,
     RoundNode,
 )
@@ -48,7 +48,7 @@ class AttemptBuilder:
     agent_ends: list[AgentEnd] = field(default_factory=list)
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
-    own_words: dict[int, list[str]] = field(default_factory=dict)
+    own_reasons: dict[int, list[str]] = field(default_factory=dict)
     """By node: what its agents said of their own failures, where they still could."""
     relaunched: list[str] = field(default_factory=list)
     unstarted: dict[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class AttemptBuilder:
     closed_outcome: str = ""
     closed_reason: str = ""
     times: TimesBuilder = field(default_factory=TimesBuilder)
-    words: WholeWords = field(default_factory=WholeWords)
+    coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
     is_supervised: bool = False
@@ -81,7 +81,7 @@ class AttemptBuilder:
         if not isinstance(name, str):
             return
         if role == "agent":
-            self.words.take(name, event.get("n"), node, index)
+            self.coverage.take(name, event.get("n"), node, index)
             self.times.take(event, name, node, index, when)
         elif role == "supervisor":
             self.is_supervised = True
@@ -103,8 +103,8 @@ class AttemptBuilder:
 
     def build(self) -> AttemptHistory:
         """What is known of the attempt."""
-        self._tell_once_who_left()
-        self._tell_why_agents_failed()
+        self._drop_repeated_departures()
+        self._explain_agent_failures()
         bad_ends: dict[int, list[AgentEnd]] = {}
         for end in self.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
@@ -140,7 +140,7 @@ class AttemptBuilder:
     def _never_joined(self) -> list[GivenUpNode]:
         """Nodes that the others had waited for and that nothing was ever heard of, though an agent was started."""
         lasted = (self.ended_ns or 0) - (self.started_ns or 0)
-        known = {*self.words.heard, *self.given_up}
+        known = {*self.coverage.heard, *self.given_up}
         return [
             GivenUpNode(
                 node=node,
@@ -153,7 +153,7 @@ class AttemptBuilder:
             if node not in known and lasted >= _NEVER_JOINED_NS
         ]
 
-    def _tell_once_who_left(self) -> None:
+    def _drop_repeated_departures(self) -> None:
         """A node's own word stands in the round that it was in last; the coordinator's, in the one after it."""
         told = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
         for part in self.rounds.values():
@@ -161,9 +161,9 @@ class AttemptBuilder:
                 if node not in told:
                     part.lost[node] = loss
 
-    def _tell_why_agents_failed(self) -> None:
+    def _explain_agent_failures(self) -> None:
         """The supervisor saw an exit code; the n-th of those goes with the n-th word of that node's agents."""
-        for node, words in self.own_words.items():
+        for node, words in self.own_reasons.items():
             mine = [end for end in self.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
             for end, why in zip(mine, words, strict=False):
                 for ends in (self.agent_ends, self.replaced_ends):
@@ -184,9 +184,9 @@ class AttemptBuilder:
         if after is not None and (after.frozen_reason or after.nodes):
             reason = after.frozen_reason or after.reason
             action = "restart" if reason.startswith("restart") else "continue"
-            decision = RestartDecision(action=action, reason=reason, restarts_used=after.restarts_used)
+            decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
         elif self.closed_reason:
-            decision = RestartDecision(action="close", reason=self.closed_reason)
+            decision = RestartRecord(action="close", reason=self.closed_reason)
         else:
             return part
         return replace(part, decision=decision)
@@ -285,7 +285,7 @@ def _agent_failed(builder: AttemptBuilder, event: dict[str, Any], when: int) -> 
     node, where = integer(event.get("node")), text_of(event.get("where"))
     if node is not None:
         why = text_of(event.get("error"))[:_MOST_WORDS]
-        builder.own_words.setdefault(node, []).append(f"{why} ({where})" if where else why)
+        builder.own_reasons.setdefault(node, []).append(f"{why} ({where})" if where else why)
 
 
 def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:

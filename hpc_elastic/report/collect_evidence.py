@@ -10,12 +10,12 @@ from dataclasses import replace
 from hpc_elastic.atomic_file import ask_about
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.evidence import read_failure
-from hpc_elastic.failures.known_words import find_known_words
+from hpc_elastic.failures.failure_patterns import find_pattern
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import RoundBuilder
-from hpc_elastic.report.collect_words import WholeWords
+from hpc_elastic.report.event_coverage import EventCoverage
 from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.run_paths import AttemptPaths, rank_index, round_index
@@ -41,8 +41,8 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container
         part = builder.round(index)
         reader = _RoundReader(paths, part, texts, clocks)
         if index in folders:
-            reader.read_told(ranks)
-            reader.read_untold(builder.words)
+            reader.read_reported(ranks)
+            reader.read_unreported(builder.coverage)
         for rank, told in part.told.items():
             if rank not in part.failures:
                 part.failures[rank] = replace(told, problem=_MISSING, reason=_reason(told, reasons))
@@ -61,7 +61,7 @@ class _RoundReader:
     def _by_time(self, failure: WorkerFailure) -> tuple[int, int]:
         return moment_of_failure(failure, self._clocks).at_ns, failure.global_rank
 
-    def read_told(self, ranks: Container[int]) -> None:
+    def read_reported(self, ranks: Container[int]) -> None:
         """Those of which events tell."""
         part = self._part
         kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
@@ -83,10 +83,12 @@ class _RoundReader:
                 if is_new and example is not None:
                     part.failures[told.global_rank] = _alike(told, example)
 
-    def read_untold(self, words: WholeWords) -> None:
+    def read_unreported(self, coverage: EventCoverage) -> None:
         """An event that was never written hides no failure."""
         part = self._part
-        sure = {rank for node in part.nodes.values() if words.is_sure_of(part.index, node.node) for rank in node.ranks}
+        sure = {
+            rank for node in part.nodes.values() if coverage.is_sure_of(part.index, node.node) for rank in node.ranks
+        }
         if part.world_size is not None and len(sure) >= part.world_size:
             return
         for rank in sorted(_indices(self._paths.round_dir(part.index), rank_index)):
@@ -147,7 +149,7 @@ def _reason(told: WorkerFailure, known: dict[str, str]) -> str:
         return ""
     key = told.fingerprint or told.message
     if key not in known:
-        words = find_known_words(told.message)
+        words = find_pattern(told.message)
         known[key] = words.says if words is not None and words.failure_class is FailureClass.SYMPTOM else ""
     return known[key]
 

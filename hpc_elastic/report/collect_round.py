@@ -11,9 +11,9 @@ from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, Worke
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of, whole_numbers
 from hpc_elastic.report.history import (
     NodeLoss,
-    RankWord,
+    RankStatus,
     Replacement,
-    RestartDecision,
+    RestartRecord,
     RoundHistory,
     RoundNode,
     StackGroup,
@@ -52,9 +52,9 @@ class RoundBuilder:
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
     restarts_used: int | None = None
-    decision: RestartDecision | None = None
+    decision: RestartRecord | None = None
     decided_ns: int = -1
-    words: dict[int, RankWord] = field(default_factory=dict)
+    rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class RoundBuilder:
             succeeded_nodes=frozenset(self.succeeded),
             stopping_reasons=tuple(self.stopping),
             decision=self.decision,
-            words=tuple(self.words[rank] for rank in sorted(self.words)),
+            rank_statuses=tuple(self.rank_statuses[rank] for rank in sorted(self.rank_statuses)),
             stacks=_stack_groups(self.stacks),
             threads=_stack_groups(self.threads),
         )
@@ -107,7 +107,7 @@ def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> t
     )
 
 
-def rank_words(value: object, *, node: int, when: int) -> list[RankWord]:
+def rank_statuses(value: object, *, node: int, when: int) -> list[RankStatus]:
     """Workers' last signs of life, as an event or a node's summary lists them."""
     found = []
     for item in value if isinstance(value, list) else []:
@@ -116,7 +116,7 @@ def rank_words(value: object, *, node: int, when: int) -> list[RankWord]:
             continue
         age = item.get("age")
         found.append(
-            RankWord(
+            RankStatus(
                 rank=rank,
                 node=node,
                 step=integer(item.get("step")),
@@ -246,7 +246,7 @@ def _ended(part: RoundBuilder, when: int, node: int) -> None:
 def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     if when >= part.decided_ns:  # a new coordinator may have decided again: the last word holds
         part.decided_ns = when
-        part.decision = RestartDecision(
+        part.decision = RestartRecord(
             action=text_of(event.get("action")),
             reason=text_of(event.get("reason")),
             restarts_used=integer(event.get("restarts_used")),
@@ -255,8 +255,8 @@ def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node
 
 
 def _stacks_taken(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    for word in rank_words(event.get("beats"), node=node, when=when):
-        part.words[word.rank] = word
+    for status in rank_statuses(event.get("beats"), node=node, when=when):
+        part.rank_statuses[status.rank] = status
     for into, key in ((part.stacks, "groups"), (part.threads, "threads")):
         for group in _dicts(event.get(key)):
             if ranks := whole_numbers(group.get("ranks")):

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.failure_patterns import symptom_kind
 from hpc_elastic.failures.fingerprint import normalise_message
-from hpc_elastic.failures.known_words import symptom_kind
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.order import moment_of_failure
@@ -22,7 +22,7 @@ Kind = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SameWords:
+class SimilarFailures:
     """Failures whose words differ in numbers, addresses and paths at most."""
 
     members: tuple[WorkerFailure, ...]
@@ -47,7 +47,7 @@ class Fold:
     """The earliest."""
     members: tuple[WorkerFailure, ...]
     """All of them, by time."""
-    wordings: tuple[SameWords, ...]
+    wordings: tuple[SimilarFailures, ...]
     """The most frequent first, then by their words; of what is no symptom there is one."""
 
     @property
@@ -96,8 +96,8 @@ def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS)
     )
 
 
-def _by_frequency(wordings: dict[Wording, list[WorkerFailure]]) -> tuple[SameWords, ...]:
-    found = [(wording, SameWords(members=tuple(members))) for wording, members in wordings.items()]
+def _by_frequency(wordings: dict[Wording, list[WorkerFailure]]) -> tuple[SimilarFailures, ...]:
+    found = [(wording, SimilarFailures(members=tuple(members))) for wording, members in wordings.items()]
     if len(found) > 1:
         found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
     return tuple(same for _, same in found)

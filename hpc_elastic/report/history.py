@@ -89,7 +89,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankWord:
+class RankStatus:
     """A worker's last sign of life, as its node told it."""
 
     rank: int
@@ -116,7 +116,7 @@ class StackGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecision:
+class RestartRecord:
     """What the coordinator decided when a round had broken."""
 
     action: str
@@ -149,8 +149,8 @@ class RoundHistory:
     """What of this package failed (`NodeLoss.broke`); no node was lost by it."""
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
-    decision: RestartDecision | None = None
-    words: tuple[RankWord, ...] = ()
+    decision: RestartRecord | None = None
+    rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was told."""
     stacks: tuple[StackGroup, ...] = ()
     """The rarest first."""

@@ -316,10 +316,10 @@ def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Ma
     """Where every rank was when a round was ended because of a hang, the odd one out first."""
     if part is None or attempt is None or not part.stacks:
         return Markup("")
-    steps = {word.rank: word for word in part.words}
+    steps = {status.rank: status for status in part.rank_statuses}
     items = []
     for number, group in enumerate(part.stacks[:STACKS]):
-        at = sorted({word.step for rank in group.ranks if (word := steps.get(rank)) and word.step is not None})
+        at = sorted({status.step for rank in group.ranks if (status := steps.get(rank)) and status.step is not None})
         step = "" if not at else f", step {at[0]}" if len(at) == 1 else f", steps {at[0]} to {at[-1]}"
         inner = group.stack[-1] if group.stack else f"no Python stack; {group.state}".rstrip("; ")
         title = f"{ranks(group.ranks)} ({count(len(group.ranks), 'rank')}{step}): {shorten(inner, 120)}"

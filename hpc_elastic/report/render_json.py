@@ -8,7 +8,7 @@ from hpc_elastic.atomic_file import json_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.node_score import NodeScore
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.fold import Fold, SameWords, fold_failures, rank_ranges
+from hpc_elastic.report.fold import Fold, SimilarFailures, fold_failures, rank_ranges
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.outages import outages_json
@@ -207,14 +207,14 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "failures": [_fold(fold, part.clocks) for fold in fold_failures(part.failures, part.clocks)],
         "heartbeats": [
             {
-                "rank": word.rank,
-                "node": word.node,
-                "step": word.step,
-                "section": word.section,
-                "age": word.age,
-                "told_ns": word.told_ns,
+                "rank": status.rank,
+                "node": status.node,
+                "step": status.step,
+                "section": status.section,
+                "age": status.age,
+                "told_ns": status.told_ns,
             }
-            for word in part.words
+            for status in part.rank_statuses
         ],
         "stacks": [
             {"ranks": rank_ranges(group.ranks), "stack": list(group.stack), "state": group.state}
@@ -242,7 +242,7 @@ def _fold(fold: Fold, clocks: Clocks) -> dict[str, Any]:
     }
 
 
-def _wording(same: SameWords) -> dict[str, Any]:
+def _wording(same: SimilarFailures) -> dict[str, Any]:
     return {"ranks": rank_ranges(same.ranks), "count": len(same.members), "first": same.first.to_json()}
 
 

@@ -131,16 +131,16 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
     where = f" on {clean_line(node.host)}" if node is not None else ""
     if node is None and part.nodes:
         return [f"Rank {rank}: was not in this round, or its node told nothing"]
-    word = next((word for word in part.words if word.rank == rank), None)
+    status = next((status for status in part.rank_statuses if status.rank == rank), None)
     loss = next((loss for loss in part.lost_nodes if node is not None and loss.node == node.node), None)
     what = (
         "no failure of it is recorded" if loss is None else f"no failure of it is recorded; {clean_line(loss.summary)}"
     )
     lines = [f"Rank {rank}{where}: {what}"]
-    if word is not None:
-        step = f"step {word.step}" if word.step is not None else "no step"
-        section = f" in {clean_line(word.section)}" if word.section else ""
-        lines.append(text_field("last sign", f"{step}{section}, {word.age:.1f} s old at {time_text(word.told_ns)}"))
+    if status is not None:
+        step = f"step {status.step}" if status.step is not None else "no step"
+        section = f" in {clean_line(status.section)}" if status.section else ""
+        lines.append(text_field("last sign", f"{step}{section}, {status.age:.1f} s old at {time_text(status.told_ns)}"))
     group = next((group for group in part.stacks if rank in group.ranks and group.stack), None)
     if group is not None:
         lines += [text_field("stack", "of its main thread:"), *(f"    {clean_line(line)}" for line in group.stack)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.report.bad_node_words import bad_node_lines
+from hpc_elastic.report.bad_node_text import bad_node_lines
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.report.outages import describe_outages
 from hpc_elastic.report.output_losses import describe_losses

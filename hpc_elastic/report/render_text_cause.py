@@ -103,13 +103,17 @@ def _whose_clock(subject: Subject, failure: WorkerFailure) -> str:
 
 def _last_words(part: RoundHistory | None, node: int, width: int) -> list[str]:
     """Where a lost node's workers were."""
-    words = [word for word in part.words if word.node == node and word.step is not None] if part is not None else []
-    if not words:
+    statuses = (
+        [status for status in part.rank_statuses if status.node == node and status.step is not None]
+        if part is not None
+        else []
+    )
+    if not statuses:
         return []
-    steps = [word.step for word in words if word.step is not None]
+    steps = [status.step for status in statuses if status.step is not None]
     at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
-    ranks = rank_ranges([word.rank for word in words])
-    return wrapped("last step", f"{at} of its ranks {ranks}, told at {clock_text(words[0].told_ns)}", width)
+    ranks = rank_ranges([status.rank for status in statuses])
+    return wrapped("last step", f"{at} of its ranks {ranks}, told at {clock_text(statuses[0].told_ns)}", width)
 
 
 def describe_end(attempt: AttemptHistory | None) -> str:

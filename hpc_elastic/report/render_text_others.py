@@ -6,7 +6,7 @@ from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.fold import Fold, fold_failures, kind_of, rank_ranges
-from hpc_elastic.report.history import NodeLoss, RankWord, RoundHistory, StackGroup
+from hpc_elastic.report.history import NodeLoss, RankStatus, RoundHistory, StackGroup
 from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.render_text_words import brief, clean_line, clock_text, fit, shorten
 from hpc_elastic.report.verdict import Verdict
@@ -116,14 +116,18 @@ def _thread_lines(part: RoundHistory, width: int, *, is_short: bool) -> list[str
 
 def _heartbeat_lines(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
     """Each rank's last one, those at the same step and in the same section together; the furthest behind first."""
-    groups: dict[tuple[int, str], list[RankWord]] = {}
-    for word in part.words:
-        groups.setdefault((-1 if word.step is None else word.step, word.section), []).append(word)
+    groups: dict[tuple[int, str], list[RankStatus]] = {}
+    for status in part.rank_statuses:
+        groups.setdefault((-1 if status.step is None else status.step, status.section), []).append(status)
     lines = []
-    for (step, section), words in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1])):
-        ranks = f"rank{'s' if len(words) > 1 else ''} {shorten(rank_ranges([word.rank for word in words]), 40)}"
+    for (step, section), statuses in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1])):
+        ranks = (
+            f"rank{'s' if len(statuses) > 1 else ''} {shorten(rank_ranges([status.rank for status in statuses]), 40)}"
+        )
         at = f"at step {step}" if step >= 0 else "no step"
-        least, most = (f"{age:.1f}" for age in (min(word.age for word in words), max(word.age for word in words)))
+        least, most = (
+            f"{age:.1f}" for age in (min(status.age for status in statuses), max(status.age for status in statuses))
+        )
         silent = least if least == most else f"{least}-{most}"
         lines.append(fit(f"  {ranks}: {at}, section {clean_line(section)!r}, silent for {silent} s", width))
     if cap is not None and len(lines) > cap:

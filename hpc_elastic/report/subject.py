@@ -80,7 +80,7 @@ def verdict_of(part: RoundHistory) -> Verdict:
     return decide_verdict(
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),
-        words=part.words,
+        rank_statuses=part.rank_statuses,
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )

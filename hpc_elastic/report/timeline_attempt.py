@@ -133,7 +133,7 @@ class PlacedAttempt:
         for part in attempt.rounds:
             told += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
             told += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
-            told += [self.at(word.node, word.told_ns) for word in part.words]
+            told += [self.at(status.node, status.told_ns) for status in part.rank_statuses]
         told += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
         known = [when for when in told if when]
         return (min(known), max(known)) if known else (0, 0)

@@ -123,10 +123,10 @@ def node_spans(
     if not stays and not agent_starts:
         return []
     spans: list[Span] = []
-    cursor, first_word = start_ns, agent_starts[0] if agent_starts else None
-    if first_word is not None and first_word > cursor:
-        spans.append(Span(State.LAUNCHING, cursor, first_word, -1))
-        cursor = first_word
+    cursor, early_failure = start_ns, agent_starts[0] if agent_starts else None
+    if early_failure is not None and early_failure > cursor:
+        spans.append(Span(State.LAUNCHING, cursor, early_failure, -1))
+        cursor = early_failure
     was_in = -1
     for stay in stays:
         spans += _between(cursor, stay.start_ns, rounds, was_in=was_in, then_in=stay.round)

@@ -17,7 +17,7 @@ from hpc_elastic.node_score import is_everywhere
 from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
 from hpc_elastic.report.fold import kind_of, rank_ranges
-from hpc_elastic.report.history import NodeLoss, RankWord
+from hpc_elastic.report.history import NodeLoss, RankStatus
 from hpc_elastic.report.order import (
     SAME_NODE_NS,
     SIGN_NS,
@@ -101,7 +101,7 @@ def decide_verdict(
     failures: Sequence[WorkerFailure],
     *,
     lost_nodes: Sequence[NodeLoss] = (),
-    words: Sequence[RankWord] = (),
+    rank_statuses: Sequence[RankStatus] = (),
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks = NO_CLOCKS,
 ) -> Verdict:
@@ -110,7 +110,7 @@ def decide_verdict(
     Args:
         failures: In any order.
         lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
-        words: All ranks' last heartbeats.
+        rank_statuses: All ranks' last heartbeats.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
@@ -129,7 +129,7 @@ def decide_verdict(
         order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_slack(lost[0])) if causes else Order.KNOWN
         return _node_verdict(lost, causes, symptoms, order, retryable=retryable)
     if causes and causes[0].failure_class is FailureClass.HANG:
-        verdict = _hang_verdict(causes, symptoms, words)
+        verdict = _hang_verdict(causes, symptoms, rank_statuses)
     elif causes:
         verdict = _worker_verdict(causes, talking, len(symptoms), losses, [when[id(failure)] for failure in causes])
     elif talking and (symptoms or talking[0].signal not in _OUR_SIGNALS):
@@ -238,7 +238,9 @@ def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
     )
 
 
-def _hang_verdict(causes: list[WorkerFailure], symptoms: list[WorkerFailure], words: Sequence[RankWord]) -> Verdict:
+def _hang_verdict(
+    causes: list[WorkerFailure], symptoms: list[WorkerFailure], rank_statuses: Sequence[RankStatus]
+) -> Verdict:
     """Where one hangs the others wait for it: it is the furthest behind, or else the first that fell silent."""
     hung = sorted(
         (failure for failure in causes if failure.failure_class is FailureClass.HANG),
@@ -246,8 +248,8 @@ def _hang_verdict(causes: list[WorkerFailure], symptoms: list[WorkerFailure], wo
     )
     root = hung[0]
     step = -1 if root.last_step is None else root.last_step
-    others = [word for word in words if word.rank != root.global_rank]
-    further = [word.step for word in others if word.step is not None and word.step > step]
+    others = [status for status in rank_statuses if status.rank != root.global_rank]
+    further = [status.step for status in others if status.step is not None and status.step > step]
     level = [failure for failure in hung[1:] if failure.last_step == root.last_step]
     confidence = Confidence.HIGH
     if further:

@@ -165,7 +165,7 @@ class Doorbell:
             with self._lock:
                 self._count += 1
                 count = self._count
-            clock = {} if "f" in more else self._clock_words(host, port)  # with addresses there is no room
+            clock = {} if "f" in more else self._clock_offsets(host, port)  # with addresses there is no room
             said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port, **more, **clock}
             body = _in_short(said).encode()
             try:
@@ -174,10 +174,10 @@ class Doorbell:
             except (OSError, OverflowError, ValueError):
                 continue
 
-    def _clock_words(self, host: str, port: int) -> dict[str, int]:
+    def _clock_offsets(self, host: str, port: int) -> dict[str, int]:
         now_ns = uptime_ns(self._clock)
         known = self._clocks.get(self._senders.get((host, port), ""))
-        ahead = known.to_tell(now_ns) if known is not None else None
+        ahead = known.bound_to_send(now_ns) if known is not None else None
         return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
 
     def offset_to(self, uid: str) -> Offset | None:

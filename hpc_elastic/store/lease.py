@@ -80,8 +80,8 @@ class _Seen:
     looked: float
 
 
-class Liveness:
-    """The observer's side: how long each participant's cell has looked the same to this process."""
+class HeartbeatAges:
+    """The observer's side: for how long each participant's heartbeat has looked the same to this process."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -130,8 +130,8 @@ class Liveness:
         seen = self._seen.get(uid)
         return seen is not None and seen.since > moment
 
-    def forgive(self, seconds: float, *, now: float) -> None:
-        """This process itself was held up for so long (a frozen filesystem, SIGSTOP): nobody aged meanwhile."""
+    def paused_for(self, seconds: float, *, now: float) -> None:
+        """This process itself was paused for so long (a frozen filesystem, SIGSTOP): no heartbeat aged meanwhile."""
         for seen in self._seen.values():
             seen.since = min(now, seen.since + seconds)
 

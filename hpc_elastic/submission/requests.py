@@ -14,7 +14,7 @@ from hpc_elastic.configuration.option_table import Parsed, explaining
 from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.launch.submit_job import Submission, Words, submission_client, submit_job
+from hpc_elastic.launch.submit_job import MessageHints, Submission, submission_client, submit_job
 from hpc_elastic.run_paths import RunPaths
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.self_command import worker_arguments
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "hpc_elastic.submission.worker"
 _DEAF = 'trap "" USR2; exec "$@"'
-_WORDS = Words(
+_HINTS = MessageHints(
     another_folder="give the executor a shared one (or allow_local_runs_dir=True where they can)",
     this_machine="cluster='local'",
 )
@@ -127,7 +127,7 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
             job=replace(job, spec=_calling(job.spec, request)),
             runs_dir=request.runs_dir,
             lines=request.lines,
-            words=_WORDS,
+            hints=_HINTS,
         )
 
         def write_calls() -> None:

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import Status
 from tests.bench import scale_compare
@@ -101,7 +101,7 @@ def measure(nodes: int, *, files_alone: bool = False) -> Measured:
         victim.ask(lambda: _fail(victim))
         next_seconds = run.until_final(0, limit=120)
         next_operations = run.operations()
-        world.run(seconds=3 * pace_of(settings).silence)  # all are in touch again
+        world.run(seconds=3 * poll_intervals(settings).silence)  # all are in touch again
         run.begin()
         coordinator = next(node for node in world.agents() if node.info.uid == world.newest().leader)
         coordinator.alive = False
@@ -140,8 +140,8 @@ def _start(world: World, nodes: int) -> _Run:
 
 def _steady(world: World, settings: RendezvousSettings) -> tuple[float, float]:
     """Operations and datagrams a second: of one whole cycle of looks and heartbeats, the first one left out."""
-    pace = pace_of(settings)
-    cycle = max(60.0, pace.heartbeat_in_touch if world.doorbell else pace.heartbeat)
+    intervals = poll_intervals(settings)
+    cycle = max(60.0, intervals.heartbeat_connected if world.doorbell else intervals.heartbeat)
     world.run(seconds=(1.2 if world.doorbell else 1.6) * cycle)
     operations, datagrams = world.server.operations, world.datagrams
     world.run(seconds=cycle)

@@ -20,10 +20,10 @@ from typing import Any
 from unittest import mock
 
 from hpc_elastic.rendezvous import round_log
-from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.store import file_store, record_log
@@ -64,7 +64,7 @@ class Node:
             store=self.store,
             info=self.info,
             settings=world.settings,
-            settle=_go_on,
+            decide_restart=_go_on,
             clock=clock,
             rng=random.Random(index),
             listener=self,
@@ -124,7 +124,7 @@ class Node:
             self.final_at[record.round] = self.client.now
         elif record.status is Status.CLOSED:
             self.closed_at = self.client.now
-            self.ask(participant.say_goodbye)
+            self.ask(participant.deregister)
         elif record.status is Status.JOINABLE and 0 <= self._running < record.round:
             self._running = -1
             self.ask(participant.join, after=STOP_WORKERS)
@@ -201,7 +201,7 @@ class World:
         self._push(at, None, begin)
 
     def begin_beats(self) -> None:
-        interval = pace_of(self.settings).beat
+        interval = poll_intervals(self.settings).beat
 
         def tick() -> None:
             self._beat()
@@ -222,7 +222,7 @@ class World:
                     if other is None or not other.alive:
                         continue
                     other.participant.heard([sender.info.uid], hears_us=hears)
-                    if plan.about and other.participant.told_of([plan.about]):
+                    if plan.about and other.participant.note_newest([plan.about]):
                         self._push(self.now + HOP, other, functools.partial(self._rung, other, plan.about, ()))
 
     def send(self, at: float, sender: Node, address: Address, about: str, forward: tuple[Address, ...]) -> None:
@@ -317,5 +317,5 @@ def failure(node: int) -> NodeFailure:
     return NodeFailure(node=node, fingerprint="E", failure_class="root", retryable=True, message="E: boom")
 
 
-def _go_on(record: RoundRecord, failures: Any, lost: bool) -> Settlement:
-    return Settlement(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
+def _go_on(record: RoundRecord, failures: Any, lost: bool) -> RestartDecision:
+    return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())

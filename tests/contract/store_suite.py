@@ -5,7 +5,7 @@ that several processes can open.
 
 The issue's six operations, and where each is tested: versioned read and wait-for-change (`RecordLog.latest`, `version`,
 `KeyValueStore.get_waiting`), put-if-absent, compare-and-set (`RecordLog.append`), the coordinator's list, leases
-(`Heartbeat` and `Liveness`).
+(`Heartbeat` and `HeartbeatAges`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.key_value import KeyValueStore
-from hpc_elastic.store.lease import Heartbeat, Liveness
+from hpc_elastic.store.lease import Heartbeat, HeartbeatAges
 from hpc_elastic.store.record_log import RecordLog
 
 SLACK = 15.0
@@ -260,17 +260,17 @@ class StoreSuite:
     def test_a_lease_lasts_as_long_as_it_is_renewed(self, subject: Subject) -> None:
         """The observer's own clock here is a number, so that only what it sees can decide."""
         owner, observer = subject.open(), subject.open()
-        heartbeat, liveness = Heartbeat(owner, "node", interval=1.0), Liveness(observer)
-        liveness.look("node", 0.0)
-        liveness.look("node", 5.0)
-        assert liveness.age("node") == 5.0, "nobody has seen it yet"
+        heartbeat, ages = Heartbeat(owner, "node", interval=1.0), HeartbeatAges(observer)
+        ages.look("node", 0.0)
+        ages.look("node", 5.0)
+        assert ages.age("node") == 5.0, "nobody has seen it yet"
         for now in (10.0, 20.0, 30.0):
             subject.tick()
             heartbeat.beat_if_due(now)
 
             def looked(now: float = now) -> bool:
-                liveness.look("node", now)
-                return liveness.changed_since("node", now - 1)
+                ages.look("node", now)
+                return ages.changed_since("node", now - 1)
 
             subject.shows(looked, True)
 
@@ -280,8 +280,8 @@ class StoreSuite:
             # Again: a client may show the new time some moments before the new counter.
             now = 100.0 * next(later)
             for seconds in (0.0, 4.0, 10.0):
-                liveness.look("node", now + seconds)
-            return liveness.age("node") >= 10.0
+                ages.look("node", now + seconds)
+            return ages.age("node") >= 10.0
 
         subject.shows(aged, True)
 

@@ -244,13 +244,13 @@ def test_close_ends_what_runs(tmp_path: Path) -> None:
 def test_each_begin_has_its_answer(tmp_path: Path, answers: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that has answered may still be there when the next look begins: that look is another one."""
     checks = make(tmp_path, tmp=1)
-    tell = checks._tell
+    post = checks._post
 
-    def tell_and_stay(verdict: HealthVerdict) -> None:
-        tell(verdict)
+    def post_and_stay(verdict: HealthVerdict) -> None:
+        post(verdict)
         answers.wait(PATIENCE)
 
-    monkeypatch.setattr(checks, "_tell", tell_and_stay)
+    monkeypatch.setattr(checks, "_post", post_and_stay)
     for last_round in (-1, 0):
         checks.begin(last_round)
         checks.wait(PATIENCE)

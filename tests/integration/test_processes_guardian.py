@@ -231,11 +231,11 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
             read_line(own.stdout_fd)
             sibling = int(os.environ["SIBLING"])
             until(lambda: "HPC_ELASTIC_NODE_TAG" not in open(f"/proc/{sibling}/environ").read())
-            left = guardian.end_strangers(tag, clock=clock)
+            left = guardian.kill_stale_processes(tag, clock=clock)
             looks = []
             really = tree.own_processes_where
             tree.own_processes_where = lambda matches: looks.append(1) or really(matches)
-            guardian.end_strangers(tag, clock=clock)
+            guardian.kill_stale_processes(tag, clock=clock)
             again = len(looks)
             alive = [is_alive(own.pid), is_alive(guard.pid)]
             stop.stop_now([own], clock=clock, excluding={guard.pid})
@@ -267,7 +267,7 @@ def test_younger_agent_is_left_to_end_us(tmp_path: Path, spawned: list[int]) -> 
         tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid="a1")
         report()
         until(lambda: os.path.exists(os.environ["GO"]))
-        report(left=len(guardian.end_strangers(tag, clock=clock)))
+        report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
         """,
         env={**env, "GO": str(tmp_path / "go")},
     ) as elder:
@@ -303,7 +303,7 @@ def test_a_job_that_a_worker_submitted_lives_on(tmp_path: Path, spawned: list[in
         """
         jobs = frozenset(os.environ["JOBS"].split())
         tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
-        report(left=len(guardian.end_strangers(tag, clock=clock)))
+        report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
         """,
         env={**env, **job, "JOBS": agent_job},
     )
@@ -329,7 +329,7 @@ def test_the_next_attempt_ends_what_the_last_one_left(
         """
         jobs = frozenset(os.environ["JOBS"].split())
         tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
-        report(left=len(guardian.end_strangers(tag, clock=clock)))
+        report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
         """,
         env={**env, "SLURM_JOB_ID": now.split()[0], "JOBS": now},
     )

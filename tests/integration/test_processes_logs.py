@@ -76,7 +76,7 @@ run("print('hidden'); print('shown', file=sys.stderr)", rank=4, shown=Std.ERR)
 run("sys.stdout.write('no end')", rank=5)
 run("os.write(1, bytes(range(256)))", rank=6, shown=Std.OUT)
 run("print('quiet')", rank=7, shown=Std.NONE)
-log.say("the agent's own")
+log.write_line("the agent's own")
 report(**finished())
 """,
         env={"WHERE": str(where)},
@@ -167,7 +167,7 @@ def test_job_log_that_never_recovers_doesn_t_keep_the_agent(tmp_path: Path) -> N
         _LOGS
         + """
 run("print('z' * 300_000)")
-log.say("never read")
+log.write_line("never read")
 began = time.monotonic()
 closed = pump.close(5)
 logged = log.close(0.3)
@@ -191,7 +191,7 @@ broken_r, broken_w = os.pipe()
 os.close(broken_r)
 broken = job_log.JobLog(broken_w)
 for _ in range(3):
-    broken.say("hello")
+    broken.write_line("hello")
 closed = broken.close(5)
 report(closed=closed, dropped=broken.dropped)
 """,

@@ -68,7 +68,7 @@ class Node:
                 store=FileStore(self._mount / "store", clock=self._clock, stop=self._stop),
                 info=self.info,
                 settings=self._settings,
-                settle=settle_always_restarting,
+                decide_restart=settle_always_restarting,
                 clock=self._clock,
                 rng=random.Random(self.index),
                 listener=self,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.state import Outcome, RoundRecord, Status
 from tests.model.test_rendezvous_model import SETTINGS, failure, started
 from tests.rigs.rendezvous_world import Crash, Node, World
@@ -53,7 +53,7 @@ def play_along(world: World, *, from_step: int = 50) -> None:
             continue
         said = getattr(node, "said", set())
         if "noted" not in said:
-            word = NoticeWord(heeds=True, step=from_step + node.index, rate=2.0)
+            word = NoticeStatus(heeds=True, step=from_step + node.index, rate=2.0)
             node.participant.report_noted(record.round, word)
             node.said = said | {"noted"}  # type: ignore[attr-defined]
         elif record.notice.is_agreed and "kept" not in said:
@@ -87,7 +87,7 @@ def test_a_notice_that_leaves_less_time_takes_its_place(giver: int, is_agreed: b
     world.nodes[2].participant.give_notice(Notice("SIGUSR2 on n2", 90.0))
     if is_agreed:
         for node in world.live():
-            node.participant.report_noted(0, NoticeWord(heeds=True, step=50, rate=2.0))
+            node.participant.report_noted(0, NoticeStatus(heeds=True, step=50, rate=2.0))
     assert world.run(lambda: (n := newest(world).notice) is not None and n.is_agreed is is_agreed, seconds=20)
     step = newest(world).notice.step  # type: ignore[union-attr]
     world.run(lambda: False, seconds=5)
@@ -193,7 +193,7 @@ def test_a_signal_that_all_hear_is_told_once_whoever_dies_of_it(victim: int) -> 
         world, crash = training(), CrashAtWrite(victim, at)
         world.on_effect = crash
         for node in world.nodes:
-            node.participant.tell_of_signal(f"SIGTERM on n{node.index}")
+            node.participant.report_signal(f"SIGTERM on n{node.index}")
         assert world.run(lambda world=world: all_know(world))  # type: ignore[misc]
         told = {record.heard for record in world.history.values() if record.heard}
         assert len(told) == 1

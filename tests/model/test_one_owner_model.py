@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.launch.supersede import AgentState, EarlierAttempt
 from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.pace import pace_of
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
 from hpc_elastic.rendezvous.state import Status
 from tests.model.test_agent_model import SETTINGS as AGENT_SETTINGS
 from tests.model.test_agent_model import meddle
@@ -41,7 +41,7 @@ def supersede(world: AgentWorld, rng: random.Random, *, crash_after: int | None 
             raise Crash(where)
 
     earlier = EarlierAttempt(
-        GatedStore(world.store, gate), run_id="model", pace=pace_of(world.settings), clock=world.clock
+        GatedStore(world.store, gate), run_id="model", intervals=poll_intervals(world.settings), clock=world.clock
     )
     try:
         earlier.supersede(f"99999-next-{rng.getrandbits(63):016x}-0000", "superseded by attempt 1 on n9")

@@ -116,7 +116,7 @@ class FakeWorkers:
         news, self._news = self._news, False
         return news
 
-    def quick_word(self) -> str:
+    def exit_summary(self) -> str:
         return self._message
 
     def take_stacks_first(self) -> None:
@@ -192,7 +192,7 @@ class FakeCoordination:
 
     refusal = None
 
-    def told_refusal(self) -> None:
+    def lasting_refusal(self) -> None:
         return None
 
     def __init__(self, node: AgentNode) -> None:
@@ -389,7 +389,7 @@ class AgentWorld(World):
         patch: Sets an attribute for the time of the test: (object, name, value).
         """
         policy = RestartPolicy(max_restarts=max_restarts, max_same_failures=0)
-        super().__init__(settings, settle=policy.settle)
+        super().__init__(settings, decide_restart=policy.decide_restart)
         self._rng = rng
         self.max_restarts = max_restarts
         self.sizes = dict(sizes or {})

@@ -46,7 +46,7 @@ class ThreadNode:
                 store=FileStore(mount / "store", clock=clock),
                 info=self.info,
                 settings=settings,
-                settle=settle_always_restarting,
+                decide_restart=settle_always_restarting,
                 clock=clock,
                 rng=random.Random(index),
                 listener=listener,

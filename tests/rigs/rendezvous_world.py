@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     NodeFailure,
@@ -69,8 +69,8 @@ class GatedStore:
         pass
 
 
-def settle_always_restarting(record: RoundRecord, failures: tuple[NodeFailure, ...], lost: bool) -> Settlement:
-    return Settlement(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
+def settle_always_restarting(record: RoundRecord, failures: tuple[NodeFailure, ...], lost: bool) -> RestartDecision:
+    return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Node:
             store=GatedStore(self.world.store, self._gate),
             info=self.info,
             settings=self.world.settings,
-            settle=self.world.settle,
+            decide_restart=self.world.decide_restart,
             clock=clock,
             rng=random.Random(self.index),
             listener=self,
@@ -187,14 +187,14 @@ class World:
         self,
         settings: RendezvousSettings,
         *,
-        settle: Callable[..., Settlement] | None = None,
+        decide_restart: Callable[..., RestartDecision] | None = None,
         beats: bool = False,
         driven: bool = False,
         loses: Callable[[], bool] = lambda: False,
     ) -> None:
         """Args:
         settings: Of all participants.
-        settle: What the restart policy says.
+        decide_restart: What the restart policy says.
         beats: Whether packets come through.
         driven: Whether a participant is stepped when it asked for it or is rung, as its thread does; else at each tick,
             and told to look.
@@ -210,7 +210,7 @@ class World:
         self.has_spares = False
         """Whether nodes beyond MAX were submitted as spares."""
         self.settings = settings
-        self.settle = settle or settle_always_restarting
+        self.decide_restart = decide_restart or settle_always_restarting
         self.clock = FakeClock()
         self.store = MemoryStore()
         self.nodes: list[Node] = []
@@ -269,7 +269,7 @@ class World:
             for uid in hearers:
                 other = live.get(uid)
                 if other is not None and other is not node and (node.index, other.index) not in self.cut:
-                    hears = node.participant._life.hears(uid)
+                    hears = node.participant._detector.hears(uid)
                     other.participant.heard([node.info.uid], hears_us=hears)
 
     def _beat_as_planned(self) -> None:
@@ -283,7 +283,7 @@ class World:
                     other = self._reached(node, address)
                     if other is not None:
                         other.participant.heard([node.info.uid], hears_us=hears)
-                        other.rung = other.participant.told_of([plan.about]) or other.rung
+                        other.rung = other.participant.note_newest([plan.about]) or other.rung
 
     def deliver(self, sender: Node, address: Address, about: str) -> None:
         """A ring, where it is not lost."""

@@ -31,7 +31,7 @@ class Pair:
 
     def send(self, host: int, *, travels_ns: int, waits_ns: int = 0, is_lost: bool = False) -> None:
         """A packet from `host` to the other, which takes it in some time after it came."""
-        sent, told = self.clock(host), self.known[host].to_tell(self.clock(host))
+        sent, told = self.clock(host), self.known[host].bound_to_send(self.clock(host))
         self.pass_time(travels_ns + waits_ns)
         if not is_lost:
             self.known[1 - host].received(sent_ns=sent, received_ns=self.clock(1 - host), told_ns=told)
@@ -118,7 +118,7 @@ def test_packets_one_way_tell_nothing() -> None:
         pair.send(1, travels_ns=MS, is_lost=True)
     assert pair.known[0].offset(pair.clock(0)) is None
     assert pair.known[1].offset(pair.clock(1)) is None
-    assert PeerClock().to_tell(0) is None
+    assert PeerClock().bound_to_send(0) is None
 
 
 @given(st.integers(-(10**15), 10**15), st.sampled_from([0, 1]))

@@ -65,7 +65,7 @@ class Chaos:
                 self._cluster.set_clock(node, offset)
             self._cluster.start()
             self._recorder = Recorder(self._cluster.store())
-            self._settle("the start")
+            self._decide_restart("the start")
             for number, burst in enumerate(self._schedule.bursts):
                 for action in burst:
                     self._wait(action.after)
@@ -73,7 +73,7 @@ class Chaos:
                 while self._due:
                     self._wait(_LOOK)
                 self._quiet_since = time.time()
-                self._settle(f"burst {number}")
+                self._decide_restart(f"burst {number}")
             self._end()
         except Stuck as stuck:
             self._complaints.append(str(stuck))
@@ -114,7 +114,7 @@ class Chaos:
             slept_from = now()
             time.sleep(min(left, _LOOK))
 
-    def _settle(self, what: str) -> None:
+    def _decide_restart(self, what: str) -> None:
         began = time.monotonic()
         while not self._is_settled():
             if self._cluster.ended():

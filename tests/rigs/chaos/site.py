@@ -22,7 +22,7 @@ from hpc_elastic.launch.launcher import AgentEnded
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, SiteFacts
 from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
 from hpc_elastic.run_paths import RunPaths
@@ -69,7 +69,7 @@ class ChaosSite:
         return ChaosLauncher(self._stage, len(self._runs), command, environment=environment, umask=0o022)
 
     def ask(self, *, near: float) -> SlurmAnswer:
-        return SlurmAnswer(SlurmWord.NO_SLURM)
+        return SlurmAnswer(JobCondition.NO_SLURM)
 
     @property
     def cluster_name(self) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hpc_elastic.agent.growth import CheckpointWatch, CheckpointWord
+from hpc_elastic.agent.growth import CheckpointStatus, CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.rendezvous.growth import GrowPolicy
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
@@ -60,7 +60,7 @@ class Node:
 
 def test_while_nobody_waits_nobody_looks() -> None:
     node = Node()
-    node.watch.heed(FINAL)
+    node.watch.on_record(FINAL)
     node.heartbeats.complete(0)
     assert node.watch.due is None
     assert node.look(after=100) is None
@@ -69,7 +69,7 @@ def test_while_nobody_waits_nobody_looks() -> None:
 
 def test_nor_where_nobody_can_be_taken_in_or_is_to_be_after_a_checkpoint() -> None:
     for node in (Node(max_nodes=2), Node(GrowPolicy.NOW), Node(GrowPolicy.NEVER)):
-        node.watch.heed(WAITING)
+        node.watch.on_record(WAITING)
         assert node.watch.due is None
 
 
@@ -77,7 +77,7 @@ def test_an_earlier_checkpoint_is_told_with_its_age_and_the_next_one_when_it_is_
     node = Node()
     node.heartbeats.complete(1)
     node.clock.now += 40
-    node.watch.heed(WAITING)
+    node.watch.on_record(WAITING)
     assert node.look() == (2, 0, 40.0)
     assert node.look(after=0.5) is None
     assert node.heartbeats.reads == 1, "once a second is enough"
@@ -85,13 +85,13 @@ def test_an_earlier_checkpoint_is_told_with_its_age_and_the_next_one_when_it_is_
     node.heartbeats.complete(0)
     assert node.look(after=1) == (2, 1, 1.0)
     assert node.watch.due is None, "it has said what there is to say"
-    node.watch.heed(replace(WAITING, number=6, waiting=2))
+    node.watch.on_record(replace(WAITING, number=6, waiting=2))
     assert node.watch.due is None, "also where one more waits"
 
 
 def test_while_workers_write_one_it_says_so_once_and_not_that_another_is_complete() -> None:
     node = Node()
-    node.watch.heed(WAITING)
+    node.watch.on_record(WAITING)
     assert node.look() is None
     node.heartbeats.write(0)
     node.heartbeats.write(1)
@@ -104,7 +104,7 @@ def test_while_workers_write_one_it_says_so_once_and_not_that_another_is_complet
 
 def test_who_has_ended_writes_nothing() -> None:
     node = Node()
-    node.watch.heed(WAITING)
+    node.watch.on_record(WAITING)
     node.look()
     node.heartbeats.write(0)
     node.heartbeats.complete(1)
@@ -113,22 +113,22 @@ def test_who_has_ended_writes_nothing() -> None:
 
 def test_nodes_that_wait_again_begin_a_new_period() -> None:
     node = Node()
-    node.watch.heed(WAITING)
+    node.watch.on_record(WAITING)
     node.look()
     node.heartbeats.complete(0)
     assert node.look(after=1) == (2, 0, 1.0)
-    node.watch.heed(FINAL)
+    node.watch.on_record(FINAL)
     assert node.watch.due is None
-    node.watch.heed(WAITING)
+    node.watch.on_record(WAITING)
     assert node.look(after=5) == (2, 1, 6.0), "a word of its own: the former can't be taken back"
-    node.watch.heed(replace(WAITING, round=3))
+    node.watch.on_record(replace(WAITING, round=3))
     assert node.look(after=1) == (3, 0, 7.0)
 
 
 def test_a_round_that_is_over_ends_it() -> None:
     node = Node()
-    node.watch.heed(WAITING)
-    node.watch.heed(replace(WAITING, status=Status.JOINABLE, round=3))
+    node.watch.on_record(WAITING)
+    node.watch.on_record(replace(WAITING, status=Status.JOINABLE, round=3))
     assert node.watch.due is None
 
 
@@ -143,5 +143,5 @@ def test_the_words_reach_the_participant() -> None:
             said.append(("saved", *words))
 
     for age in (None, 2.5):
-        CheckpointWord(round=1, serial=4, age=age).say(Participant())  # type: ignore[arg-type]
+        CheckpointStatus(round=1, serial=4, age=age).send(Participant())  # type: ignore[arg-type]
     assert said == [("saving", 1, 4), ("saved", 1, 4, 2.5)]

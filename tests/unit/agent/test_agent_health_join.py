@@ -65,7 +65,7 @@ def health() -> Iterator[Health]:
 @pytest.fixture
 def p(play: Callable[..., Play], health: Health) -> Play:  # noqa: F811
     made = play()
-    made.agent._ = replace(made.agent._, health=health)  # type: ignore[arg-type]
+    made.agent._context = replace(made.agent._context, health=health)  # type: ignore[arg-type]
     return made
 
 
@@ -117,7 +117,7 @@ def test_one_that_is_unfit_after_a_failure_leaves_with_the_reason(p: Play, healt
     )
     assert code == UNHEALTHY_CODE
     assert left == [(1, WHY), (2, WHY)]
-    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "say_goodbye"]
+    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "deregister"]
     assert p.event("health_check_failed") == {"round": 0, "checks": ["gpu"], "reason": WHY}
     assert p.event("agent_ended") == {"reason": WHY, "code": UNHEALTHY_CODE}
 

@@ -315,7 +315,7 @@ def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HangWatch, clo
     say(watch, clock, 0, 1, step=7, section="load")
     say(watch, clock, 1, 1, step=8)
     clock.now += 9.0
-    watch.heed(HangMark(8, 9.0), [0, 1])
+    watch.on_hang(HangMark(8, 9.0), [0, 1])
     assert watch.hung == {0: "no heartbeat for 9.0 s in section 'load' at step 7, while others are at step 8 and wait"}
     mark = watch.mark
     assert mark is not None
@@ -325,7 +325,7 @@ def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HangWatch, clo
 def test_another_nodes_verdict_where_nobody_is_behind(watch: HangWatch, clock: FakeClock) -> None:
     say(watch, clock, 0, 1, step=8)
     clock.now += 9.0
-    watch.heed(HangMark(8, 9.0), [0, 1])
+    watch.on_hang(HangMark(8, 9.0), [0, 1])
     assert watch.hung == {}
     assert watch.mark is None
 

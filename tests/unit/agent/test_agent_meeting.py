@@ -35,7 +35,7 @@ def meet(tmp_path: Path, node: int, **conf: str) -> Meeting:
         node=node,
         host="n1",
         local_world_size=2 if node >= 0 else 0,
-        settle=lambda *_: pytest.fail("asked before anything has failed"),
+        decide_restart=lambda *_: pytest.fail("asked before anything has failed"),
         clock=FakeClock(),
     )
 

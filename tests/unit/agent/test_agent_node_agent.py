@@ -109,7 +109,7 @@ class Workers:
         news, self.news = self.news, False
         return news
 
-    def quick_word(self) -> str:
+    def exit_summary(self) -> str:
         return "rank 0 ended with exit code 1"
 
     def begin_stop(self, *, grace: float) -> None:
@@ -162,7 +162,7 @@ class Script:
 
     refusal = None
 
-    def told_refusal(self) -> None:
+    def lasting_refusal(self) -> None:
         return None
 
     def __init__(self, said: Said, fd: int) -> None:
@@ -244,7 +244,7 @@ class Play:
         return self.agent.run()
 
     def pass_seconds(self, seconds: float) -> None:
-        self.agent._.clock.now += seconds  # type: ignore[attr-defined]
+        self.agent._context.clock.now += seconds  # type: ignore[attr-defined]
 
     def phase_is(self, phase: Phase) -> Step:
         def check() -> None:
@@ -345,7 +345,7 @@ def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
     )
     assert code == 0
     assert p.agent.state is WorkerState.SUCCEEDED
-    assert p.said.all() == ["join", "confirm", "report_done", "say_goodbye"]
+    assert p.said.all() == ["join", "confirm", "report_done", "deregister"]
     assert p.said.last("confirm") == (0, "10.0.0.1 29501 1")
     assert p.said.last("report_done") == (0,)
     (workers,) = p.workers
@@ -418,7 +418,7 @@ def test_a_final_round_without_this_node_is_not_its_own(play: Callable[..., Play
     p = play()
     p.run([frozen(members=BOTH[1:])], [final(members=BOTH[1:])], p.phase_is(Phase.JOINING), [closed()])
     assert p.workers == []
-    assert p.said.all() == ["join", "say_goodbye"]
+    assert p.said.all() == ["join", "deregister"]
 
 
 def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Callable[..., Play]) -> None:
@@ -446,10 +446,14 @@ def test_a_failure_is_told_at_once_and_summed_up_before_the_next_join(play: Call
     )
     assert code == 1
     assert p.agent.state is WorkerState.FAILED
-    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "confirm", "say_goodbye"]
-    index, first_word = p.said.last("report_failure")
-    assert (index, first_word.failure_class, first_word.message) == (0, "unknown", "rank 0 ended with exit code 1")
-    assert first_word.retryable
+    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "confirm", "deregister"]
+    index, early_failure = p.said.last("report_failure")
+    assert (index, early_failure.failure_class, early_failure.message) == (
+        0,
+        "unknown",
+        "rank 0 ended with exit code 1",
+    )
+    assert early_failure.retryable
     index, summed = p.said.last("sum_up_failures")
     assert (index, summed.message, summed.seconds) == (0, "rank 1: boom", 12.0)
     assert [fields["rank"] for event, fields in p.events if event == "worker_failed"] == [1, 0]
@@ -463,7 +467,7 @@ def test_a_round_that_others_broke_is_left_without_a_word(play: Callable[..., Pl
         return [joinable(1)]
 
     p.run([frozen()], [final()], fell_because_we_ended_it, [], [], p.phase_is(Phase.JOINING), [closed()])
-    assert p.said.all() == ["join", "confirm", "join", "say_goodbye"]
+    assert p.said.all() == ["join", "confirm", "join", "deregister"]
 
 
 def test_who_is_done_goes_back_when_a_later_failure_breaks_the_round(play: Callable[..., Play]) -> None:
@@ -488,7 +492,7 @@ def test_who_is_done_goes_back_when_a_later_failure_breaks_the_round(play: Calla
         [],
         [],
     )
-    assert p.said.all() == ["join", "confirm", "report_done", "join", "confirm", "say_goodbye"]
+    assert p.said.all() == ["join", "confirm", "report_done", "join", "confirm", "deregister"]
 
 
 def test_a_second_newer_round_while_workers_end_is_no_second_stop(play: Callable[..., Play]) -> None:
@@ -500,7 +504,7 @@ def test_a_second_newer_round_while_workers_end_is_no_second_stop(play: Callable
 
     p.run([frozen()], [final()], slow, [joinable(2)], [joinable(3)], [], [], [], [], [], [closed()])
     assert [event for event, _ in p.events].count("workers_stopping") == 1
-    assert p.said.all() == ["join", "confirm", "join", "say_goodbye"]
+    assert p.said.all() == ["join", "confirm", "join", "deregister"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -525,7 +529,7 @@ def test_a_signal_ends_the_run_and_repeated_it_tells_nothing(play: Callable[...,
     assert code == 128 + number
     assert p.said.all("close") == ["close"]
     assert p.said.last("close") == (Outcome.CANCELLED, f"{number.name} on n0")
-    assert p.said.all()[-1] == "say_goodbye"
+    assert p.said.all()[-1] == "deregister"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
@@ -552,7 +556,7 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
         [],
         [],
     )
-    assert [args for word, args in p.said.words if word == "tell_of_signal"] == [(f"{number.name} on n0",)]
+    assert [args for word, args in p.said.words if word == "report_signal"] == [(f"{number.name} on n0",)]
     assert p.said.all("close", "give_notice") == []
     assert code == (0 if number is signal.SIGUSR2 else 143)
     assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 24.0)]
@@ -577,7 +581,7 @@ def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_
         [],
         [],
     )
-    assert [args for word, args in p.said.words if word == "tell_of_signal"] == [("SIGTERM on n0",)]
+    assert [args for word, args in p.said.words if word == "report_signal"] == [("SIGTERM on n0",)]
     assert p.workers[0].graces == [pytest.approx(10 - 5 - 2)]
 
 
@@ -737,7 +741,7 @@ def test_workers_that_can_not_be_started_are_a_failure_with_evidence(
 ) -> None:
     p = play(start_error=error)
     p.run([frozen()], [final()], [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
-    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "say_goodbye"]
+    assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "deregister"]
     assert p.said.last("sum_up_failures")[1].retryable is retryable
     assert "serve" not in p.server.calls
 
@@ -885,8 +889,8 @@ class Watch:
     def refresh(self) -> list[Any]:
         return []
 
-    def heed(self, mark: HangMark, running: Sequence[int]) -> None:
-        self.calls.append(("heed", mark, list(running)))
+    def on_hang(self, mark: HangMark, running: Sequence[int]) -> None:
+        self.calls.append(("on_hang", mark, list(running)))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: self.calls.append(name)
@@ -894,7 +898,7 @@ class Watch:
 
 def with_watch(p: Play) -> Watch:
     watch = Watch(FakeClock())
-    p.agent._ = replace(p.agent._, watch=watch)  # type: ignore[type-var]
+    p.agent._context = replace(p.agent._context, watch=watch)  # type: ignore[type-var]
     return watch
 
 
@@ -947,8 +951,8 @@ def test_a_hang_elsewhere_has_the_stacks_taken_here(play: Callable[..., Play], h
         return []
 
     p.run([frozen()], [final()], [joinable(1, hang=hang)], stopping, [], [], [closed(Outcome.FAILED)], [])
-    heeded = [call for call in watch.calls if isinstance(call, tuple)]
-    assert heeded == ([("heed", hang, [0, 1])] if hang else [])
+    marked = [call for call in watch.calls if isinstance(call, tuple)]
+    assert marked == ([("on_hang", hang, [0, 1])] if hang else [])
     assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if hang else [])
 
 

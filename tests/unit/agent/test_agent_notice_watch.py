@@ -10,7 +10,7 @@ from typing import Any
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.notice_watch import NoticeWatch
 from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
-from hpc_elastic.rendezvous.notice import Notice, NoticeWord
+from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from tests.rigs.fake_clock import FakeClock
 
@@ -40,7 +40,7 @@ class Pages:
     def read(self) -> list[RankBeat]:
         return list(self.beats)
 
-    def tell_notice(self, *, deadline: float, step: int) -> None:
+    def deliver_notice(self, *, deadline: float, step: int) -> None:
         self.told.append((deadline, step))
 
     def put(self, local_rank: int, **changes: Any) -> None:
@@ -55,8 +55,8 @@ class Node:
         spec = SimpleNamespace(preemption_signal=signal_name)
         self.watch = NoticeWatch(self.pages, spec, clock=self.clock)  # type: ignore[arg-type]
 
-    def heed(self, record: RoundRecord) -> None:
-        self.watch.heed(record, SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
+    def on_record(self, record: RoundRecord) -> None:
+        self.watch.on_record(record, SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
 
     def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> Any:
         self.clock.now += after
@@ -65,7 +65,7 @@ class Node:
 
 def test_without_a_notice_nobody_looks() -> None:
     node = Node()
-    node.heed(FINAL)
+    node.on_record(FINAL)
     assert node.watch.due is None
     assert node.look() is None
     assert node.watch.ended() is None
@@ -73,68 +73,68 @@ def test_without_a_notice_nobody_looks() -> None:
 
 def test_a_notice_while_no_worker_runs_is_nothing_to_tell() -> None:
     node = Node()
-    node.heed(replace(NOTICED, status=Status.FROZEN))
+    node.on_record(replace(NOTICED, status=Status.FROZEN))
     assert node.pages.told == []
 
 
 def test_the_workers_are_told_twice_and_each_time_once() -> None:
     node = Node()
     began = node.clock.now
-    node.heed(NOTICED)
-    node.heed(replace(NOTICED, number=7))
+    node.on_record(NOTICED)
+    node.on_record(replace(NOTICED, number=7))
     node.clock.now += 3
-    node.heed(AGREED)
+    node.on_record(AGREED)
     assert node.pages.told == [(began + 60, STEP_PENDING), (began + 60, 30)], "the deadline stays"
 
 
 def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not() -> None:
     node = Node("SIGUSR1")
     began = node.clock.now
-    node.heed(NOTICED)
-    node.heed(AGREED)
+    node.on_record(NOTICED)
+    node.on_record(AGREED)
     node.clock.now += 10
-    node.heed(replace(AGREED, number=8, notice=Notice("SIGTERM on n1", 15.0, step=30)))
+    node.on_record(replace(AGREED, number=8, notice=Notice("SIGTERM on n1", 15.0, step=30)))
     node.clock.now += 1
-    node.heed(replace(AGREED, number=9, notice=Notice("another", 40.0, step=30)))
+    node.on_record(replace(AGREED, number=9, notice=Notice("another", 40.0, step=30)))
     assert [deadline - began for deadline, _ in node.pages.told] == [60, 60, 25, 25]
     assert node.sent == [signal.SIGUSR1], "once"
 
 
 def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
     node = Node()
-    node.heed(NOTICED)
+    node.on_record(NOTICED)
     assert node.look() is None
     node.pages.put(1, step=14)
     assert node.look(after=0.5) is None
     node.pages.put(1, step=15)
     reply = node.look(after=0.5)
-    assert (reply.round, reply.word) == (2, NoticeWord(heeds=True, step=15, rate=5.0))
+    assert (reply.round, reply.status) == (2, NoticeStatus(heeds=True, step=15, rate=5.0))
 
 
 def test_workers_that_tell_no_steps_are_not_measured() -> None:
     node = Node()
     for rank in range(2):
         node.pages.put(rank, step=None, heeds_notices=rank == 1)
-    node.heed(NOTICED)
-    assert node.look().word == NoticeWord(heeds=True, step=NO_STEP)
+    node.on_record(NOTICED)
+    assert node.look().status == NoticeStatus(heeds=True, step=NO_STEP)
 
 
 def test_a_signal_counts_as_heeding() -> None:
     node = Node("SIGUSR1")
     for rank in range(2):
         node.pages.put(rank, step=None, heeds_notices=False)
-    node.heed(NOTICED)
-    node.heed(replace(NOTICED, number=7))
-    assert node.look().word.heeds
+    node.on_record(NOTICED)
+    node.on_record(replace(NOTICED, number=7))
+    assert node.look().status.heeds
     assert node.sent == [signal.SIGUSR1], "once"
 
 
 def noted() -> Node:
     node = Node()
     node.pages.put(0, checkpoints=3)
-    node.heed(NOTICED)
+    node.on_record(NOTICED)
     node.look()
-    assert node.look(after=1.0).word is not None
+    assert node.look(after=1.0).status is not None
     return node
 
 
@@ -144,26 +144,26 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
     node = noted()
-    node.heed(AGREED)
+    node.on_record(AGREED)
     assert node.look(after=1.0) is None
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0) is None
     node.pages.put(0, checkpoints=4)
     reply = node.look(after=1.0)
-    assert (reply.round, reply.word) == (2, None)
+    assert (reply.round, reply.status) == (2, None)
     assert node.watch.due is None, "there is no more to say"
 
 
 def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
     node = noted()
-    node.heed(AGREED)
+    node.on_record(AGREED)
     node.pages.put(1, checkpoints=1)
-    assert node.look(after=1.0, running=(1,)).word is None
+    assert node.look(after=1.0, running=(1,)).status is None
     node = noted()
-    node.heed(AGREED)
+    node.on_record(AGREED)
     node.pages.put(0, heeds_notices=False)
     node.pages.put(1, checkpoints=1)
-    assert node.look(after=1.0).word is None
+    assert node.look(after=1.0).status is None
 
 
 def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> None:
@@ -172,5 +172,5 @@ def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> No
     node.pages.put(1, is_told=True)
     reply = node.watch.ended()
     assert reply is not None
-    assert (reply.round, reply.word) == (2, None)
+    assert (reply.round, reply.status) == (2, None)
     assert node.watch.ended() is None, "once"

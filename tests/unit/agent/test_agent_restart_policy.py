@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.restart_policy import RestartPolicy
-from hpc_elastic.rendezvous.settlement import Settlement
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord, Status
 
 POLICY = RestartPolicy(max_restarts=3, max_same_failures=2, restart_window=600.0)
@@ -35,14 +35,14 @@ def failure(failure_class: str = "root", **changes: Any) -> NodeFailure:
     return replace(plain, **({"fingerprint": ""} if failure_class != "root" else {}), **changes)
 
 
-def settle(
+def decide_restart(
     *failures: NodeFailure,
     used: int = 0,
     memory: FailureMemory | None = None,
     node_lost: bool = False,
     policy: RestartPolicy = POLICY,
-) -> Settlement:
-    return policy.settle(record(used, memory), failures, node_lost)
+) -> RestartDecision:
+    return policy.decide_restart(record(used, memory), failures, node_lost)
 
 
 # -- free of charge
@@ -51,16 +51,16 @@ def settle(
 @pytest.mark.parametrize("node_lost", [True, False])
 def test_a_round_without_failures_is_free(node_lost: bool) -> None:
     memory = FailureMemory(fingerprint="F", times=1, step=5)
-    settlement = settle(used=3, memory=memory, node_lost=node_lost)
-    assert (settlement.go_on, settlement.counts) == (True, False)
-    assert settlement.memory == memory, "a change of members is no progress and no failure"
+    decision = decide_restart(used=3, memory=memory, node_lost=node_lost)
+    assert (decision.go_on, decision.counts) == (True, False)
+    assert decision.memory == memory, "a change of members is no progress and no failure"
 
 
 def test_the_symptoms_of_a_lost_node_are_free() -> None:
     memory = FailureMemory(fingerprint="F", times=1, step=5)
-    settlement = settle(failure("symptom"), failure("symptom"), used=3, memory=memory, node_lost=True)
-    assert (settlement.go_on, settlement.counts) == (True, False)
-    assert settlement.memory == memory
+    decision = decide_restart(failure("symptom"), failure("symptom"), used=3, memory=memory, node_lost=True)
+    assert (decision.go_on, decision.counts) == (True, False)
+    assert decision.memory == memory
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_the_symptoms_of_a_lost_node_are_free() -> None:
     ids=["no node was lost", "somebody failed first", "so did the machine", "nobody knows", "only the bare fact"],
 )
 def test_everything_else_is_charged(failures: Sequence[NodeFailure], node_lost: bool) -> None:
-    settlement = settle(*failures, node_lost=node_lost)
-    assert (settlement.go_on, settlement.counts) == (True, True)
-    assert not settle(*failures, node_lost=node_lost, used=3).go_on
+    decision = decide_restart(*failures, node_lost=node_lost)
+    assert (decision.go_on, decision.counts) == (True, True)
+    assert not decide_restart(*failures, node_lost=node_lost, used=3).go_on
 
 
 # -- the budget
@@ -85,22 +85,22 @@ def test_everything_else_is_charged(failures: Sequence[NodeFailure], node_lost: 
 
 @pytest.mark.parametrize(("used", "left"), [(0, 2), (1, 1), (2, 0)])
 def test_a_restart_says_how_many_are_left(used: int, left: int) -> None:
-    settlement = settle(failure(), used=used)
-    assert (settlement.go_on, settlement.counts, settlement.retryable) == (True, True, True)
-    assert settlement.reason == f"restart {used + 1} of 3 ({left} left) after: ValueError: x"
+    decision = decide_restart(failure(), used=used)
+    assert (decision.go_on, decision.counts, decision.retryable) == (True, True, True)
+    assert decision.reason == f"restart {used + 1} of 3 ({left} left) after: ValueError: x"
 
 
 def test_a_spent_budget_ends_the_attempt_and_another_one_may_do_better() -> None:
-    settlement = settle(failure(), used=3)
-    assert (settlement.go_on, settlement.counts, settlement.retryable) == (False, False, True)
-    assert settlement.reason == "restarts exhausted (3 of 3 restarts used): ValueError: x"
-    assert settlement.memory.fingerprint == "F", "the next attempt is compared with it"
+    decision = decide_restart(failure(), used=3)
+    assert (decision.go_on, decision.counts, decision.retryable) == (False, False, True)
+    assert decision.reason == "restarts exhausted (3 of 3 restarts used): ValueError: x"
+    assert decision.memory.fingerprint == "F", "the next attempt is compared with it"
 
 
 def test_a_budget_of_nothing_allows_one_start() -> None:
     policy = replace(POLICY, max_restarts=0)
-    assert not settle(failure(), policy=policy).go_on
-    assert settle(failure("symptom"), policy=policy, node_lost=True).go_on
+    assert not decide_restart(failure(), policy=policy).go_on
+    assert decide_restart(failure("symptom"), policy=policy, node_lost=True).go_on
 
 
 # -- progress refills it
@@ -124,26 +124,26 @@ def test_progress_refills_the_budget_where_asked_for(
     chosen = replace(POLICY, restart_window=None)
     chosen = replace(chosen, **policy)
     memory = FailureMemory(fingerprint="G", times=1, step=10)
-    settlement = settle(failure(**now), used=3, memory=memory, policy=chosen)
-    assert (settlement.go_on, settlement.refills) == (bool(refilled), bool(refilled))
+    decision = decide_restart(failure(**now), used=3, memory=memory, policy=chosen)
+    assert (decision.go_on, decision.refills) == (bool(refilled), bool(refilled))
     if refilled:
-        assert settlement.reason == f"restart 1 of 3 (2 left, refilled by {refilled}) after: ValueError: x"
+        assert decision.reason == f"restart 1 of 3 (2 left, refilled by {refilled}) after: ValueError: x"
     else:
-        assert settlement.reason.startswith("restarts exhausted (3 of 3 restarts used)")
+        assert decision.reason.startswith("restarts exhausted (3 of 3 restarts used)")
 
 
 def test_an_untouched_budget_is_not_said_to_be_refilled() -> None:
-    settlement = settle(failure(step=500), policy=replace(POLICY, restart_steps=1))
-    assert not settlement.refills
-    assert settlement.reason == "restart 1 of 3 (2 left) after: ValueError: x"
+    decision = decide_restart(failure(step=500), policy=replace(POLICY, restart_steps=1))
+    assert not decision.refills
+    assert decision.reason == "restart 1 of 3 (2 left) after: ValueError: x"
 
 
 def test_steps_that_were_made_before_are_no_progress_again() -> None:
     """A restart goes back to a checkpoint: what counts is what lies beyond the furthest step."""
     policy = replace(POLICY, restart_window=None, restart_steps=50)
     memory = FailureMemory(step=1000)
-    assert not settle(failure(step=1049), used=1, memory=memory, policy=policy).refills
-    assert settle(failure(step=1050), used=1, memory=memory, policy=policy).refills
+    assert not decide_restart(failure(step=1049), used=1, memory=memory, policy=policy).refills
+    assert decide_restart(failure(step=1050), used=1, memory=memory, policy=policy).refills
 
 
 def test_of_several_hangs_the_furthest_behind_is_the_cause() -> None:
@@ -151,37 +151,37 @@ def test_of_several_hangs_the_furthest_behind_is_the_cause() -> None:
         return replace(failure("hang"), hang=HangMark(step, age), message=message, fingerprint=message)
 
     waits, first, second = hang(8, 70.0, "waits"), hang(7, 60.0, "first"), hang(7, 59.0, "second")
-    settlement = settle(waits, second, first, failure("symptom"))
-    assert settlement.reason.endswith("after: first")
-    assert settlement.memory.fingerprint == "first"
-    assert "ValueError: x" in settle(waits, failure()).reason, "an exception tells more"
+    decision = decide_restart(waits, second, first, failure("symptom"))
+    assert decision.reason.endswith("after: first")
+    assert decision.memory.fingerprint == "first"
+    assert "ValueError: x" in decide_restart(waits, failure()).reason, "an exception tells more"
 
 
 @pytest.mark.parametrize("fingerprint", ["hang:stopped", "hang:kernel"])
 def test_a_hang_that_is_no_bug_in_the_script_never_counts_as_the_same_again(fingerprint: str) -> None:
     memory = FailureMemory(fingerprint=fingerprint, times=1, step=7)
-    settlement = settle(replace(failure("hang", step=7), fingerprint=fingerprint), memory=memory)
-    assert settlement.go_on
-    assert (settlement.memory.fingerprint, settlement.memory.times) == (fingerprint, 1)
+    decision = decide_restart(replace(failure("hang", step=7), fingerprint=fingerprint), memory=memory)
+    assert decision.go_on
+    assert (decision.memory.fingerprint, decision.memory.times) == (fingerprint, 1)
 
 
 # -- not retryable
 
 
 def test_a_failure_that_says_so_is_not_tried_again() -> None:
-    settlement = settle(failure(), failure(retryable=False, message="exit code 93"))
-    assert (settlement.go_on, settlement.counts, settlement.retryable) == (False, False, False)
-    assert settlement.reason == "not retryable: exit code 93"
+    decision = decide_restart(failure(), failure(retryable=False, message="exit code 93"))
+    assert (decision.go_on, decision.counts, decision.retryable) == (False, False, False)
+    assert decision.reason == "not retryable: exit code 93"
 
 
 # -- the same failure twice
 
 
 def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
-    first = settle(failure(step=10))
+    first = decide_restart(failure(step=10))
     assert first.go_on
     assert first.memory == FailureMemory(fingerprint="F", times=1, step=10)
-    second = settle(failure(step=10), used=1, memory=first.memory)
+    second = decide_restart(failure(step=10), used=1, memory=first.memory)
     assert (second.go_on, second.retryable) == (False, False)
     assert "this looks like a bug in the script: the same failure 2 times in a row" in second.reason
     assert "ValueError: x" in second.reason
@@ -224,46 +224,46 @@ def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
     ],
 )
 def test_what_counts_as_the_same_again(before: FailureMemory, now: dict[str, Any], times: int) -> None:
-    assert settle(failure(**now), memory=before).memory.times == times
+    assert decide_restart(failure(**now), memory=before).memory.times == times
 
 
 def test_the_longest_round_and_the_furthest_step_of_any_node_count() -> None:
     before = FailureMemory(fingerprint="F", times=1, step=10)
-    assert settle(failure(step=3), failure("symptom", step=12), memory=before).memory.times == 1
+    assert decide_restart(failure(step=3), failure("symptom", step=12), memory=before).memory.times == 1
     no_step = FailureMemory(fingerprint="F", times=1)
-    assert settle(failure(seconds=1.0), failure("symptom", seconds=700.0), memory=no_step).memory.times == 1
+    assert decide_restart(failure(seconds=1.0), failure("symptom", seconds=700.0), memory=no_step).memory.times == 1
 
 
 def test_the_furthest_step_is_never_forgotten() -> None:
     memory = FailureMemory(fingerprint="F", times=1, step=10)
-    assert settle(failure(step=4), memory=memory).memory.step == 10
-    assert settle(failure(), memory=memory).memory.step == 10
-    assert settle(failure(step=14), memory=memory).memory.step == 14
+    assert decide_restart(failure(step=4), memory=memory).memory.step == 10
+    assert decide_restart(failure(), memory=memory).memory.step == 10
+    assert decide_restart(failure(step=14), memory=memory).memory.step == 14
 
 
 def test_a_kill_from_outside_is_never_the_same_failure_again() -> None:
     memory = FailureMemory()
     for used in range(3):
-        settlement = settle(failure(fingerprint=""), used=used, memory=memory)
-        assert settlement.go_on
-        memory = settlement.memory
+        decision = decide_restart(failure(fingerprint=""), used=used, memory=memory)
+        assert decision.go_on
+        memory = decision.memory
 
 
 def test_the_limit_on_equal_failures_can_be_another_one_or_none() -> None:
     memory = FailureMemory(fingerprint="F", times=3, step=1)
-    assert settle(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=5)).go_on
-    assert not settle(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=4)).go_on
-    assert settle(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=0)).go_on
+    assert decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=5)).go_on
+    assert not decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=4)).go_on
+    assert decide_restart(failure(step=1), memory=memory, policy=replace(POLICY, max_same_failures=0)).go_on
     once = replace(POLICY, max_same_failures=1)
-    assert not settle(failure(), policy=once).go_on
+    assert not decide_restart(failure(), policy=once).go_on
 
 
 def test_a_bug_is_told_rather_than_a_spent_budget() -> None:
     """It is not retryable: another attempt would end the same way."""
     memory = FailureMemory(fingerprint="F", times=1)
-    settlement = settle(failure(), used=3, memory=memory)
-    assert "bug in the script" in settlement.reason
-    assert not settlement.retryable
+    decision = decide_restart(failure(), used=3, memory=memory)
+    assert "bug in the script" in decision.reason
+    assert not decision.retryable
 
 
 # -- which failure it is about
@@ -275,7 +275,7 @@ def test_the_cause_is_the_strongest_failure(turn: int) -> None:
     machine = failure("infrastructure", message="machine")
     symptom = failure("symptom", message="symptom")
     unknown = failure("unknown", message="unknown")
-    found = settle(*[symptom, unknown, machine, root][::turn])
+    found = decide_restart(*[symptom, unknown, machine, root][::turn])
     assert found.reason.endswith("after: root")
     assert found.memory.fingerprint == "R"
-    assert settle(*[symptom, unknown, machine][::turn]).reason.endswith("after: machine")
+    assert decide_restart(*[symptom, unknown, machine][::turn]).reason.endswith("after: machine")

@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.agent.ring import DeadWorker, NoRing, RingWatch, keep_apart, why_not
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ring_record import LINE_LIMIT, REPLACES, REPORTS, WAIT, RestartWith, RingLine, Word, decode
+from hpc_elastic.ring_record import LINE_LIMIT, REPLACES, REPORTS, WAIT, RestartWith, RingEvent, RingLine, decode
 
 DEAD = DeadWorker(local_rank=1, rank=5, pid=100, exitcode=-9)
 
@@ -41,7 +41,7 @@ class Ring:
         self.watch = RingWatch(folder=HeartbeatFolder(folder), events=log, policy=policy, limit=limit)
         self.path = folder / "ring"
 
-    def say(self, word: Word, *, pid: int = 100, **facts: Any) -> None:
+    def say(self, word: RingEvent, *, pid: int = 100, **facts: Any) -> None:
         with open(self.path, "wb", buffering=0) as pipe:
             pipe.write(RingLine(word=word, pid=pid, rank=5, **facts).encode())
 
@@ -60,21 +60,21 @@ def ring(tmp_path: Path) -> Iterator[Ring]:
 @pytest.mark.parametrize(
     ("word", "used", "why"),
     [
-        (Word.BEGUN, 0, ""),
-        (Word.LEFT, 1, ""),
+        (RingEvent.BEGUN, 0, ""),
+        (RingEvent.LEFT, 1, ""),
         (None, 0, "rank 5 ended with SIGKILL before it was in a wrapped call"),
-        (Word.ENDED, 0, "rank 5 ended with SIGKILL after its wrapped call"),
-        (Word.GAVE_UP, 0, "rank 5 ended with SIGKILL: the in-process ring gave up"),
-        (Word.BEGUN, 2, "rank 5 ended with SIGKILL, and 2 of 2 replacements in this round are used"),
+        (RingEvent.ENDED, 0, "rank 5 ended with SIGKILL after its wrapped call"),
+        (RingEvent.GAVE_UP, 0, "rank 5 ended with SIGKILL: the in-process ring gave up"),
+        (RingEvent.BEGUN, 2, "rank 5 ended with SIGKILL, and 2 of 2 replacements in this round are used"),
     ],
 )
-def test_who_is_replaced(word: Word | None, used: int, why: str) -> None:
+def test_who_is_replaced(word: RingEvent | None, used: int, why: str) -> None:
     assert why_not(DEAD, word=word, used=used, limit=2) == why
 
 
 def test_a_worker_that_died_in_its_ring_is_replaced_so_often_as_it_may(ring: Ring) -> None:
     workers = Workers(DEAD)
-    ring.say(Word.BEGUN)
+    ring.say(RingEvent.BEGUN)
     assert ring.watch.replace_dead(workers)
     workers.dead = [DeadWorker(local_rank=0, rank=4, pid=100, exitcode=1)]
     assert ring.watch.replace_dead(workers)
@@ -88,8 +88,8 @@ def test_a_worker_that_died_in_its_ring_is_replaced_so_often_as_it_may(ring: Rin
 
 
 def test_nobody_is_replaced_where_one_of_them_cannot_be(ring: Ring) -> None:
-    ring.say(Word.BEGUN)
-    ring.say(Word.GAVE_UP, pid=101, reason="RestartAbort: enough")
+    ring.say(RingEvent.BEGUN)
+    ring.say(RingEvent.GAVE_UP, pid=101, reason="RestartAbort: enough")
     workers = Workers(DEAD, DeadWorker(local_rank=0, rank=4, pid=101, exitcode=1))
     assert not ring.watch.replace_dead(workers)
     assert workers.started == []
@@ -97,7 +97,7 @@ def test_nobody_is_replaced_where_one_of_them_cannot_be(ring: Ring) -> None:
 
 
 def test_one_that_cannot_be_started_has_all_start_again(ring: Ring) -> None:
-    ring.say(Word.BEGUN)
+    ring.say(RingEvent.BEGUN)
     workers = Workers(DEAD)
     workers.error = HpcElasticError(message="no memory")
     assert not ring.watch.replace_dead(workers)
@@ -107,9 +107,9 @@ def test_one_that_cannot_be_started_has_all_start_again(ring: Ring) -> None:
 
 def test_under_the_other_policy_all_start_again_and_the_rings_words_are_kept(tmp_path: Path) -> None:
     ring = Ring(tmp_path, policy=RestartWith.PROCESSES)
-    ring.say(Word.BEGUN)
-    ring.say(Word.RESTARTED, iteration=2, seconds=0.5, interruptions=((1, "EXCEPTION"),), world_size=4)
-    ring.say(Word.LEFT, reason="KeyError: 1")
+    ring.say(RingEvent.BEGUN)
+    ring.say(RingEvent.RESTARTED, iteration=2, seconds=0.5, interruptions=((1, "EXCEPTION"),), world_size=4)
+    ring.say(RingEvent.LEFT, reason="KeyError: 1")
     ring.watch.handle(7)
     assert not ring.watch.replace_dead(Workers(DEAD))
     assert ring.names == ["ring_restarted", "ring_left"]
@@ -133,7 +133,7 @@ def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
 
 
 def test_a_line_is_taken_in_pieces(ring: Ring) -> None:
-    line = RingLine(word=Word.LEFT, pid=1, rank=2, reason="x").encode()
+    line = RingLine(word=RingEvent.LEFT, pid=1, rank=2, reason="x").encode()
     with open(ring.path, "wb", buffering=0) as pipe:
         pipe.write(line[:9])
         ring.watch.handle(0)
@@ -146,15 +146,17 @@ def test_a_line_is_taken_in_pieces(ring: Ring) -> None:
 def test_a_line_never_exceeds_what_a_pipe_takes_at_once() -> None:
     many = tuple((rank, "TERMINATED") for rank in range(5000))
     line = RingLine(
-        word=Word.RESTARTED, pid=1, rank=0, reason="é" * 5000, interruptions=many, joined=tuple(range(5000))
+        word=RingEvent.RESTARTED, pid=1, rank=0, reason="é" * 5000, interruptions=many, joined=tuple(range(5000))
     )
     raw = line.encode()
     assert len(raw) <= LINE_LIMIT < 4096
     found = decode(raw)
     assert found is not None
-    assert found.word is Word.RESTARTED
+    assert found.word is RingEvent.RESTARTED
     assert found.interruptions == many[: len(found.interruptions)]
-    short = RingLine(word=Word.RESTARTED, pid=7, rank=1, seconds=0.25, interruptions=((3, "EXCEPTION"),), joined=(2,))
+    short = RingLine(
+        word=RingEvent.RESTARTED, pid=7, rank=1, seconds=0.25, interruptions=((3, "EXCEPTION"),), joined=(2,)
+    )
     assert decode(short.encode()) == short
 
 

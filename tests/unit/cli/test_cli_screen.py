@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.atomic_file import json_text
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.screen import tell
+from hpc_elastic.cli.screen import print_note
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 NASTY = "\x1b]0;title\x07\x1b[2J\x9b31m\x7f\u202eevil\u2066\u061c\u200e\ufeff\u2028\u200b\x85\x00\r\b"
@@ -106,7 +106,7 @@ def test_what_a_configuration_file_says(
 
 
 def test_a_line_for_the_person(capsys: pytest.CaptureFixture[str]) -> None:
-    tell(f"gr\u00fc\u00df{NASTY}\nline")
+    print_note(f"gr\u00fc\u00df{NASTY}\nline")
     err = capsys.readouterr().err
     assert err.startswith("hpc-elastic: gr\u00fc\u00df")
     assert err.count("\n") == 1

@@ -18,7 +18,7 @@ from hpc_elastic.failures.classify import (
     signal_of,
 )
 from hpc_elastic.failures.evidence import ExitFacts, describe_failure
-from hpc_elastic.failures.known_words import WORDS, find_known_words
+from hpc_elastic.failures.failure_patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
@@ -94,8 +94,8 @@ def test_what_must_not_be_treated_alike_is_not(tmp_path: Path) -> None:
 
 def test_every_row_of_the_table_can_be_reached() -> None:
     """A row whose words all stand in an earlier row's would never be told."""
-    for at, row in enumerate(WORDS):
-        reached = [words for words in row.any_of if find_known_words(words.replace("*", " ")) is row]
+    for at, row in enumerate(PATTERNS):
+        reached = [words for words in row.any_of if find_pattern(words.replace("*", " ")) is row]
         assert reached, (at, row.says)
         assert all(words == words.lower() for words in row.any_of)
 
@@ -109,7 +109,7 @@ def test_every_row_of_the_table_can_be_reached() -> None:
     ],
 )
 def test_the_most_telling_xid(text: str, says: str) -> None:
-    found = find_known_words(text)
+    found = find_pattern(text)
     assert says in (found.says if found is not None else "")
     assert (found is not None) == bool(says)
 
@@ -129,7 +129,7 @@ def test_the_most_telling_xid(text: str, says: str) -> None:
     ],
 )
 def test_what_cuda_says_of_memory_and_of_its_driver(text: str, says: str) -> None:
-    found = find_known_words(text)
+    found = find_pattern(text)
     assert found is not None
     assert says in found.says
 
@@ -158,10 +158,10 @@ def test_how_torchs_second_nccl_group_ends_a_process(due_to: str, says: str, tmp
 
 
 def test_a_star_stays_within_a_line_and_200_characters() -> None:
-    assert find_known_words("TCPStore(host): the client timed out") is not None
-    assert find_known_words("TCPStore(host)\nthe client timed out") is None
-    assert find_known_words(f"TCPStore({'x' * 300}) timed out") is None
-    assert find_known_words(f"TCPStore({'x' * 300}) TCPStore timed out") is not None
+    assert find_pattern("TCPStore(host): the client timed out") is not None
+    assert find_pattern("TCPStore(host)\nthe client timed out") is None
+    assert find_pattern(f"TCPStore({'x' * 300}) timed out") is None
+    assert find_pattern(f"TCPStore({'x' * 300}) TCPStore timed out") is not None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.evidence import describe_failure
-from hpc_elastic.failures.telling import telling_line
+from hpc_elastic.failures.summary_line import summary_line
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 
@@ -165,7 +165,7 @@ RuntimeError: no such device
     ids=lambda text: text.strip()[:12],
 )  # fmt: skip
 def test_the_line_that_says_what_happened(message: str, line: str) -> None:
-    assert telling_line(message) == line
+    assert summary_line(message) == line
 
 
 def test_failures_in_a_loaders_processes_are_told_apart_by_what_was_raised_there(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_nobody_waits_for_the_dead(store: PrefixStore) -> None:
 def test_who_died_before_saying_a_new_rank_has_the_one_that_is_left(store: PrefixStore, gone_first: bool) -> None:
     steps: list[Callable[[], Any]] = []
     for rank in (0, 2):
-        steps.append(lambda: store.say_count(3))
+        steps.append(lambda: store.put_count(3))
         steps.append(lambda rank=rank: _come(store, rank))
     steps.insert(0 if gone_first else len(steps), lambda: store.report_gone(7))
     for step in steps:

@@ -16,7 +16,7 @@ from hpc_elastic.events import EventLog, read_events
 from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import EligibleNodes
 from hpc_elastic.launch.supervisor import AttemptResult
 from hpc_elastic.node_records import load_record
@@ -64,7 +64,7 @@ class Site:
         self.plans: list[NextAttempt] = []
         self.next_job = ""
         self.look: Callable[[], None] = lambda: None
-        self.answer = SlurmAnswer(SlurmWord.RUNNING)
+        self.answer = SlurmAnswer(JobCondition.RUNNING)
 
     def ask(self, *, near: float) -> SlurmAnswer:
         return self.answer
@@ -162,7 +162,7 @@ def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(
 ) -> None:
     """Cancelled in the moment in which it began: its SIGTERM came before anybody could hear, and srun gets no steps."""
     site, end = world
-    site.answer = SlurmAnswer(SlurmWord.ENDED)
+    site.answer = SlurmAnswer(JobCondition.ENDED)
     decision = end()
     assert (decision.action, decision.exit_code) == (RequeueAction.END, 143)
     assert site.plans == []
@@ -174,7 +174,7 @@ def test_a_job_that_was_cancelled_is_not_requeued_though_nobody_heard_it(
 
 def test_a_silent_controller_is_no_reason_not_to_requeue(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
     site, end = world
-    site.answer = SlurmAnswer(SlurmWord.SILENT)
+    site.answer = SlurmAnswer(JobCondition.SILENT)
     assert end().action is RequeueAction.REQUEUE
     assert len(site.plans) == 1
 

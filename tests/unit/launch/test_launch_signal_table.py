@@ -8,22 +8,22 @@ import time
 
 import pytest
 
-from hpc_elastic.launch.job_word import slurm_answer
+from hpc_elastic.launch.job_condition import slurm_answer
 from hpc_elastic.launch.signal_table import (
     TABLE,
     Call,
     HeardBy,
+    JobCondition,
     Meaning,
     SignalDecision,
     SlurmAnswer,
-    SlurmWord,
     call_of,
     decide_signal,
 )
 from hpc_elastic.outcome import Outcome
 from hpc_elastic.slurm.job_state import parse_show_job
 
-W, BATCH, AGENTS = SlurmWord, HeardBy.BATCH, HeardBy.AGENTS
+W, BATCH, AGENTS = JobCondition, HeardBy.BATCH, HeardBy.AGENTS
 GRACE, KILL_WAIT, LEFT = 120.0, 30.0, 17.0
 SAVES = True
 
@@ -49,36 +49,41 @@ ROWS = [
     (Call.END, None, W.TIME_LIMIT, Meaning.LIMIT, False, KILL_WAIT, Outcome.TIMED_OUT),
     (Call.END, None, W.REQUEUED, Meaning.REQUEUE, False, KILL_WAIT, Outcome.PREEMPTED),
     (Call.END, None, W.ENDED, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
-    *((Call.INTERRUPT, None, word, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED) for word in SlurmWord),
+    *(
+        (Call.INTERRUPT, None, condition, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED)
+        for condition in JobCondition
+    ),
     (Call.LOOK, BATCH, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
     (Call.LOOK, BATCH, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
 ]
 EXPECTED = {
-    (call, by, word): rest
-    for call, heard_by, word, *rest in ROWS
+    (call, by, condition): rest
+    for call, heard_by, condition, *rest in ROWS
     for by in ((heard_by,) if heard_by is not None else tuple(HeardBy))
 }
 
 
-def decide(call: Call, heard_by: HeardBy, word: SlurmWord) -> SignalDecision | None:
-    return decide_signal(call, heard_by, SlurmAnswer(word, LEFT), grace=GRACE, kill_wait=KILL_WAIT)
+def decide(call: Call, heard_by: HeardBy, condition: JobCondition) -> SignalDecision | None:
+    return decide_signal(call, heard_by, SlurmAnswer(condition, LEFT), grace=GRACE, kill_wait=KILL_WAIT)
 
 
-@pytest.mark.parametrize(("call", "heard_by", "word"), list(itertools.product(Call, HeardBy, SlurmWord)))
-def test_each_row(call: Call, heard_by: HeardBy, word: SlurmWord) -> None:
-    found = decide(call, heard_by, word)
-    wanted = EXPECTED.get((call, heard_by, word))
+@pytest.mark.parametrize(("call", "heard_by", "condition"), list(itertools.product(Call, HeardBy, JobCondition)))
+def test_each_row(call: Call, heard_by: HeardBy, condition: JobCondition) -> None:
+    found = decide(call, heard_by, condition)
+    wanted = EXPECTED.get((call, heard_by, condition))
     if wanted is None:
         assert call is Call.LOOK, "each signal means something, whoever heard it and whatever Slurm says"
         assert found is None
     else:
         assert found is not None
         assert [found.meaning, found.saves, found.seconds, found.outcome] == wanted
-        assert found.requeued is (word is W.REQUEUED and call in (Call.NOTICE, Call.END, Call.INTERRUPT))
+        assert found.requeued is (condition is W.REQUEUED and call in (Call.NOTICE, Call.END, Call.INTERRUPT))
 
 
 def test_the_table_has_no_row_that_is_not_tested() -> None:
-    rows = {(call, by, word) for call, halves in TABLE.items() for by, words in halves.items() for word in words}
+    rows = {
+        (call, by, condition) for call, halves in TABLE.items() for by, words in halves.items() for condition in words
+    }
     assert rows == EXPECTED.keys()
 
 
@@ -146,21 +151,24 @@ SAID = {
 
 @pytest.mark.parametrize("case", SAID)
 def test_what_slurm_says_of_the_job(case: str) -> None:
-    text, word = SAID[case]
+    text, condition = SAID[case]
     (state,) = parse_show_job(text)
-    assert slurm_answer(state, restarts=0, near=100.0, now_ns=_at("15:19:15")).word is word
-    if word is W.REQUEUED:
-        assert slurm_answer(state, restarts=state.restarts, near=100.0, now_ns=_at("15:19:15")).word is not W.TIME_LIMIT
+    assert slurm_answer(state, restarts=0, near=100.0, now_ns=_at("15:19:15")).condition is condition
+    if condition is W.REQUEUED:
+        assert (
+            slurm_answer(state, restarts=state.restarts, near=100.0, now_ns=_at("15:19:15")).condition
+            is not W.TIME_LIMIT
+        )
 
 
 def test_a_job_that_slurm_has_forgotten_has_ended() -> None:
-    assert slurm_answer(None, restarts=0, near=100.0, now_ns=0).word is W.ENDED
+    assert slurm_answer(None, restarts=0, near=100.0, now_ns=0).condition is W.ENDED
 
 
 def test_how_much_time_is_left() -> None:
     (runs,) = parse_show_job(SAID["running"][0])
     assert slurm_answer(runs, restarts=0, near=100.0, now_ns=_at("15:19:15")) == SlurmAnswer(W.RUNNING, 596.0, 600.0)
-    assert slurm_answer(runs, restarts=0, near=600.0, now_ns=_at("15:19:15")).word is W.NEAR_LIMIT
+    assert slurm_answer(runs, restarts=0, near=600.0, now_ns=_at("15:19:15")).condition is W.NEAR_LIMIT
     (grace,) = parse_show_job(SAID["the grace of a preemption"][0])
     assert slurm_answer(grace, restarts=0, near=1.0, now_ns=_at("15:19:15")).seconds_left == 10.0
 

@@ -13,7 +13,7 @@ import pytest
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import SlurmSite, run_of_this_job
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.launch.signal_table import SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition
 from hpc_elastic.launch.site import Allocation, EligibleNodes
 from hpc_elastic.requeue import RequeueWay
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
@@ -74,11 +74,11 @@ def site(client: Client, *, script: Path | None = SCRIPT) -> SlurmSite:
 
 def test_what_slurm_says_is_asked_in_a_hurry() -> None:
     slurm = site(Client(state=JobState(job_id="7", state="COMPLETING", reason="TimeLimit", restarts=1)))
-    assert slurm.ask(near=0.0).word is SlurmWord.TIME_LIMIT
+    assert slurm.ask(near=0.0).condition is JobCondition.TIME_LIMIT
     slurm = site(Client(state=JobState(job_id="7", state="COMPLETING", reason="", restarts=2)))
-    assert slurm.ask(near=0.0).word is SlurmWord.REQUEUED, "this attempt began after one restart"
+    assert slurm.ask(near=0.0).condition is JobCondition.REQUEUED, "this attempt began after one restart"
     slurm = site(Client(state=UNAVAILABLE))
-    assert slurm.ask(near=0.0).word is SlurmWord.SILENT
+    assert slurm.ask(near=0.0).condition is JobCondition.SILENT
 
 
 def test_what_is_armed_is_looked_up() -> None:

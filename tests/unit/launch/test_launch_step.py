@@ -51,7 +51,7 @@ def test_several_on_a_node_are_refused_with_the_way_out(version: str) -> None:
 def test_the_tasks_of_one_step_meet_and_those_of_others_do_not(version: str, tmp_path: Path) -> None:
     job, env = task_of(version, "env-plain-step-n*-task0")
     first, other = (StepMeeting(tmp_path / "runs", job, env, FakeClock()) for _ in range(2))
-    first.tell(Told(run_dir="/runs/r1", attempt=2))
+    first.publish(Told(run_dir="/runs/r1", attempt=2))
     assert other.wait() == Told(run_dir="/runs/r1", attempt=2)
     assert oct((tmp_path / "runs" / ".steps").stat().st_mode)[-3:] == "700"
     for changed in ({"SLURM_STEP_LAUNCHER_PORT": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_STEP_ID": "7"}):
@@ -65,14 +65,14 @@ def test_the_tasks_of_one_step_meet_and_those_of_others_do_not(version: str, tmp
 def test_what_task_0_refused_is_told_to_the_others(tmp_path: Path) -> None:
     job, env = task_of("22.05.8", "env-plain-step-n*-task0")
     meeting = StepMeeting(tmp_path, job, env, FakeClock())
-    meeting.tell(Told(refused=True))
+    meeting.publish(Told(refused=True))
     assert meeting.wait().refused
 
 
 def test_only_what_is_old_is_cleaned_up(tmp_path: Path) -> None:
     job, env = task_of("22.05.8", "env-plain-step-n*-task0")
     meeting = StepMeeting(tmp_path, job, env, FakeClock())
-    meeting.tell(Told(refused=True))
+    meeting.publish(Told(refused=True))
     old = tmp_path / ".steps" / "1.0.0.5"
     old.mkdir()
     os.utime(old, (1, time.time() - 90000))

@@ -17,7 +17,7 @@ from hpc_elastic.configuration.job_options import OPTIONS
 from hpc_elastic.configuration.option_table import parse
 from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.submit_job import Submission, Words, dry_run, submit_job
+from hpc_elastic.launch.submit_job import MessageHints, Submission, dry_run, submit_job
 from hpc_elastic.node_records import load_record, remember
 from hpc_elastic.node_score import Evidence, EvidenceKind
 from hpc_elastic.run_paths import RunPaths
@@ -28,7 +28,7 @@ from hpc_elastic.slurm.sbatch import ScriptLines
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
 
-WORDS = Words(another_folder="give another", this_machine="cluster='local'")
+HINTS = MessageHints(another_folder="give another", this_machine="cluster='local'")
 
 
 class Site:
@@ -50,7 +50,7 @@ class Site:
             job=slurm_job(parsed, self.env, array=array),
             runs_dir=self.runs,
             lines=ScriptLines(setup=("module load x",)),
-            words=WORDS,
+            hints=HINTS,
         )
 
     def submit(self, submission: Submission, **more: Any) -> str:
@@ -163,7 +163,7 @@ def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:
 
 
 def test_a_folder_that_no_other_node_sees(site: Site) -> None:
-    submission = Submission(job=site.submission(shared=False).job, runs_dir=Path("/dev/shm/r"), words=WORDS)
+    submission = Submission(job=site.submission(shared=False).job, runs_dir=Path("/dev/shm/r"), hints=HINTS)
     for attempt in (dry_run, site.submit):
         with pytest.raises(UsageError, match=r"the nodes can't see /dev/shm/r: /dev/shm .*; give another"):
             attempt(submission)

@@ -19,8 +19,8 @@ from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.attempt_result import AttemptResult
 from hpc_elastic.launch.end_claim import EndClaim
 from hpc_elastic.launch.launcher import AgentEnded
-from hpc_elastic.launch.signal_desk import SignalDesk
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_resolver import SignalResolver
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
@@ -36,7 +36,7 @@ from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
-from hpc_elastic.rendezvous.notice import NoticeWord
+from hpc_elastic.rendezvous.notice import NoticeStatus
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.refusal import Refusal
 from hpc_elastic.rendezvous.settings import RendezvousSettings
@@ -80,7 +80,7 @@ class Look:
 
     refusal: Refusal | None = None
 
-    def told_refusal(self) -> None:
+    def lasting_refusal(self) -> None:
         return None
 
     def __init__(self, world: World, fd: int) -> None:
@@ -104,7 +104,7 @@ class Look:
             store=self.store,  # type: ignore[arg-type]
             info=info,
             settings=world.settings,
-            settle=settle_always_restarting,
+            decide_restart=settle_always_restarting,
             clock=world.clock,
             rng=random.Random(0),
             listener=self,
@@ -203,7 +203,7 @@ class Agents:
         for number, agent in list(self.of.items()):
             record = agent.participant.record
             if not self.stubborn and record is not None and record.status is Status.CLOSED:
-                agent.participant.say_goodbye()
+                agent.participant.deregister()
                 agent.step()
                 if not self.silent:
                     self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
@@ -250,7 +250,7 @@ class Stage:
         self.world = World(settings)
         self.signals: list[signal.Signals] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.answer = SlurmAnswer(SlurmWord.RUNNING)
+        self.answer = SlurmAnswer(JobCondition.RUNNING)
         """What Slurm says when it is asked."""
         self.allocation = Allocation.HELD
         self.script: deque[Callable[[], Any] | float] = deque()
@@ -272,7 +272,7 @@ class Stage:
             events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
             clock=self.world.clock,
             shutdown_timeout=30.0,
-            desk=SignalDesk(
+            resolver=SignalResolver(
                 lambda near: self.answer,
                 grace=120.0,
                 kill_wait=30.0,
@@ -308,7 +308,7 @@ class Stage:
         record = self.world.newest()
         assert record is not None
         for agent in self.agents.of.values():
-            agent.participant.report_noted(record.round, NoticeWord(heeds=True, step=7, rate=1.0))
+            agent.participant.report_noted(record.round, NoticeStatus(heeds=True, step=7, rate=1.0))
             agent.participant.report_kept(record.round)
 
     def claim_elsewhere(self) -> None:
@@ -369,7 +369,7 @@ def test_where_slurms_signal_has_come_slurm_is_not_asked(stage: Callable[..., St
     """It reaches this node, and its SIGKILL is near."""
     s = stage()
     s.allocation = Allocation.UNKNOWN
-    s.answer = SlurmAnswer(SlurmWord.ENDED)
+    s.answer = SlurmAnswer(JobCondition.ENDED)
     began: list[float] = []
     s.run(3.0, s.done, 2.0, lambda: began.append(s.world.clock.now), lambda: s.signals.append(signal.SIGTERM))
     assert not s.supervisor.superseded
@@ -680,7 +680,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
             store=world.store,
             info=info,
             settings=slow,
-            settle=settle_always_restarting,
+            decide_restart=settle_always_restarting,
             clock=clock,
             rng=random.Random(0),
             listener=coordination,
@@ -739,7 +739,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
         events=SimpleNamespace(write=lambda event, **fields: None),  # type: ignore[arg-type]
         clock=clock,
         shutdown_timeout=30.0,
-        desk=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
+        resolver=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]
         end_claim=EndClaim(lambda: Allocation.HELD, coordination.ask, clock=clock),
     )
     result = supervisor.run()
@@ -810,11 +810,11 @@ def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stag
     s = stage()
 
     def first() -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
         s.signals.append(signal.SIGUSR2)
 
     def again(left: float) -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, left)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, left)
         s.signals.append(signal.SIGUSR2)
 
     began = s.world.clock.now
@@ -828,17 +828,17 @@ def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stag
 def test_a_second_notice_that_leaves_less_time_shortens_the_first(stage: Callable[..., Stage], heard_by: str) -> None:
     """A user's requeue with a long grace, and then a preemption with a short one, which the agents alone hear of."""
     s = stage()
-    s.answer = SlurmAnswer(SlurmWord.RUNNING)
+    s.answer = SlurmAnswer(JobCondition.RUNNING)
     times: list[float] = []
 
     def sooner() -> None:
         times.append(s.world.clock.now)
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 20.0)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
         if heard_by == "supervisor":
             s.signals.append(signal.SIGUSR2)
         else:
             for node, agent in s.agents.of.items():
-                agent.participant.tell_of_signal(f"SIGTERM on n{node}")
+                agent.participant.report_signal(f"SIGTERM on n{node}")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 10.0, sooner)
     assert re.fullmatch(r"notice SIG\w+ on \w+ \(preemption\); n0, n1, n2 had not saved after 11 s", result.reason)
@@ -854,8 +854,8 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(stage: Cal
     s = stage()
 
     def cancelled() -> None:
-        s.answer = SlurmAnswer(SlurmWord.ENDED)
-        s.agents.of[1].participant.tell_of_signal("SIGTERM on n1")
+        s.answer = SlurmAnswer(JobCondition.ENDED)
+        s.agents.of[1].participant.report_signal("SIGTERM on n1")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
@@ -888,30 +888,30 @@ def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stag
 
 
 ENDS = [
-    (SlurmWord.ENDED, Outcome.CANCELLED, "", False),
-    (SlurmWord.TIME_LIMIT, Outcome.TIMED_OUT, " (time limit)", False),
-    (SlurmWord.PREEMPTED, Outcome.PREEMPTED, " (preemption)", False),
-    (SlurmWord.REQUEUED, Outcome.PREEMPTED, " (requeue)", True),
+    (JobCondition.ENDED, Outcome.CANCELLED, "", False),
+    (JobCondition.TIME_LIMIT, Outcome.TIMED_OUT, " (time limit)", False),
+    (JobCondition.PREEMPTED, Outcome.PREEMPTED, " (preemption)", False),
+    (JobCondition.REQUEUED, Outcome.PREEMPTED, " (requeue)", True),
 ]
 
 
-@pytest.mark.parametrize(("word", "outcome", "why", "requeued"), ENDS)
+@pytest.mark.parametrize(("condition", "outcome", "why", "requeued"), ENDS)
 @pytest.mark.parametrize("heard_by", ["supervisor", "agents"])
 def test_what_a_sigterm_means_is_slurms_to_say(
-    stage: Callable[..., Stage], heard_by: str, word: SlurmWord, outcome: Outcome, why: str, requeued: bool
+    stage: Callable[..., Stage], heard_by: str, condition: JobCondition, outcome: Outcome, why: str, requeued: bool
 ) -> None:
     s = stage()
-    s.answer = SlurmAnswer(word)
+    s.answer = SlurmAnswer(condition)
     if heard_by == "supervisor":
         result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
         assert result.reason == f"SIGTERM on head{why}"
     else:
-        result = s.run(3.0, lambda: s.agents.of[1].participant.tell_of_signal("SIGTERM on n1"))
+        result = s.run(3.0, lambda: s.agents.of[1].participant.report_signal("SIGTERM on n1"))
         assert result.reason == f"SIGTERM on n1{why}"
     assert (result.outcome, result.signal_number) == (outcome, 15)
     assert (result.requeued, result.cancelled) == (requeued, False)
     (told,) = s.names("signal_decided")
-    assert (told["slurm"], told["saves"]) == (word.value, False)
+    assert (told["slurm"], told["saves"]) == (condition.value, False)
 
 
 def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Callable[..., Stage]) -> None:
@@ -919,9 +919,9 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Calla
     s = stage()
 
     def hear() -> None:
-        s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 60.0)
+        s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
         for node, agent in s.agents.of.items():
-            agent.participant.tell_of_signal(f"SIGTERM on n{node}")
+            agent.participant.report_signal(f"SIGTERM on n{node}")
 
     result = s.run(3.0, hear, 3.0, lambda: s.signals.append(signal.SIGTERM), 3.0, s.saved)
     assert result.outcome is Outcome.PREEMPTED
@@ -937,7 +937,7 @@ def test_a_cancel_while_the_workers_save_ends_everything(stage: Callable[..., St
     s = stage()
 
     def cancel() -> None:
-        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.answer = SlurmAnswer(JobCondition.ENDED)
         s.signals.append(signal.SIGTERM)
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancel)
@@ -959,7 +959,7 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
             s.saved()
 
     def cancel() -> None:
-        s.answer = SlurmAnswer(SlurmWord.ENDED)
+        s.answer = SlurmAnswer(JobCondition.ENDED)
         s.signals.append(signal.SIGTERM)
 
     result = s.run(3.0, end, 5.0, cancel)
@@ -969,10 +969,10 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
 
 def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callable[..., Stage]) -> None:
     s = stage()
-    s.answer = SlurmAnswer(SlurmWord.RUNNING, 150.0, 86400.0)
+    s.answer = SlurmAnswer(JobCondition.RUNNING, 150.0, 86400.0)
 
     def near() -> None:
-        s.answer = SlurmAnswer(SlurmWord.RUNNING, 120.0, 86400.0)
+        s.answer = SlurmAnswer(JobCondition.RUNNING, 120.0, 86400.0)
 
     def saved() -> None:
         record = s.world.newest()
@@ -989,7 +989,7 @@ def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callabl
 
 def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage: Callable[..., Stage]) -> None:
     s = stage()
-    s.answer = SlurmAnswer(SlurmWord.PREEMPTING, 20.0)
+    s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
     result = s.run()
     assert (result.outcome, result.reason) == (
         Outcome.PREEMPTED,
@@ -1000,7 +1000,7 @@ def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage
 def test_an_end_that_no_log_could_take_is_known_all_the_same(stage: Callable[..., Stage]) -> None:
     s = stage()
     s.look.hangs = True
-    s.answer = SlurmAnswer(SlurmWord.PREEMPTED)
+    s.answer = SlurmAnswer(JobCondition.PREEMPTED)
     s.signals.append(signal.SIGTERM)
 
     def end_all() -> None:

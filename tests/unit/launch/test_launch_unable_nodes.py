@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_elastic.launch.supervisor import FRUITLESS_RELAUNCHES, MESSAGE_SECONDS, RELAUNCHES_PER_NODE
-from hpc_elastic.launch.unable_nodes import UnableNode, is_same_everywhere, unable_words
+from hpc_elastic.launch.unable_nodes import UnableNode, describe_unable_nodes, is_same_everywhere
 from hpc_elastic.outcome import Outcome
 from tests.unit.launch.test_launch_supervisor import SETTINGS, Stage, stage  # noqa: F401
 
@@ -21,12 +21,12 @@ def node(name: str, code: int | None = 127, message: str = NOT_FOUND) -> UnableN
 
 
 def test_what_is_said_of_one_and_of_several() -> None:
-    assert unable_words([], nodes=3) == ""
-    assert unable_words([node("n3")], nodes=3) == f"n3 could not run the agent: exit code 127: {NOT_FOUND}"
+    assert describe_unable_nodes([], nodes=3) == ""
+    assert describe_unable_nodes([node("n3")], nodes=3) == f"n3 could not run the agent: exit code 127: {NOT_FOUND}"
     assert node("n3", None, "").reason == "Killed"
     said = node("n3", 2, "hpc-elastic: error: n3: the run directory can't be read from this node: missing").reason
     assert said == "exit code 2: n3: the run directory can't be read from this node: missing"
-    many = unable_words([node(f"n{number}") for number in range(2, 9)], nodes=20)
+    many = describe_unable_nodes([node(f"n{number}") for number in range(2, 9)], nodes=20)
     assert many.count("could not run the agent") == 4
     assert many.endswith("; 3 more nodes could not either")
 
@@ -53,7 +53,7 @@ def test_all_nodes_alike_would_end_the_same_way(unable: list[UnableNode], nodes:
     assert is_same_everywhere(unable, nodes=nodes) is expected
     if expected and nodes > 1:
         whose = "no node" if len(unable) == nodes else "no node but the batch host"
-        assert unable_words(unable, nodes=nodes).startswith(f"{whose} could run the agent: {unable[0].name}: ")
+        assert describe_unable_nodes(unable, nodes=nodes).startswith(f"{whose} could run the agent: {unable[0].name}: ")
 
 
 def no_agent_on(s: Stage, *nodes: int, code: int = 127) -> None:

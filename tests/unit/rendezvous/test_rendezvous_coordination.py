@@ -12,8 +12,8 @@ import pytest
 
 from hpc_elastic.clock import SystemClock
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.pace import pace_of
 from hpc_elastic.rendezvous.peers import BeatPlan
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreError, StoreFullError
@@ -41,7 +41,7 @@ class Stepped:
         self.deaf = 0.0
         self.changed = threading.Condition()
 
-    pace = pace_of(RendezvousSettings(beat_interval=0.001))
+    intervals = poll_intervals(RendezvousSettings(beat_interval=0.001))
     looks_when_asked = False
     waits_to_speak = False
 
@@ -65,10 +65,10 @@ class Stepped:
     def rung_about(self, keys: Iterable[str]) -> None:
         self.about |= set(keys)
 
-    def told_of(self, keys: Iterable[str]) -> bool:
+    def note_newest(self, keys: Iterable[str]) -> bool:
         return bool(set(keys) - self.known)
 
-    def was_deaf(self, seconds: float) -> None:
+    def packets_dropped_for(self, seconds: float) -> None:
         with self.changed:
             self.deaf += seconds
             self.changed.notify_all()

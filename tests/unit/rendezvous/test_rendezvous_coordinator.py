@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal
 from hpc_elastic.rendezvous.growth import GrowPolicy
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -25,7 +26,6 @@ from hpc_elastic.rendezvous.state import (
     decode_record,
 )
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from hpc_elastic.rendezvous.view import View
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,
@@ -72,8 +72,8 @@ def record(status: Status, *names: str, **changes: Any) -> RoundRecord:
     return replace(plain, **changes)
 
 
-def view(of: RoundRecord, *, joined: Sequence[str] = (), **seen: Any) -> View:
-    plain = View(
+def view(of: RoundRecord, *, joined: Sequence[str] = (), **seen: Any) -> ClusterView:
+    plain = ClusterView(
         record=of,
         joined={name: info(name) for name in joined},
         acked={},
@@ -96,24 +96,28 @@ def failure(node: int, failure_class: str = "root", message: str = "boom") -> No
 
 
 @dataclass
-class Settle:
+class DecideRestart:
     """The restart policy's place: answers what it was made with, and remembers what it was asked."""
 
-    answer: Settlement = field(default_factory=lambda: settled())
+    answer: RestartDecision = field(default_factory=lambda: settled())
     asked: list[tuple[RoundRecord, tuple[NodeFailure, ...], bool]] = field(default_factory=list)
 
-    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> Settlement:
+    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
         self.asked.append((of, tuple(failures), node_lost))
         return self.answer
 
 
-def settled(**changes: Any) -> Settlement:
-    plain = Settlement(go_on=True, counts=False, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8))
+def settled(**changes: Any) -> RestartDecision:
+    plain = RestartDecision(
+        go_on=True, counts=False, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8)
+    )
     return replace(plain, **changes)
 
 
-def decide(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal | None:
-    proposal = next_proposal(seen, settings, settle or Settle())
+def decide(
+    seen: ClusterView, settings: RendezvousSettings = SETTINGS, decide_restart: DecideRestart | None = None
+) -> Proposal | None:
+    proposal = next_proposal(seen, settings, decide_restart or DecideRestart())
     if proposal is not None:
         assert proposal.record.number == seen.record.number + 1
         assert proposal.record.term == seen.record.term
@@ -122,8 +126,10 @@ def decide(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle |
     return proposal
 
 
-def committed(seen: View, settings: RendezvousSettings = SETTINGS, settle: Settle | None = None) -> Proposal:
-    proposal = decide(seen, settings, settle)
+def committed(
+    seen: ClusterView, settings: RendezvousSettings = SETTINGS, decide_restart: DecideRestart | None = None
+) -> Proposal:
+    proposal = decide(seen, settings, decide_restart)
     assert proposal is not None
     return proposal
 
@@ -173,7 +179,7 @@ FINAL = record(Status.FINAL, *ALL, master="n0:1")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_when_a_round_is_frozen(what: str, seen: View, nodes: list[int] | None) -> None:
+def test_when_a_round_is_frozen(what: str, seen: ClusterView, nodes: list[int] | None) -> None:
     proposal = decide(seen)
     if nodes is None:
         assert proposal is None
@@ -191,7 +197,7 @@ def test_at_max_nobody_else_is_waited_for() -> None:
     assert nodes_of(proposal) == [0, 1]
 
 
-def spares(seen: View, *nodes: int) -> View:
+def spares(seen: ClusterView, *nodes: int) -> ClusterView:
     """The same, where agents on these nodes were submitted as spares."""
     joined = {name: replace(node, spare=node.node in nodes) for name, node in seen.joined.items()}
     return replace(seen, joined=joined)
@@ -220,7 +226,7 @@ TWO_OF_FOUR = replace(SETTINGS, max_nodes=2, expected_nodes=4)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_spares_are_the_second_choice(what: str, seen: View, nodes: list[int] | None) -> None:
+def test_spares_are_the_second_choice(what: str, seen: ClusterView, nodes: list[int] | None) -> None:
     proposal = decide(spares(seen, 2, 3), TWO_OF_FOUR)
     assert (nodes_of(proposal) if proposal else None) == nodes
 
@@ -332,45 +338,45 @@ def test_freezing_starts_the_count_of_waiting_nodes_anew() -> None:
 
 
 def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
-    settle = Settle(settled(counts=True, reason="restart 2 of 3"))
+    decide_restart = DecideRestart(settled(counts=True, reason="restart 2 of 3"))
     failures = {uid(1): failure(1), uid(2): failure(2, "symptom")}
-    proposal = committed(view(AGAIN, joined=ALL, failures=failures), settle=settle)
-    assert settle.asked == [(AGAIN, (failure(1), failure(2, "symptom")), False)]
+    proposal = committed(view(AGAIN, joined=ALL, failures=failures), decide_restart=decide_restart)
+    assert decide_restart.asked == [(AGAIN, (failure(1), failure(2, "symptom")), False)]
     assert proposal.record.restarts_used == 2
-    assert proposal.record.memory == settle.answer.memory
+    assert proposal.record.memory == decide_restart.answer.memory
     assert proposal.reason == "restart 2 of 3"
 
 
 def test_progress_that_refills_the_budget_is_counted_before_the_restart() -> None:
     answer = settled(counts=True, refills=True)
-    proposal = committed(view(replace(AGAIN, restarts_used=3), joined=ALL), settle=Settle(answer))
+    proposal = committed(view(replace(AGAIN, restarts_used=3), joined=ALL), decide_restart=DecideRestart(answer))
     assert proposal.record.restarts_used == 1
 
 
 def test_what_the_policy_does_not_count_is_free() -> None:
-    proposal = committed(view(AGAIN, joined=ALL), settle=Settle(settled(counts=False)))
+    proposal = committed(view(AGAIN, joined=ALL), decide_restart=DecideRestart(settled(counts=False)))
     assert proposal.record.restarts_used == 1
     assert proposal.reason == "why it opened"
 
 
 def test_the_policy_is_asked_only_when_the_round_is_frozen() -> None:
-    settle = Settle()
-    decide(view(AGAIN, joined=ALL[:3], failures={uid(1): failure(1)}), settle=settle)
-    decide(view(FROZEN, acked=dict.fromkeys(ALL, "n0:1")), settle=settle)
-    decide(view(FINAL, failures={uid(1): failure(1)}), settle=settle)
-    assert settle.asked == []
+    decide_restart = DecideRestart()
+    decide(view(AGAIN, joined=ALL[:3], failures={uid(1): failure(1)}), decide_restart=decide_restart)
+    decide(view(FROZEN, acked=dict.fromkeys(ALL, "n0:1")), decide_restart=decide_restart)
+    decide(view(FINAL, failures={uid(1): failure(1)}), decide_restart=decide_restart)
+    assert decide_restart.asked == []
 
 
 @pytest.mark.parametrize("retryable", [True, False])
 def test_the_policy_gives_up(retryable: bool) -> None:
-    settle = Settle(settled(go_on=False, reason="restarts exhausted", retryable=retryable))
-    proposal = committed(view(AGAIN, joined=ALL, failures={uid(1): failure(1)}), settle=settle)
+    decide_restart = DecideRestart(settled(go_on=False, reason="restarts exhausted", retryable=retryable))
+    proposal = committed(view(AGAIN, joined=ALL, failures={uid(1): failure(1)}), decide_restart=decide_restart)
     assert proposal.event is RoundEvent.CLOSE
     assert proposal.record.status is Status.CLOSED
     assert proposal.record.outcome is Outcome.FAILED
     assert proposal.record.reason == "restarts exhausted"
     assert proposal.record.retryable is retryable
-    assert proposal.record.memory == settle.answer.memory
+    assert proposal.record.memory == decide_restart.answer.memory
     assert proposal.record.restarts_used == 1
 
 
@@ -397,10 +403,12 @@ def test_the_policy_gives_up(retryable: bool) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: str, seen: View, lost: bool) -> None:
-    settle = Settle()
-    assert committed(seen, settle=settle).event is RoundEvent.FREEZE
-    assert settle.asked[0][2] is lost
+def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(
+    what: str, seen: ClusterView, lost: bool
+) -> None:
+    decide_restart = DecideRestart()
+    assert committed(seen, decide_restart=decide_restart).event is RoundEvent.FREEZE
+    assert decide_restart.asked[0][2] is lost
 
 
 # -- joinable: too few nodes
@@ -456,7 +464,7 @@ def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(what: 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_too_few_nodes(what: str, seen: View, reason: str | None) -> None:
+def test_too_few_nodes(what: str, seen: ClusterView, reason: str | None) -> None:
     proposal = decide(seen)
     if reason is None:
         assert proposal is None
@@ -519,7 +527,7 @@ SIX = [uid(node) for node in range(6)]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_segments_come_and_go_as_a_whole(what: str, seen: View, nodes: list[int] | None, reason: str) -> None:
+def test_segments_come_and_go_as_a_whole(what: str, seen: ClusterView, nodes: list[int] | None, reason: str) -> None:
     proposal = decide(seen, PAIRS)
     if nodes is None:
         assert proposal is None
@@ -576,7 +584,7 @@ def test_who_waits_for_the_rest_of_its_segment_makes_no_round_grow() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_frozen_round_opens_again(what: str, seen: View, lost: dict[int, str] | None) -> None:
+def test_a_frozen_round_opens_again(what: str, seen: ClusterView, lost: dict[int, str] | None) -> None:
     proposal = decide(seen)
     if lost is None:
         assert proposal is None
@@ -697,7 +705,7 @@ def test_a_failure_and_a_loss_at_once_are_both_noted() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_lost_member_opens_the_next_round(what: str, seen: View, lost: tuple[int, ...], reason: str) -> None:
+def test_a_lost_member_opens_the_next_round(what: str, seen: ClusterView, lost: tuple[int, ...], reason: str) -> None:
     proposal = committed(seen)
     assert proposal.event is RoundEvent.REOPEN
     assert proposal.record.round == 6
@@ -717,7 +725,7 @@ def test_a_lost_member_opens_the_next_round(what: str, seen: View, lost: tuple[i
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_done_on_all_nodes_is_success(what: str, seen: View, over: bool) -> None:
+def test_done_on_all_nodes_is_success(what: str, seen: ClusterView, over: bool) -> None:
     proposal = decide(seen)
     if over:
         assert proposal is not None
@@ -770,7 +778,7 @@ SMALL = record(Status.FINAL, *ALL[:3], lost=(3,), master="n0:1")
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_nodes_that_come_later(what: str, seen: View, event: RoundEvent | None, waiting: int) -> None:
+def test_nodes_that_come_later(what: str, seen: ClusterView, event: RoundEvent | None, waiting: int) -> None:
     proposal = decide(seen)
     assert (proposal.event if proposal else None) is event
     if proposal is None:
@@ -819,7 +827,7 @@ def test_nodes_are_named_in_ranges(missing: set[int], text: str) -> None:
 
 
 def test_who_falls_silent_is_asked_and_not_put_out() -> None:
-    proposal = next_proposal(view(FINAL, silent=frozenset({uid(1)})), SETTINGS, Settle())
+    proposal = next_proposal(view(FINAL, silent=frozenset({uid(1)})), SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.ASK
     assert (proposal.record.round, proposal.record.status) == (FINAL.round, Status.FINAL)
@@ -828,8 +836,8 @@ def test_who_falls_silent_is_asked_and_not_put_out() -> None:
 
 def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_once() -> None:
     asked = replace(FINAL, suspects=(uid(1),))
-    assert next_proposal(view(asked, silent=frozenset({uid(1)})), SETTINGS, Settle()) is None
-    proposal = next_proposal(view(asked, answered=frozenset({uid(1)})), SETTINGS, Settle())
+    assert next_proposal(view(asked, silent=frozenset({uid(1)})), SETTINGS, DecideRestart()) is None
+    proposal = next_proposal(view(asked, answered=frozenset({uid(1)})), SETTINGS, DecideRestart())
     assert proposal is not None
     assert (proposal.event, proposal.record.suspects) == (RoundEvent.ASK, ())
 
@@ -837,14 +845,14 @@ def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_onc
 def test_an_answer_through_the_files_counts_though_nothing_is_heard() -> None:
     asked = replace(FINAL, suspects=(uid(1),))
     seen = view(asked, silent=frozenset({uid(1)}), answered=frozenset({uid(1)}))
-    proposal = next_proposal(seen, SETTINGS, Settle())
+    proposal = next_proposal(seen, SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.record.suspects == ()
 
 
 def test_a_suspect_that_is_lost_or_takes_no_part_is_none_any_more() -> None:
     asked = replace(FINAL, suspects=(uid(1), uid(99)))
-    proposal = next_proposal(view(asked, dead=frozenset({uid(1)})), SETTINGS, Settle())
+    proposal = next_proposal(view(asked, dead=frozenset({uid(1)})), SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.REOPEN
     assert proposal.record.suspects == ()

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import next_proposal
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeInfo, Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.view import View
 from tests.rigs.rendezvous_world import World
 
 A, B = "00000-a-0000000000000001-0000", "00001-b-0000000000000001-0000"
 
 
-def settle(*_: object) -> Settlement:
-    return Settlement(go_on=True, counts=False, reason="", memory=FailureMemory())
+def decide_restart(*_: object) -> RestartDecision:
+    return RestartDecision(go_on=True, counts=False, reason="", memory=FailureMemory())
 
 
-def one_of_two_is_left() -> View:
+def one_of_two_is_left() -> ClusterView:
     members = (Member(A, 0, 1), Member(B, 1, 1))
     record = RoundRecord(
         number=5, epoch="e", term=1, leader=A, round=1, status=Status.JOINABLE, members=members, lost=(1,)
     )
     info = NodeInfo(uid=A, node=0, host="a", local_world_size=1, addresses=(), port=0)
-    return View(
+    return ClusterView(
         record=record,
         joined={A: info},
         acked={},
@@ -44,7 +44,7 @@ def one_of_two_is_left() -> View:
 @pytest.mark.parametrize(("least", "give_up"), [(2, True), (2, False), (1, False)])
 def test_too_few_nodes(least: int, give_up: bool) -> None:
     settings = RendezvousSettings(min_nodes=least, max_nodes=2, expected_nodes=2, give_up=give_up)
-    proposal = next_proposal(one_of_two_is_left(), settings, settle)
+    proposal = next_proposal(one_of_two_is_left(), settings, decide_restart)
     if least == 1:
         assert proposal is not None
         assert proposal.record.status is Status.FROZEN

@@ -101,7 +101,7 @@ def test_a_checkpoint_is_as_old_as_its_node_says_and_grows_older_here() -> None:
     signs.says("c", ClaimKind.SAVED, 0, '{"age":90}')
     assert signs.look(110.0)[1] == 0.5
     assert signs.look(113.0)[1] == 3.5
-    signs.signs.held_up(10.0)
+    signs.signs.paused_for(10.0)
     assert signs.look(123.0)[1] == 3.5, "time for which this process was held up counts for nobody"
     assert signs.look(123.0)[0] == 13.0
 

@@ -7,7 +7,7 @@ from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.state import Outcome, Status
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.store.memory_store import MemoryStore
-from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, Settle, record, uid, view
+from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, record, uid, view
 
 ALL = tuple(uid(node) for node in range(4))
 WHY = "health check failed: GPU 2 has 3 uncorrectable ECC errors"
@@ -16,7 +16,7 @@ BROKEN = record(Status.JOINABLE, *ALL)
 
 
 def test_a_member_that_leaves_before_it_joined_again_is_not_waited_for() -> None:
-    proposal = next_proposal(view(BROKEN, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, Settle())
+    proposal = next_proposal(view(BROKEN, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.FREEZE
     assert [member.node for member in proposal.record.members] == [0, 1, 2]
@@ -27,15 +27,15 @@ def test_a_member_that_leaves_before_it_joined_again_is_not_waited_for() -> None
 
 def test_a_node_that_leaves_before_its_first_round_is_not_waited_for() -> None:
     start = record(Status.JOINABLE)
-    assert next_proposal(view(start, joined=ALL[:3]), SETTINGS, Settle()) is None
-    proposal = next_proposal(view(start, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, Settle())
+    assert next_proposal(view(start, joined=ALL[:3]), SETTINGS, DecideRestart()) is None
+    proposal = next_proposal(view(start, joined=ALL[:3], leaving={uid(3): WHY}), SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.FREEZE
 
 
 def test_a_new_agent_on_a_node_that_left_is_taken_in() -> None:
     newer = uid(3, start=2)
-    proposal = next_proposal(view(BROKEN, joined=(*ALL[:3], newer), leaving={uid(3): WHY}), SETTINGS, Settle())
+    proposal = next_proposal(view(BROKEN, joined=(*ALL[:3], newer), leaving={uid(3): WHY}), SETTINGS, DecideRestart())
     assert proposal is not None
     assert [member.uid for member in proposal.record.members] == [*ALL[:3], newer]
     assert proposal.left == {}
@@ -43,7 +43,7 @@ def test_a_new_agent_on_a_node_that_left_is_taken_in() -> None:
 
 def test_too_few_are_left_at_once_with_the_reason() -> None:
     seen = view(BROKEN, joined=ALL[:1], leaving=dict.fromkeys(ALL[1:], WHY))
-    proposal = next_proposal(seen, SETTINGS, Settle())
+    proposal = next_proposal(seen, SETTINGS, DecideRestart())
     assert proposal is not None
     assert proposal.event is RoundEvent.CLOSE
     assert proposal.record.outcome is Outcome.TOO_FEW_NODES

@@ -13,20 +13,20 @@ from hpc_elastic.heartbeat_record import NO_STEP
 from hpc_elastic.rendezvous.coordinator import next_proposal, noticed_after
 from hpc_elastic.rendezvous.notice import (
     Notice,
-    NoticeWord,
+    NoticeStatus,
     agreed_step,
     decode_notice,
-    decode_word,
+    decode_status,
     notice_to_json,
     seconds_to_save,
 )
 from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status, decode_record
 from hpc_elastic.rendezvous.to_all import WordsToAll
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, Settle, record, uid, view
+from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
 
 NOTICE = Notice("SIGUSR2 on n0", 85.0)
-HEEDS = NoticeWord(heeds=True, step=100, rate=10.0)
+HEEDS = NoticeStatus(heeds=True, step=100, rate=10.0)
 
 
 def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
@@ -35,9 +35,9 @@ def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
     assert decode_notice(notice_to_json(NOTICE)["notice"]) == NOTICE
     with_notice = replace(FINAL, notice=replace(NOTICE, step=7))
     assert decode_record(with_notice.number, with_notice.to_json(), run_id="r") == with_notice
-    assert decode_word(HEEDS.to_json()) == HEEDS
+    assert decode_status(HEEDS.to_json()) == HEEDS
     for wrong in ({}, {"heeds": True}, {"heeds": True, "step": "x", "rate": 1}):
-        assert decode_word(wrong) is None
+        assert decode_status(wrong) is None
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ def test_what_remains_is_enough_to_end_the_workers(given_seconds: float, shutdow
 
 
 words = st.builds(
-    NoticeWord, heeds=st.booleans(), step=st.integers(NO_STEP, 10**9), rate=st.floats(0, 1000, allow_nan=False)
+    NoticeStatus, heeds=st.booleans(), step=st.integers(NO_STEP, 10**9), rate=st.floats(0, 1000, allow_nan=False)
 )
 
 
 @given(st.lists(words, min_size=1, max_size=20), st.floats(0, 60))
-def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeWord], spread: float) -> None:
+def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeStatus], spread: float) -> None:
     step = agreed_step(told, spread=spread)
     if all(word.step == NO_STEP for word in told):
         assert step == NO_STEP
@@ -65,7 +65,7 @@ def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeWord
 
 
 def under(status: Status = Status.FINAL, notice: Notice = NOTICE, **seen: Any) -> Any:
-    return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, Settle())
+    return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, DecideRestart())
 
 
 NOTED = dict.fromkeys(ALL, HEEDS)
@@ -95,7 +95,7 @@ def test_who_says_nothing_is_not_waited_for_for_ever() -> None:
 
 
 def test_where_no_steps_are_told_each_saves_when_it_can() -> None:
-    proposal = under(noted=dict.fromkeys(ALL, NoticeWord(heeds=True)))
+    proposal = under(noted=dict.fromkeys(ALL, NoticeStatus(heeds=True)))
     assert proposal.record.notice.step == NO_STEP
     assert proposal.record.notice.is_agreed
     assert "no worker tells its steps" in proposal.reason
@@ -118,7 +118,7 @@ def test_a_node_that_is_done_need_not_have_saved() -> None:
 
 
 def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
-    noted = dict.fromkeys(ALL, NoticeWord(heeds=False, step=5, rate=1.0))
+    noted = dict.fromkeys(ALL, NoticeStatus(heeds=False, step=5, rate=1.0))
     proposal = under(notice=AGREED, noted=noted, kept=frozenset(ALL), since_notice=1.2)
     assert proposal.record.outcome is Outcome.PREEMPTED
     assert "does not ask for it" in proposal.reason
@@ -252,10 +252,10 @@ def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
 def test_no_round_begins_until_it_is_known_what_a_signal_means() -> None:
     """Workers that the signal itself has ended are not started anew for the moments that are left."""
     before = record(Status.JOINABLE, *ALL, heard="SIGTERM on n1")
-    ready = next_proposal(view(replace(before, heard=""), joined=ALL), SETTINGS, Settle())
+    ready = next_proposal(view(replace(before, heard=""), joined=ALL), SETTINGS, DecideRestart())
     assert ready is not None
     assert ready.event is RoundEvent.FREEZE
-    assert next_proposal(view(before, joined=ALL, since_status=1.0), SETTINGS, Settle()) is None
-    late = next_proposal(view(before, joined=ALL, since_status=6.5), SETTINGS, Settle())
+    assert next_proposal(view(before, joined=ALL, since_status=1.0), SETTINGS, DecideRestart()) is None
+    late = next_proposal(view(before, joined=ALL, since_status=6.5), SETTINGS, DecideRestart())
     assert late is not None
     assert late.event is RoundEvent.FREEZE, "nobody can say it"

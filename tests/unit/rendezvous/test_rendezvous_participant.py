@@ -13,8 +13,8 @@ import pytest
 from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.settlement import Settlement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.uid import new_uid
 from hpc_elastic.store.base import StoreWipedError
@@ -77,7 +77,7 @@ class Seat:
         node: int,
         *,
         settings: RendezvousSettings = SETTINGS,
-        settle: Callable[..., Settlement] | None = None,
+        decide_restart: Callable[..., RestartDecision] | None = None,
         port: int = 0,
     ) -> None:
         clock.now += 0.001
@@ -97,7 +97,8 @@ class Seat:
             store=store,
             info=self.info,
             settings=settings,
-            settle=settle or (lambda *_: Settlement(go_on=True, counts=False, reason="", memory=FailureMemory())),
+            decide_restart=decide_restart
+            or (lambda *_: RestartDecision(go_on=True, counts=False, reason="", memory=FailureMemory())),
             clock=clock,
             rng=random.Random(node),
             listener=self,
@@ -305,13 +306,13 @@ def test_an_unreadable_claim_of_a_failure_is_one_all_the_same(store: SpyStore, c
 def test_the_sum_counts_and_the_first_word_where_it_can_not_be_read(store: SpyStore, clock: FakeClock) -> None:
     asked: list[Any] = []
 
-    def settle(*args: Any) -> Settlement:
+    def decide_restart(*args: Any) -> RestartDecision:
         asked.append(args)
-        return Settlement(go_on=True, counts=True, reason="", memory=FailureMemory())
+        return RestartDecision(go_on=True, counts=True, reason="", memory=FailureMemory())
 
     for hidden in (False, True):
         store, clock = SpyStore(), FakeClock()
-        first, second = running(store, clock, settle=settle)
+        first, second = running(store, clock, decide_restart=decide_restart)
         second.participant.report_failure(0, replace(boom(1), message="first word", failure_class="unknown"))
         second.participant.sum_up_failures(0, replace(boom(1), message="sum"))
         if hidden:
@@ -451,7 +452,7 @@ def test_nobody_waits_for_the_goodbye_of_a_spare_that_has_died(store: SpyStore, 
     assert (lost["round"], lost["node"], lost["host"]) == (0, 2, "n2")
     assert 20 < lost["age"] <= 25
     for seat in (first, second):
-        seat.participant.say_goodbye()
+        seat.participant.deregister()
         seat.settle_down()
     observer.settle_down()
     assert "agents_departed" in [event for event, _ in observer.events]
@@ -745,7 +746,7 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(store: SpyStore, c
     first, second, _third = three(store, clock)
     second.participant.heard([first.info.uid])
     first.rung.clear()
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     assert {"10.0.0.2", "10.0.0.3"} <= {host for host, _ in first.rung}, "all are told"
     began = clock.now
@@ -760,7 +761,7 @@ def test_who_is_rung_about_a_goodbye_wakes_when_its_turn_has_come(store: SpyStor
     """Not with the next poll: nodes wait for the round that it had opened."""
     first, second, _third = three(store, clock)
     second.participant.heard([first.info.uid])
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     began = clock.now
     second.participant.rung_about([f"bye/{first.info.uid}"])
@@ -913,11 +914,11 @@ def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store
     again.settle_down()
     first.participant.close(Outcome.SUCCEEDED, "done")
     first.settle_down()
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     observer.settle_down()
     assert "agents_departed" not in [event for event, _ in observer.events]
-    again.participant.say_goodbye()
+    again.participant.deregister()
     again.settle_down()
     for _ in range(3):
         observer.settle_down()
@@ -931,7 +932,7 @@ def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: Fak
     advance(clock, 22, first)
     assert first.record.lost == (1,)
     first.participant.close(Outcome.FAILED, "enough")
-    first.participant.say_goodbye()
+    first.participant.deregister()
     first.settle_down()
     observer.settle_down()
     assert "agents_departed" in [event for event, _ in observer.events]

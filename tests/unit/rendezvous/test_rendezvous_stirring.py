@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import Proposal, rests_on_absence
 from hpc_elastic.rendezvous.state import Member, NodeFailure, Outcome, RoundRecord, Status
 from hpc_elastic.rendezvous.stirring import FIRST_SECONDS, LAST_SECONDS, Stirring
 from hpc_elastic.rendezvous.transitions import RoundEvent
-from hpc_elastic.rendezvous.view import View
 from hpc_elastic.store.memory_store import MemoryStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)
@@ -97,7 +97,7 @@ def test_only_what_says_that_a_node_is_missing_waits(
     event: RoundEvent, changes: dict[str, object], failures: dict[str, NodeFailure], waits: bool
 ) -> None:
     record = RECORD.successor(members=(Member("me", 0, 1),))
-    view = View(
+    view = ClusterView(
         record=record, joined={}, acked={}, failures=failures, done=frozenset(), leaving={}, gone=frozenset(),
         dead=frozenset(), silent=frozenset(), answered=frozenset(), names={}, since_status=0.0, since_lost=0.0,
     )  # fmt: skip

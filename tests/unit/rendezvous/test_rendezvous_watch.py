@@ -6,21 +6,21 @@ import random
 
 import pytest
 
-from hpc_elastic.rendezvous.pace import pace_of
+from hpc_elastic.rendezvous.poll_intervals import poll_intervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.watch import Watch
 
-PACE = pace_of(RendezvousSettings(expected_nodes=2, poll_interval=1.0))
+PACE = poll_intervals(RendezvousSettings(expected_nodes=2, poll_interval=1.0))
 FINAL = RoundRecord(number=3, epoch="e", term=1, leader="a", bell="", round=0, status=Status.FINAL, reason="")
 
 
 def asleep() -> Watch:
     """A coordinator's that has just looked at everything, at 100.0, while workers run."""
     watch = Watch(PACE, random.Random(1), 0.0, observes=False)
-    assert watch.look_now(100.0, rung=False, touch=False)
+    assert watch.look_now(100.0, rung=False, connected=False)
     assert watch.survey_now(100.0, rung=False)
-    assert watch.wait(100.0, FINAL, leads=True, touch=False, ending=None) == pytest.approx(1.0)
+    assert watch.wait(100.0, FINAL, leads=True, connected=False, ending=None) == pytest.approx(1.0)
     return watch
 
 
@@ -28,37 +28,37 @@ def asleep() -> Watch:
 def test_what_is_due_in_a_moment_is_done_with_the_beat_that_comes_before_it(after: float, looks: bool) -> None:
     """The wait ends with such a beat: a step that found nothing due would need another wake-up right after."""
     watch = asleep()
-    assert watch.look_now(100.0 + after, rung=False, touch=False) == looks
+    assert watch.look_now(100.0 + after, rung=False, connected=False) == looks
     assert watch.survey_now(100.0 + after, rung=False) == looks
-    left = watch.wait(100.0 + after, FINAL, leads=True, touch=False, ending=None)
+    left = watch.wait(100.0 + after, FINAL, leads=True, connected=False, ending=None)
     assert left == pytest.approx(1.0 if looks else 1.0 - after)
 
 
 def test_a_ring_is_looked_at_whenever_it_comes() -> None:
     watch = asleep()
-    assert watch.look_now(100.1, rung=True, touch=False)
+    assert watch.look_now(100.1, rung=True, connected=False)
     assert watch.survey_now(100.1, rung=True)
 
 
 def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_silent() -> None:
     watch = asleep()
-    assert watch.look_now(101.0, rung=False, touch=False)
+    assert watch.look_now(101.0, rung=False, connected=False)
     assert watch.survey_now(101.0, rung=False)
-    assert watch.wait(101.0, FINAL, leads=True, touch=False, ending=None, calm=True) == pytest.approx(1.0)
-    assert not watch.look_now(102.0, rung=False, touch=False)
+    assert watch.wait(101.0, FINAL, leads=True, connected=False, ending=None, idle=True) == pytest.approx(1.0)
+    assert not watch.look_now(102.0, rung=False, connected=False)
     assert not watch.survey_now(102.0, rung=False)
-    assert watch.wait(102.0, FINAL, leads=True, touch=False, ending=None, calm=True) == pytest.approx(1.0)
-    watch.heed(calm=True)
+    assert watch.wait(102.0, FINAL, leads=True, connected=False, ending=None, idle=True) == pytest.approx(1.0)
+    watch.update(idle=True)
     assert not watch.survey_now(102.0, rung=False)
-    watch.heed(calm=False)
-    assert watch.look_now(102.0, rung=False, touch=False)
+    watch.update(idle=False)
+    assert watch.look_now(102.0, rung=False, connected=False)
     assert watch.survey_now(102.0, rung=False)
 
 
 def test_many_nodes_are_looked_at_as_rarely_as_their_number_asks_for() -> None:
     def worth(nodes: int) -> bool:
-        pace = pace_of(RendezvousSettings(expected_nodes=nodes))
-        return Watch(pace, random.Random(1), 0.0, observes=False).may_rest
+        intervals = poll_intervals(RendezvousSettings(expected_nodes=nodes))
+        return Watch(intervals, random.Random(1), 0.0, observes=False).may_rest
 
     assert worth(2)
     assert worth(2048)

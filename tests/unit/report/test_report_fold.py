@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.failure_patterns import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
 from hpc_elastic.failures.fingerprint import normalise_message
-from hpc_elastic.failures.known_words import ONE_LOSS, SYMPTOM_TYPES, WORDS
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.fold import Fold, fold_failures, kind_of, rank_ranges, wording_of
@@ -71,7 +71,7 @@ def test_another_exit_code_or_class_is_another_entry() -> None:
 
 def test_what_one_loss_says_is_in_the_table() -> None:
     """A row whose words change must not fall out of it unseen."""
-    symptoms = {words.says for words in WORDS if words.failure_class is FailureClass.SYMPTOM}
+    symptoms = {words.says for words in PATTERNS if words.failure_class is FailureClass.SYMPTOM}
     assert not ONE_LOSS - symptoms - set(SYMPTOM_TYPES.values())
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
-from hpc_elastic.report.history import NodeLoss, RankWord
+from hpc_elastic.report.history import NodeLoss, RankStatus
 from hpc_elastic.report.order import NOTICED_NS
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
@@ -325,14 +325,14 @@ def hang(rank: int, at: float, step: int | None) -> WorkerFailure:
     return replace(make_failure(rank, at=at), failure_class=FailureClass.HANG, last_step=step, message="hang: silent")
 
 
-def word(rank: int, step: int | None) -> RankWord:
-    return RankWord(rank=rank, node=0, step=step, section="step", age=60.0, told_ns=START_NS)
+def word(rank: int, step: int | None) -> RankStatus:
+    return RankStatus(rank=rank, node=0, step=step, section="step", age=60.0, told_ns=START_NS)
 
 
 def test_of_those_that_hang_the_furthest_behind_is_the_cause() -> None:
-    words = [word(0, 8), word(1, 8), word(2, 7), word(3, None)]
+    statuses = [word(0, 8), word(1, 8), word(2, 7), word(3, None)]
     for order in itertools.permutations([hang(0, 1.0, 8), hang(1, 2.0, 8), hang(2, 3.0, 7), symptom(3, 70.0)]):
-        verdict = decide_verdict(order, words=words)
+        verdict = decide_verdict(order, rank_statuses=statuses)
         assert verdict.failure is not None
         assert verdict.failure.global_rank == 2
         assert verdict.confidence is Confidence.HIGH
@@ -343,7 +343,7 @@ def test_of_those_that_hang_the_furthest_behind_is_the_cause() -> None:
 
 
 def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
-    verdict = decide_verdict([hang(0, 2.0, 8), hang(1, 1.0, 8)], words=[word(0, 8), word(1, 8)])
+    verdict = decide_verdict([hang(0, 2.0, 8), hang(1, 1.0, 8)], rank_statuses=[word(0, 8), word(1, 8)])
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 1
     assert verdict.confidence is Confidence.LOW
@@ -351,7 +351,7 @@ def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
 
 
 def test_one_that_never_got_to_a_step_is_behind_all() -> None:
-    verdict = decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], words=[word(0, 3)])
+    verdict = decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], rank_statuses=[word(0, 3)])
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 1
     assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only one that gave no sign of life"

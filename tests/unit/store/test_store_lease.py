@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.store.lease import STIR_SECONDS, Heartbeat, Liveness
+from hpc_elastic.store.lease import STIR_SECONDS, Heartbeat, HeartbeatAges
 from hpc_elastic.store.memory_store import MemoryStore
 
 
@@ -69,42 +69,42 @@ def test_a_refused_beat_ages_the_lease_and_is_made_again_at_once() -> None:
     assert store.get("hb/a") != before
 
 
-def observed() -> tuple[FaultyStore, Heartbeat, Liveness]:
+def observed() -> tuple[FaultyStore, Heartbeat, HeartbeatAges]:
     store = FaultyStore()
     heartbeat = Heartbeat(store, "a", interval=1.0)
     heartbeat.beat_if_due(0.0)
-    return store, heartbeat, Liveness(store)
+    return store, heartbeat, HeartbeatAges(store)
 
 
 def test_nobody_is_old_at_the_first_look() -> None:
-    _, _, liveness = observed()
-    assert liveness.age("a") == 0.0
-    liveness.look("a", 500.0)
-    assert liveness.age("a") == 0.0
-    assert liveness.age("nosuch") == 0.0
+    _, _, ages = observed()
+    assert ages.age("a") == 0.0
+    ages.look("a", 500.0)
+    assert ages.age("a") == 0.0
+    assert ages.age("nosuch") == 0.0
 
 
 def test_who_does_not_change_ages_from_the_look_that_first_saw_it_so() -> None:
-    _, heartbeat, liveness = observed()
-    liveness.look("a", 500.0)
-    liveness.look("a", 507.0)
-    assert liveness.age("a") == 7.0, "up to the last look, not up to now"
+    _, heartbeat, ages = observed()
+    ages.look("a", 500.0)
+    ages.look("a", 507.0)
+    assert ages.age("a") == 7.0, "up to the last look, not up to now"
     heartbeat.beat_if_due(1.0)
-    liveness.look("a", 511.0)
-    assert liveness.age("a") == 0.0
-    liveness.look("a", 512.0)
-    assert liveness.age("a") == 1.0
+    ages.look("a", 511.0)
+    assert ages.age("a") == 0.0
+    ages.look("a", 512.0)
+    assert ages.age("a") == 1.0
 
 
 def test_a_cell_that_is_missing_ages_like_any_other_value() -> None:
-    store, heartbeat, liveness = observed()
+    store, heartbeat, ages = observed()
     store.delete("hb/a")
-    liveness.look("a", 500.0)
-    liveness.look("a", 520.0)
-    assert liveness.age("a") == 20.0
+    ages.look("a", 500.0)
+    ages.look("a", 520.0)
+    assert ages.age("a") == 20.0
     heartbeat.beat_if_due(1.0)
-    liveness.look("a", 521.0)
-    assert liveness.age("a") == 0.0
+    ages.look("a", 521.0)
+    assert ages.age("a") == 0.0
 
 
 class ForgetfulStore(MemoryStore):
@@ -128,87 +128,87 @@ class ForgetfulStore(MemoryStore):
 def test_a_first_beat_that_a_cache_hides_is_found() -> None:
     """Or a node that was looked for before its first beat would be taken for lost, however often it beats."""
     store = ForgetfulStore()
-    heartbeat, liveness = Heartbeat(store, "a", interval=1.0), Liveness(store)
-    liveness.look("a", 500.0)
+    heartbeat, ages = Heartbeat(store, "a", interval=1.0), HeartbeatAges(store)
+    ages.look("a", 500.0)
     heartbeat.beat_now(0.0)
     for tenth in range(1, 31):
         heartbeat.beat_if_due(tenth / 10)
-        liveness.look("a", 500.0 + tenth / 10)
-    assert liveness.age("a") <= 1.0
+        ages.look("a", 500.0 + tenth / 10)
+    assert ages.age("a") <= 1.0
 
 
 def test_looking_for_those_that_are_not_there_costs_one_stir_a_second() -> None:
     store = ForgetfulStore()
-    liveness = Liveness(store)
+    ages = HeartbeatAges(store)
     for tenth in range(50):
         for uid in "abc":
-            liveness.look(uid, 500.0 + tenth / 10)
+            ages.look(uid, 500.0 + tenth / 10)
     assert store.stirs == ["hb"] * 5
     assert STIR_SECONDS == 1.0
 
 
 def test_not_being_able_to_look_is_no_evidence() -> None:
-    store, _, liveness = observed()
-    liveness.look("a", 500.0)
+    store, _, ages = observed()
+    ages.look("a", 500.0)
     store.refuses = {"version"}
-    liveness.look("a", 519.0)
-    assert liveness.age("a") == 0.0
+    ages.look("a", 519.0)
+    assert ages.age("a") == 0.0
     store.refuses = set()
-    liveness.look("a", 530.0)
-    liveness.look("a", 533.0)
-    assert liveness.age("a") == 3.0, "from the first look that worked"
+    ages.look("a", 530.0)
+    ages.look("a", 533.0)
+    assert ages.age("a") == 3.0, "from the first look that worked"
 
 
 def test_an_observer_that_was_held_up_forgives_all() -> None:
-    _, _, liveness = observed()
-    liveness.look("a", 500.0)
-    liveness.look("b", 505.0)
-    liveness.forgive(60.0, now=570.0)
-    assert liveness.age("a") == liveness.age("b") == 0.0
-    liveness.look("a", 570.0)
-    liveness.look("b", 570.0)
-    assert liveness.age("a") == 10.0
-    assert liveness.age("b") == 5.0
+    _, _, ages = observed()
+    ages.look("a", 500.0)
+    ages.look("b", 505.0)
+    ages.paused_for(60.0, now=570.0)
+    assert ages.age("a") == ages.age("b") == 0.0
+    ages.look("a", 570.0)
+    ages.look("b", 570.0)
+    assert ages.age("a") == 10.0
+    assert ages.age("b") == 5.0
 
 
 def test_forgiving_makes_nobody_younger_than_new() -> None:
     """Or an observer that was held up for an hour would notice nobody's death for the hour after."""
-    _, heartbeat, liveness = observed()
-    liveness.look("a", 500.0)
+    _, heartbeat, ages = observed()
+    ages.look("a", 500.0)
     heartbeat.beat_if_due(1.0)
-    liveness.look("a", 4100.0)  # held up for an hour; the other went on
-    liveness.forgive(3600.0, now=4100.0)
-    assert liveness.age("a") == 0.0
-    liveness.look("a", 4121.0)
-    assert liveness.age("a") == 21.0
+    ages.look("a", 4100.0)  # held up for an hour; the other went on
+    ages.paused_for(3600.0, now=4100.0)
+    assert ages.age("a") == 0.0
+    ages.look("a", 4121.0)
+    assert ages.age("a") == 21.0
 
 
 def test_who_is_forgotten_starts_anew() -> None:
-    _, _, liveness = observed()
-    liveness.look("a", 500.0)
-    liveness.forget("a")
-    liveness.forget("a")
-    assert liveness.age("a") == 0.0
+    _, _, ages = observed()
+    ages.look("a", 500.0)
+    ages.forget("a")
+    ages.forget("a")
+    assert ages.age("a") == 0.0
 
 
 def test_whether_a_question_was_answered() -> None:
-    store, heartbeat, liveness = observed()
-    liveness.look("a", 500.0)
-    assert not liveness.changed_since("a", 501.0)
-    assert liveness.unchanged_from("a", 501.0) == 0.0, "not looked at since"
-    liveness.look("a", 504.0)
-    assert liveness.unchanged_from("a", 501.0) == 3.0
+    store, heartbeat, ages = observed()
+    ages.look("a", 500.0)
+    assert not ages.changed_since("a", 501.0)
+    assert ages.unchanged_from("a", 501.0) == 0.0, "not looked at since"
+    ages.look("a", 504.0)
+    assert ages.unchanged_from("a", 501.0) == 3.0
     heartbeat.beat_if_due(1.0)
-    liveness.look("a", 505.0)
-    assert liveness.changed_since("a", 501.0)
-    assert liveness.unchanged_from("a", 501.0) == 0.0
-    liveness.look("a", 530.0)
-    assert liveness.changed_since("a", 501.0), "however long ago"
+    ages.look("a", 505.0)
+    assert ages.changed_since("a", 501.0)
+    assert ages.unchanged_from("a", 501.0) == 0.0
+    ages.look("a", 530.0)
+    assert ages.changed_since("a", 501.0), "however long ago"
     store.refuses = {"version"}
-    liveness.look("a", 531.0)
-    assert liveness.unchanged_from("a", 501.0) == 0.0, "not being able to look is no evidence here either"
-    assert not liveness.changed_since("nosuch", 0.0)
-    assert liveness.unchanged_from("nosuch", 0.0) == 0.0
+    ages.look("a", 531.0)
+    assert ages.unchanged_from("a", 501.0) == 0.0, "not being able to look is no evidence here either"
+    assert not ages.changed_since("nosuch", 0.0)
+    assert ages.unchanged_from("nosuch", 0.0) == 0.0
 
 
 def test_a_question_is_answered_before_the_beat_is_due() -> None:

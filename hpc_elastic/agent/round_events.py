@@ -1,4 +1,4 @@
-"""What an agent tells of a round: to its event log, and in the job log where a person should read it."""
+"""Events of a round, for the agent's event log and, where a person should read them, for the job log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STACK_GROUPS = 50
 _PLACES = (("host", "node"), ("replaces_host", "replaces_node"))
 
 
-def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
+def log_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
     """What this node decided as coordinator."""
     events.write(event, **fields)
     if event in ("node_lost", "node_missing", "spare_lost"):
@@ -48,7 +48,7 @@ def tell_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *
         logger.info("%s", fields.get("reason"))  # "restart 1 of 3 (2 left) after: …"
 
 
-def tell_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> None:
+def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> None:
     """The round is final: ranks hold, workers are about to be started."""
     layout = facts.layout
     ranks = list(layout.global_ranks)
@@ -79,7 +79,7 @@ def tell_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> No
     )
 
 
-def tell_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
+def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
     """What was found before a round: nothing is told of a node that is well.
 
     Args:
@@ -95,7 +95,7 @@ def tell_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -
         logger.error("this node leaves the run: %s", verdict.reason)
 
 
-def tell_failure(events: EventLog, failure: WorkerFailure) -> None:
+def log_failure(events: EventLog, failure: WorkerFailure) -> None:
     """A worker ended badly, and its evidence is written."""
     events.write(
         "worker_failed",
@@ -114,7 +114,7 @@ def tell_failure(events: EventLog, failure: WorkerFailure) -> None:
     )
 
 
-def tell_stacks(
+def log_stacks(
     events: EventLog, round_index: int, *, stacks: Mapping[int, RankStacks], beats: Sequence[RankBeat], now: float
 ) -> None:
     """The stacks of this node's workers in a round that was ended because of a hang.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_elastic.light_dataclasses import dataclass, field
-from hpc_elastic.rendezvous.notice import NoticeWord
+from hpc_elastic.rendezvous.notice import NoticeStatus
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ClusterView:
     """What the coordinator sees at one moment."""
 
     record: RoundRecord
@@ -47,9 +47,9 @@ class View:
     """Seconds since a checkpoint was complete; infinite where no member has told of one."""
     is_saving: bool = False
     """Whether a member is writing one."""
-    noted: Mapping[str, NoticeWord] = field(default_factory=dict)
+    noted: Mapping[str, NoticeStatus] = field(default_factory=dict)
     """Where there is a notice: where members' workers stand."""
     kept: frozenset[str] = frozenset()
-    """Members whose workers have saved because of it, or do not heed it."""
+    """Members whose workers have saved because of it, or do not follow it."""
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""

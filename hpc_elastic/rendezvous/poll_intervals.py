@@ -3,7 +3,7 @@ all of them share.
 
 A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others. So the
 intervals grow with the number of nodes, such that all nodes together stay below `budget`. Where packets get through
-("in touch"), nobody has to look often: each beat says which record is the newest, and a silence of the coordinator is
+("connected"), no node has to look often: each beat says which record is the newest, and a silence of the coordinator is
 noticed within seconds.
 """
 
@@ -19,7 +19,7 @@ WITHOUT_PACKETS = 1.3
 """How many times as much that is where the coordinator has to read the heartbeats too."""
 BEATS_PER_SECOND = 2048.0
 """Datagrams that one coordinator takes in."""
-IN_TOUCH_HEARTBEAT = 30.0
+CONNECTED_HEARTBEAT = 30.0
 FEW_NODES = 16
 """Up to so many, heartbeats are read at once; of more nodes, a claim is sign of life enough for a while."""
 LOOK_AT_ONCE = 64
@@ -27,12 +27,12 @@ LOOK_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Seconds."""
+class PollIntervals:
+    """Between two looks, heartbeats and answers. In seconds."""
 
     poll: float
     """Between two looks at the log, where no packets come."""
-    poll_in_touch: float
+    poll_connected: float
     poll_in_round: float
     """The first interval after a new record, where no packets come; it grows to `poll`."""
     poll_anxious: float
@@ -48,7 +48,7 @@ class Pace:
     ending: float
     """How many times as rarely as a few nodes these look for who sees to the run's end."""
     heartbeat: float
-    heartbeat_in_touch: float
+    heartbeat_connected: float
     early: float
     """A heartbeat that is due within this part of its interval is written with a look: the folders above are asked for
     only once then."""
@@ -70,7 +70,7 @@ class Pace:
     """The longest time between two steps, of which most do nothing."""
 
 
-def pace_of(settings: RendezvousSettings) -> Pace:
+def poll_intervals(settings: RendezvousSettings) -> PollIntervals:
     """The intervals for a run of `settings.expected_nodes` nodes. None is shorter than the settings say."""
     nodes = max(1, settings.expected_nodes)
     period = OPERATIONS_PER_PERIOD * nodes / budget(nodes, settings.operations_per_second)
@@ -78,16 +78,16 @@ def pace_of(settings: RendezvousSettings) -> Pace:
     beat = max(settings.beat_interval, hop)
     silence = max(settings.beat_silence, 3 * beat)
     poll = max(settings.poll_interval, WITHOUT_PACKETS * period)
-    poll_in_touch = max(2 * settings.poll_interval, period)
+    poll_connected = max(2 * settings.poll_interval, period)
     anxious = max(settings.poll_interval, hop)
     stride = max(settings.poll_interval, hop)
     # Who is in touch hears within a beat that it is not heard any more, notices that within a stride, and looks.
     answer = max(settings.suspect_answer, beat + stride + 2 * anxious)
     heartbeat = max(settings.heartbeat_interval, WITHOUT_PACKETS * period)
     few = nodes <= FEW_NODES
-    return Pace(
+    return PollIntervals(
         poll=poll,
-        poll_in_touch=poll_in_touch,
+        poll_connected=poll_connected,
         poll_in_round=min(poll, max(settings.poll_interval, nodes / 200)),
         poll_anxious=anxious,
         anxious=max(30.0, 4 * answer),
@@ -96,7 +96,7 @@ def pace_of(settings: RendezvousSettings) -> Pace:
         gathering=min(max(0.25, nodes / 16_000), settings.poll_interval),
         ending=max(1.0, nodes / 64),
         heartbeat=heartbeat,
-        heartbeat_in_touch=max(settings.heartbeat_interval, period, IN_TOUCH_HEARTBEAT),
+        heartbeat_connected=max(settings.heartbeat_interval, period, CONNECTED_HEARTBEAT),
         early=0.4 if period > settings.heartbeat_interval else 0.0,
         first_reading=0.0 if few else heartbeat,
         reading=settings.heartbeat_interval / 4 if few else heartbeat,
@@ -104,7 +104,7 @@ def pace_of(settings: RendezvousSettings) -> Pace:
         beat=beat,
         silence=silence,
         answer=answer,
-        answer_unheard=max(answer, 1.2 * max(poll, poll_in_touch) + 2 * anxious),
+        answer_unheard=max(answer, 1.2 * max(poll, poll_connected) + 2 * anxious),
         stride=stride,
     )
 

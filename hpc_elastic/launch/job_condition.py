@@ -6,7 +6,7 @@ told by the reason alone, a preemption by its time, a requeue by the number of r
 
 from __future__ import annotations
 
-from hpc_elastic.launch.signal_table import SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 
@@ -24,20 +24,20 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
         now_ns: This host's wall clock.
     """
     if state is None:
-        return SlurmAnswer(SlurmWord.ENDED)
+        return SlurmAnswer(JobCondition.ENDED)
     if state.restarts > restarts or state.phase is JobPhase.PENDING:
-        return SlurmAnswer(SlurmWord.REQUEUED)
+        return SlurmAnswer(JobCondition.REQUEUED)
     left = seconds_until_end(state, now_ns=now_ns)
     if state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED):
         if state.state in _LIMITS or state.reason in _LIMIT_REASONS:
-            return SlurmAnswer(SlurmWord.TIME_LIMIT)
+            return SlurmAnswer(JobCondition.TIME_LIMIT)
         preempted = state.state == "PREEMPTED" or state.preempt_time is not None
-        return SlurmAnswer(SlurmWord.PREEMPTED if preempted else SlurmWord.ENDED)
+        return SlurmAnswer(JobCondition.PREEMPTED if preempted else JobCondition.ENDED)
     if state.preempt_time is not None:
-        return SlurmAnswer(SlurmWord.PREEMPTING, left)
+        return SlurmAnswer(JobCondition.PREEMPTING, left)
     is_near = left is not None and left <= near
     limit = None if state.time_limit is None else float(state.time_limit)
-    return SlurmAnswer(SlurmWord.NEAR_LIMIT if is_near else SlurmWord.RUNNING, left, limit)
+    return SlurmAnswer(JobCondition.NEAR_LIMIT if is_near else JobCondition.RUNNING, left, limit)
 
 
 def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Allocation:

@@ -12,7 +12,7 @@ _ENDS = ("workers_stopped", "workers_succeeded")
 
 
 @dataclass(slots=True)
-class WholeWords:
+class EventCoverage:
     """Fed with each file's events in their order.
 
     An agent tells of failed workers after the end of all. So it has told of all that failed once its file goes on after

@@ -1,11 +1,11 @@
-"""Who was heard on the network, and when, by this process' own clock; and who was asked whether it lives."""
+"""When each node's packets came last, by this process' own clock; and which nodes were asked whether they live."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 
-class Hearing:
+class PacketSilence:
     """Bookkeeping of one participant. Times are seconds of its monotonic clock."""
 
     def __init__(self) -> None:
@@ -74,13 +74,13 @@ class Hearing:
     def asked_since(self, uid: str) -> float | None:
         return self._asked.get(uid)
 
-    def was_deaf(self, seconds: float, *, now: float) -> None:
-        """Datagrams of the last `seconds` may have been lost here: nobody was silent meanwhile."""
+    def packets_dropped_for(self, seconds: float, *, now: float) -> None:
+        """This host may have dropped the packets of the last `seconds`: that time counts as silence of no node."""
         for uid in self._heard:
             self._heard[uid] = min(now, self._heard[uid] + seconds)
 
-    def forgive(self, seconds: float, *, now: float) -> None:
-        """This process was held up for so long: nobody was silent, or slow to answer, meanwhile."""
+    def paused_for(self, seconds: float, *, now: float) -> None:
+        """This process was paused for so long: that time counts as silence of no node, and for no answer."""
         for times in (self._heard, self._asked, self._out):
             for uid in times:
                 times[uid] = min(now, times[uid] + seconds)

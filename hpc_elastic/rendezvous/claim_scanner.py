@@ -14,12 +14,12 @@ from hpc_elastic.rendezvous.claims import (
     read_claims,
     read_confirmed,
 )
+from hpc_elastic.rendezvous.cluster_view import ClusterView
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.growth_signs import GrowthSigns
-from hpc_elastic.rendezvous.life_signs import LifeSigns
-from hpc_elastic.rendezvous.notice import decode_word
+from hpc_elastic.rendezvous.notice import decode_status
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.view import View
 from hpc_elastic.store.base import Store, make_folder
 
 _GONE = "gone"
@@ -30,22 +30,25 @@ def gone_key(node: int) -> str:
     return f"{_GONE}/{node:05d}"
 
 
-class Lookout:
-    """One participant's, used while it coordinates. The times are of its monotonic clock."""
+class ClaimScanner:
+    """Reads all participants' claims into a `ClusterView`, for one participant while it coordinates.
 
-    def __init__(self, store: Store, uid: str, peers: Peers, life: LifeSigns) -> None:
+    Times are of its monotonic clock.
+    """
+
+    def __init__(self, store: Store, uid: str, peers: Peers, detector: FailureDetector) -> None:
         self._store = store
         self._uid = uid
         self._peers = peers
-        self._life = life
+        self._detector = detector
         self._failures = FailureReader(store)
         self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
         self._growth = GrowthSigns(store)
-        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_word)
+        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_status)
         self._dead: frozenset[str] = frozenset()
-        self._status_since = life.mark
-        self._lost_since = life.mark
-        self._noticed_at = life.mark
+        self._status_since = detector.mark
+        self._lost_since = detector.mark
+        self._noticed_at = detector.mark
         self.joining: frozenset[str] = frozenset()
         """Who wants to be in, at the last look."""
         self.listed: Mapping[int, Claims] = {}
@@ -67,25 +70,25 @@ class Lookout:
         """Seconds since the notice that holds, where there is one, was read here."""
         return now - self._noticed_at
 
-    def held_up(self, seconds: float) -> None:
+    def paused_for(self, seconds: float) -> None:
         """This process was, for so long: that is nobody's fault."""
         self._status_since += seconds
         self._lost_since += seconds
-        self._growth.held_up(seconds)
+        self._growth.paused_for(seconds)
 
     def prepare(self, round_index: int) -> None:
         """Make the folders that are going to be looked into."""
         for folder in (claim_folder(round_index), claim_folder(round_index + 1), _GONE):
             make_folder(self._store, folder)
 
-    def is_calm(self, record: RoundRecord | None) -> bool:
+    def is_idle(self, record: RoundRecord | None) -> bool:
         """Whether workers run, and this participant and all others who take part hear each other."""
         if record is None or record.status is not Status.FINAL or record.suspects:
             return False
         others = {m.uid for m in record.members} | self.joining
-        return all(self._life.in_touch(uid) for uid in others if uid != self._uid)
+        return all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
-    def look(self, record: RoundRecord) -> View:
+    def look(self, record: RoundRecord) -> ClusterView:
         """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""
         self.prepare(record.round)
         here = read_claims(self._store, record.round)
@@ -98,17 +101,17 @@ class Lookout:
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
         self._peers.learn(uids)
-        self.held_up(self._life.look_at(sorted(uids - {self._uid})))
+        self.paused_for(self._detector.look_at(sorted(uids - {self._uid})))
         self.joining = frozenset(joined)
-        dead = frozenset(uid for uid in uids if self._life.is_dead(uid))
+        dead = frozenset(uid for uid in uids if self._detector.is_dead(uid))
         if dead - self._dead:
-            self._lost_since = self._life.mark
+            self._lost_since = self._detector.mark
         self._dead = dead
         if record.status is Status.FINAL:
-            self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._life.mark)
+            self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._detector.mark)
         supervisor = self._peers.observer() if joinable and record.lost else None
-        is_unsupervised = supervisor is not None and self._life.is_overdue(supervisor)
-        return View(
+        is_unsupervised = supervisor is not None and self._detector.is_overdue(supervisor)
+        return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
             acked=read_confirmed(self._store, record, here.get("ack", ())),
@@ -117,16 +120,16 @@ class Lookout:
             leaving=self._leaving.read(record.round, here),
             gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
             dead=dead,
-            silent=frozenset(uid for uid in uids if self._life.is_silent(uid)),
-            answered=self._life.answered(record.suspects) | {self._uid},
+            silent=frozenset(uid for uid in uids if self._detector.is_silent(uid)),
+            answered=self._detector.answered(record.suspects) | {self._uid},
             names=self._peers.names(),
-            since_status=self._life.mark - self._status_since,
-            since_lost=self._life.mark - self._lost_since,
+            since_status=self._detector.mark - self._status_since,
+            since_lost=self._detector.mark - self._lost_since,
             is_unsupervised=is_unsupervised,
             since_waiting=self._growth.since_waiting,
             since_saved=self._growth.since_saved,
             is_saving=self._growth.is_saving,
             noted=self._noted.read(record.round, here) if record.notice is not None else {},
             kept=frozenset(here.get("kept", ())),
-            since_notice=self._life.mark - self._noticed_at,
+            since_notice=self._detector.mark - self._noticed_at,
         )

@@ -20,7 +20,7 @@ _ROOT, _SYMPTOM, _INFRASTRUCTURE = FailureClass.ROOT, FailureClass.SYMPTOM, Fail
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class FailurePattern:
     """One row.
 
     Attributes:
@@ -42,111 +42,116 @@ class Words:
 
 
 # fmt: off
-WORDS: tuple[Words, ...] = (
+PATTERNS: tuple[FailurePattern, ...] = (
     # -- a part of this node is broken ---------------------------------------------------------------------------
-    Words(_INFRASTRUCTURE, "a GPU reported an uncorrectable memory (ECC) error",
+    FailurePattern(_INFRASTRUCTURE, "a GPU reported an uncorrectable memory (ECC) error",
           ("uncorrectable ecc", "ecc_uncorrectable", "eccuncorrectable", "double bit ecc"), node_suspect=True),
-    Words(_INFRASTRUCTURE, "an NVLink error",
+    FailurePattern(_INFRASTRUCTURE, "an NVLink error",
           ("uncorrectable nvlink", "nvlink error", "hardware nvlink", "cudaerrornvlink"), node_suspect=True),
-    Words(_INFRASTRUCTURE, "a GPU is not usable on this node",
+    FailurePattern(_INFRASTRUCTURE, "a GPU is not usable on this node",
           ("fallen off the bus", "gpu is lost", "gpu has been lost", "cudaerrordevicesunavailable",
            "device(s) is/are busy or unavailable", "devices are busy or unavailable", "no cuda-capable device",
            "cuda driver initialization failed", "cuda unknown error", "cuda failure*unknown error",
            "cuda error: unknown error", "system not yet initialized", "cudaerrorsystemnotready",
            "mps client failed to connect"), node_suspect=True),
-    Words(_INFRASTRUCTURE, "this node's GPU driver does not fit its libraries",
+    FailurePattern(_INFRASTRUCTURE, "this node's GPU driver does not fit its libraries",
           ("unsupported display driver / cuda driver combination", "driver/library version mismatch",
            "nvml/rm version mismatch", "forward compatibility was attempted on non supported hw"), node_suspect=True),
-    Words(_INFRASTRUCTURE, "a hardware error", ("machine check exception", "hardware error"), node_suspect=True),
-    Words(_INFRASTRUCTURE, "the network adapter of this node failed",
+    FailurePattern(_INFRASTRUCTURE, "a hardware error",
+          ("machine check exception", "hardware error"), node_suspect=True),
+    FailurePattern(_INFRASTRUCTURE, "the network adapter of this node failed",
           ("local catastrophic error", "async event*port error", "async fatal event*port error",
            "ibv_*failed with error no such device"), node_suspect=True),
     # -- something that the node offers has run out, or does not answer ------------------------------------------
-    Words(_INFRASTRUCTURE, "/dev/shm is full",
+    FailurePattern(_INFRASTRUCTURE, "/dev/shm is full",
           ("while creating shared memory segment*no space left", "failed to extend /dev/shm/",
            "posix_fallocate failed*no space left", "insufficient shared memory (shm)", "out of shared memory",
            "unable to write to file </torch_", "killed by signal: bus error")),
-    Words(_INFRASTRUCTURE, "a disk or a quota is full",
+    FailurePattern(_INFRASTRUCTURE, "a disk or a quota is full",
           ("no space left on device", "disk quota exceeded", "enospc", "edquot")),
-    Words(_INFRASTRUCTURE, "a filesystem failed",
+    FailurePattern(_INFRASTRUCTURE, "a filesystem failed",
           ("stale file handle", "stale nfs file handle", "transport endpoint is not connected", "input/output error",
            "remote i/o error", "read-only file system", "host is down", "transport endpoint shutdown")),
-    Words(_INFRASTRUCTURE, "the node's memory is full",
+    FailurePattern(_INFRASTRUCTURE, "the node's memory is full",
           ("cannot allocate memory", "defaultcpuallocator: can't allocate memory",
            "defaultcpuallocator: not enough memory", "std::bad_alloc")),
-    Words(_INFRASTRUCTURE, "a port was taken", ("eaddrinuse", "address already in use")),
-    Words(_INFRASTRUCTURE, "the network failed",
+    FailurePattern(_INFRASTRUCTURE, "a port was taken", ("eaddrinuse", "address already in use")),
+    FailurePattern(_INFRASTRUCTURE, "the network failed",
           ("temporary failure in name resolution", "no route to host", "network is unreachable",
            "local access violation work queue error", "invalid request local work queue error",
            "got completion from peer*with error 4,", "got completion from peer*with status=4 ",
            "ibv_modify_qp failed")),
     # -- this worker's own use of the GPU, of NCCL or of the process group ----------------------------------------
-    Words(_ROOT, "the GPU's memory is full",
+    FailurePattern(_ROOT, "the GPU's memory is full",
           ("cuda out of memory", "hip out of memory", "cuda error: out of memory", "cuda failure*out of memory",
            "cuda driver error: out of memory", "[cuda]: out of memory",
            "cuda runtime error (2)", "cublas_status_alloc_failed", "hsa_status_error_out_of_resources")),
-    Words(_ROOT, "a check in a GPU kernel failed: an index or a value in the data, or the code",
+    FailurePattern(_ROOT, "a check in a GPU kernel failed: an index or a value in the data, or the code",
           ("device-side assert triggered", "cudaerrorassert")),
-    Words(_ROOT, "a GPU kernel touched memory that is not its own: a bug in a kernel, rarely the GPU",
+    FailurePattern(_ROOT, "a GPU kernel touched memory that is not its own: a bug in a kernel, rarely the GPU",
           ("illegal memory access", "misaligned address", "illegal address", "cudaerrorillegaladdress",
            "memory access fault by gpu")),
-    Words(_ROOT, "a GPU kernel crashed: a bug in a kernel, or the GPU",
+    FailurePattern(_ROOT, "a GPU kernel crashed: a bug in a kernel, or the GPU",
           ("unspecified launch failure", "illegal instruction was encountered", "cudaerrorlaunchfailure",
            "the launch timed out and was terminated", "cublas_status_execution_failed",
            "cudnn_status_execution_failed", "cudnn_status_mapping_error")),
-    Words(_ROOT, "built for other GPUs than this node's", ("no kernel image is available", "hiperrornobinaryforgpu"),
+    FailurePattern(_ROOT, "built for other GPUs than this node's",
+          ("no kernel image is available", "hiperrornobinaryforgpu"),
           retryable=False, category=Category.INPUT),
-    Words(_ROOT, "a GPU that is not there: more workers than GPUs, or a GPU is missing", ("invalid device ordinal",),
+    FailurePattern(_ROOT, "a GPU that is not there: more workers than GPUs, or a GPU is missing",
+          ("invalid device ordinal",),
           category=Category.INPUT),
-    Words(_ROOT, "no GPU can be seen: none was asked for, or none works",
+    FailurePattern(_ROOT, "no GPU can be seen: none was asked for, or none works",
           ("no cuda gpus are available", "no hip gpus are available", "found no nvidia driver on your system"),
           category=Category.INPUT),
-    Words(_ROOT, "this node's GPU driver is too old for this torch",
+    FailurePattern(_ROOT, "this node's GPU driver is too old for this torch",
           ("nvidia driver on your system is too old", "cuda driver version is insufficient"), category=Category.INPUT),
-    Words(_ROOT, "two ranks were given the same GPU",
+    FailurePattern(_ROOT, "two ranks were given the same GPU",
           ("duplicate gpu detected", "multiple ranks are using the same gpu"),
           retryable=False, category=Category.INPUT),
-    Words(_ROOT, "NCCL was called wrongly", ("nccl error*invalid usage", "ncclinvalidusage", "ncclinvalidargument")),
-    Words(_ROOT, "the ranks ran different collectives", ("detected mismatch between collectives on ranks",)),
-    Words(_ROOT, "its NCCL watchdog was stuck: a GPU call that does not return, or a thread that keeps the GIL",
+    FailurePattern(_ROOT, "NCCL was called wrongly",
+          ("nccl error*invalid usage", "ncclinvalidusage", "ncclinvalidargument")),
+    FailurePattern(_ROOT, "the ranks ran different collectives", ("detected mismatch between collectives on ranks",)),
+    FailurePattern(_ROOT,
+          "its NCCL watchdog was stuck: a GPU call that does not return, or a thread that keeps the GIL",
           ("watchdog got stuck for", "heartbeat monitor timed out")),
     # -- what a healthy rank says when another one is gone --------------------------------------------------------
-    Words(_SYMPTOM, "a collective waited for a peer until its timeout",
+    FailurePattern(_SYMPTOM, "a collective waited for a peer until its timeout",
           ("timed out waiting*ms for recv operation", "timed out waiting*ms for send operation",
            "time out waiting*ms for recv operation", "time out waiting*ms for send operation",
            "failed to pass monitoredbarrier", "watchdog caught collective operation timeout",
            "milliseconds before timing out", "collective operation timed out", "collective operation timeout",
            "watchdog detected operation timeout", "nccl operation timed out",
            "timed out waiting for*barrier")),
-    Words(_SYMPTOM, "another rank's collective ran into its timeout",
+    FailurePattern(_SYMPTOM, "another rank's collective ran into its timeout",
           ("due to a collective timeout from", "dump signal from another rank", "dump signal from other rank")),
-    Words(_SYMPTOM, "the network to a peer failed, or the peer is gone",
+    FailurePattern(_SYMPTOM, "the network to a peer failed, or the peer is gone",
           ("got completion from peer", "net/ofi request*completed with error", "unresponsive receiver",
            "unreachable remote", "transport retry count exceeded", "transport retry counter exceeded",
            "socketstartconnect: connect to", "socketpollconnect", "socketfinalizeconnect")),
-    Words(_SYMPTOM, "NCCL gave up after a peer was gone",
+    FailurePattern(_SYMPTOM, "NCCL gave up after a peer was gone",
           ("nccl communicator was aborted", "aborted communicator", "ncclremoteerror", "ncclcommabort",
            "remote process exited or there was a network error", "ncclsystemerror",
            "nccl error*unhandled system error", "taking the entire process down", "proxy call to rank*failed")),
-    Words(_SYMPTOM, "the connection to a peer was closed",
+    FailurePattern(_SYMPTOM, "the connection to a peer was closed",
           ("connection closed by peer", "connection closed by remote peer", "connection reset by peer",
            "socket closed", "socketprogress", "connection was likely closed", "peer closed connection",
            "gloo*read error", "gloo*write error", "gloo*broken pipe")),
-    Words(_SYMPTOM, "the store of the process group went away or a peer never came to it",
+    FailurePattern(_SYMPTOM, "the store of the process group went away or a peer never came to it",
           ("diststoreerror", "tcpstore*timed out", "tcpstore*time out", "tcpstore*timeout", "tcpstore*failed",
            "tcpstore*closed", "on tcpstore, (maybe", "wait timeout after*ms, keys", "failed to recv, got",
            "failed to send, got", "sendbytes failed", "recvvalue failed", "recvvaluewithtimeout failed",
            "client socket has timed out", "client socket has failed", "waiting for clients.*clients joined",
            "store*is closed")),
-    Words(_SYMPTOM, "gloo could not connect to a peer",
+    FailurePattern(_SYMPTOM, "gloo could not connect to a peer",
           ("connectfullmesh failed", "gloo connect*failed", "gloo connect*timeout", "so_error: connection refused",
            "so_error: connection reset")),
-    Words(_SYMPTOM, "the connection to a peer broke", ("broken pipe",)),
+    FailurePattern(_SYMPTOM, "the connection to a peer broke", ("broken pipe",)),
     # -- what may follow from any of the above, and says no more ---------------------------------------------------
-    Words(_ROOT, "the GPU's memory is full", ("failed to cuda calloc",)),
-    Words(_ROOT, "a CUDA call inside NCCL failed", ("unhandled cuda error", "ncclunhandledcudaerror")),
-    Words(_ROOT, "NCCL failed inside", ("ncclinternalerror",)),
-    Words(_SYMPTOM, "NCCL gave up after a peer was gone",
+    FailurePattern(_ROOT, "the GPU's memory is full", ("failed to cuda calloc",)),
+    FailurePattern(_ROOT, "a CUDA call inside NCCL failed", ("unhandled cuda error", "ncclunhandledcudaerror")),
+    FailurePattern(_ROOT, "NCCL failed inside", ("ncclinternalerror",)),
+    FailurePattern(_SYMPTOM, "NCCL gave up after a peer was gone",
           ("watchdog thread terminated with exception", "processgroup*aborted", "watchdog detected operation error",
            "nccl hit async error")),
 )
@@ -196,16 +201,16 @@ XIDS: dict[int, tuple[FailureClass, bool, str]] = {
 is suspect, what happened. Others are the driver's word for something that failed, and no more."""
 
 
-def find_known_words(text: str) -> Words | None:
-    """What is known of a text: its most telling Xid, else the first row of `WORDS` that fits."""
+def find_pattern(text: str) -> FailurePattern | None:
+    """What is known of a text: its most telling Xid, else the first row of `PATTERNS` that fits."""
     lowered = text.lower()
     if "xid (" in lowered:
-        found = [_xid_words(int(match[1])) for match in _XID.finditer(lowered)]
+        found = [_xid_pattern(int(match[1])) for match in _XID.finditer(lowered)]
         for wanted in (_INFRASTRUCTURE, _ROOT, _SYMPTOM):
             for words in found:
                 if words.failure_class is wanted:
                     return words
-    for words in WORDS:
+    for words in PATTERNS:
         if any(_occurs(pattern, lowered) for pattern in words.any_of):
             return words
     return None
@@ -215,14 +220,14 @@ def symptom_kind(says: str) -> str:
     """What a symptom tells, whatever its words: equal for those that one event may cause side by side.
 
     Args:
-        says: A row's `Words.says`, as failures keep it in their ``reason``.
+        says: A row's `FailurePattern.says`, as failures keep it in their ``reason``.
     """
     return LOST_PEER if says in ONE_LOSS else says
 
 
-def _xid_words(number: int) -> Words:
+def _xid_pattern(number: int) -> FailurePattern:
     failure_class, node_suspect, what = XIDS.get(number, (_INFRASTRUCTURE, False, "an error of the GPU or its driver"))
-    return Words(failure_class, f"the GPU driver reported Xid {number}: {what}", (), node_suspect=node_suspect)
+    return FailurePattern(failure_class, f"the GPU driver reported Xid {number}: {what}", (), node_suspect=node_suspect)
 
 
 def _occurs(pattern: str, text: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_elastic.agent.clock_words import MOST_REFERENCES, ClockWord, ClockWords, is_news
+from hpc_elastic.agent.clock_samples import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
 from hpc_elastic.clock_offset import Offset
 from tests.rigs.fake_clock import FakeClock
 
@@ -39,85 +39,85 @@ class Wall(FakeClock):
         return super().time_ns() + self.ahead
 
 
-def make() -> tuple[ClockWords, Log, Ruler, Wall]:
+def make() -> tuple[ClockOffsetLog, Log, Ruler, Wall]:
     log, ruler, clock = Log(), Ruler(), Wall()
-    return ClockWords(log, ruler, uid=A, clock=clock), log, ruler, clock  # type: ignore[arg-type]
+    return ClockOffsetLog(log, ruler, uid=A, clock=clock), log, ruler, clock  # type: ignore[arg-type]
 
 
 def test_what_is_not_known_is_not_told() -> None:
-    words, log, _, clock = make()
-    words.tell()
-    words.heed(B)
-    words.tell()
+    offsets, log, _, clock = make()
+    offsets.log_changes()
+    offsets.on_leader(B)
+    offsets.log_changes()
     assert log.lines == []
-    none = ClockWords(log, None, uid=A, clock=clock)  # type: ignore[arg-type]
-    none.heed(A)
-    none.tell()
+    none = ClockOffsetLog(log, None, uid=A, clock=clock)  # type: ignore[arg-type]
+    none.on_leader(A)
+    none.log_changes()
     assert log.lines == [], "without a doorbell"
 
 
 def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:
-    words, log, ruler, clock = make()
-    words.heed(B)
+    offsets, log, ruler, clock = make()
+    offsets.on_leader(B)
     ruler.known[B] = Offset(offset_ns=7 * SECOND, bound_ns=MS)
     for _ in range(3):
-        words.tell_once()
+        offsets.log_first()
     assert log.lines == [(1, 7 * SECOND, MS)]
     clock.now += 0.5  # it is worth 1.5 ms by now
-    words.tell()
+    offsets.log_changes()
     assert len(log.lines) == 1
     clock.now += 60
-    words.tell_once()
+    offsets.log_first()
     assert len(log.lines) == 1, "as long as nothing has happened here"
-    words.tell()
+    offsets.log_changes()
     assert len(log.lines) == 2
 
 
 def test_the_coordinator_tells_of_its_own_clock() -> None:
-    words, log, _, clock = make()
-    words.heed(A)
-    words.tell()
+    offsets, log, _, clock = make()
+    offsets.on_leader(A)
+    offsets.log_changes()
     clock.now += 3600
-    words.tell()
+    offsets.log_changes()
     assert log.lines == [(0, 0, 0)]
     clock.ahead = 2 * SECOND  # somebody set it
-    words.tell()
+    offsets.log_changes()
     assert log.lines == [(0, 0, 0)] * 2
 
 
 def test_after_a_change_of_the_coordinator_both_are_told() -> None:
     """So that what others measured against the one can be compared with what was measured against the other."""
-    words, log, ruler, _ = make()
-    words.heed(B)
+    offsets, log, ruler, _ = make()
+    offsets.on_leader(B)
     ruler.known[B] = Offset(offset_ns=1, bound_ns=5)
-    words.heed(C)
+    offsets.on_leader(C)
     ruler.known[C] = Offset(offset_ns=2, bound_ns=6)
-    words.heed(C)
-    words.tell()
+    offsets.on_leader(C)
+    offsets.log_changes()
     assert log.lines == [(1, 1, 5), (2, 2, 6)]
 
 
 def test_of_many_coordinators_the_last_ones_are_told() -> None:
-    words, log, ruler, _ = make()
+    offsets, log, ruler, _ = make()
     for node in range(20):
         uid = f"{node:05d}{B[5:]}"
-        words.heed(uid)
+        offsets.on_leader(uid)
         ruler.known[uid] = Offset(offset_ns=node, bound_ns=1)
-    words.tell()
+    offsets.log_changes()
     assert [line[0] for line in log.lines] == list(range(20 - MOST_REFERENCES, 20))
 
 
-def word(offset: int, bound: int, *, at: int = 0, wall: int | None = None) -> ClockWord:
-    return ClockWord(
+def sample(offset: int, bound: int, *, at: int = 0, wall: int | None = None) -> ClockSample:
+    return ClockSample(
         offset=Offset(offset_ns=offset, bound_ns=bound), uptime_ns=at, wall_ns=10**18 + (at if wall is None else wall)
     )
 
 
 def test_news() -> None:
-    old = word(0, 10 * MS)
+    old = sample(0, 10 * MS)
     assert is_news(old, None)
-    assert not is_news(word(MS, 9 * MS), old)
-    assert is_news(word(MS, 4 * MS), old), "much better"
-    assert is_news(word(25 * MS, 10 * MS), old), "one of the clocks has jumped"
-    assert is_news(word(0, 10 * MS, at=SECOND, wall=3 * SECOND), old), "the wall clock was set"
-    assert not is_news(word(0, 10 * MS + MS, at=SECOND), old), "the same, grown old"
+    assert not is_news(sample(MS, 9 * MS), old)
+    assert is_news(sample(MS, 4 * MS), old), "much better"
+    assert is_news(sample(25 * MS, 10 * MS), old), "one of the clocks has jumped"
+    assert is_news(sample(0, 10 * MS, at=SECOND, wall=3 * SECOND), old), "the wall clock was set"
+    assert not is_news(sample(0, 10 * MS + MS, at=SECOND), old), "the same, grown old"

@@ -1,7 +1,7 @@
-"""What an agent tells its event log of its host's clock: how far it is ahead of the coordinators', each with a bound.
+"""What an agent logs of its host's clock: how far it is ahead of the coordinators', each with a bound.
 
 Every node compares its clock with the coordinator's alone, by the packets that pass between the two anyway: so the
-report can order what happened on different nodes, over a chain of them where the coordinator changed. Little is told,
+report can order what happened on different nodes, over a chain of them where the coordinator changed. Little is logged,
 and only where another line is written too: once of each coordinator, when workers start, and anew when a worker fails.
 """
 
@@ -16,10 +16,10 @@ from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.uid import node_of
 
 MOST_REFERENCES = 4
-"""Of so many coordinators, the latest ones, something is told."""
+"""Of so many coordinators, the latest ones, an offset is logged."""
 _READS = 5
 STEP_NS = 1_000_000
-"""By so much the wall clock has to be set to be told of."""
+"""By so much the wall clock has to be set for another line."""
 
 
 class Ruler(Protocol):
@@ -29,7 +29,7 @@ class Ruler(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClockWord:
+class ClockSample:
     """What is known at one moment."""
 
     offset: Offset
@@ -38,26 +38,29 @@ class ClockWord:
     wall_ns: int
 
 
-def is_news(word: ClockWord, told: ClockWord | None) -> bool:
-    """Whether `word` says more than `told`, the last one of its kind: that one grows old."""
-    if told is None:
+def is_news(sample: ClockSample, logged: ClockSample | None) -> bool:
+    """Whether `sample` says more than `logged`, the last one of its kind: that one grows old."""
+    if logged is None:
         return True
-    age = word.uptime_ns - told.uptime_ns
-    if abs(word.wall_ns - told.wall_ns - age) > STEP_NS:
+    age = sample.uptime_ns - logged.uptime_ns
+    if abs(sample.wall_ns - logged.wall_ns - age) > STEP_NS:
         return True
-    if abs(word.offset.offset_ns - told.offset.offset_ns) > word.offset.bound_ns + told.offset.aged(age).bound_ns:
+    if (
+        abs(sample.offset.offset_ns - logged.offset.offset_ns)
+        > sample.offset.bound_ns + logged.offset.aged(age).bound_ns
+    ):
         return True
     # A clock is never off from itself.
-    return 0 < 2 * word.offset.bound_ns < told.offset.aged(age).bound_ns
+    return 0 < 2 * sample.offset.bound_ns < logged.offset.aged(age).bound_ns
 
 
-class ClockWords:
+class ClockOffsetLog:
     """One agent's."""
 
     def __init__(self, events: EventLog, ruler: Ruler | None, *, uid: str, clock: Clock) -> None:
         """Args:
-        events: Where it is told.
-        ruler: Measures; None: nothing is ever told.
+        events: Where offsets are logged.
+        ruler: Measures; None: nothing is ever logged.
         uid: This agent's own.
         clock: The one that `ruler` reads, too.
         """
@@ -65,24 +68,24 @@ class ClockWords:
         self._ruler = ruler
         self._uid = uid
         self._clock = clock
-        self._told: dict[str, ClockWord | None] = {}
+        self._logged: dict[str, ClockSample | None] = {}
         """By coordinator, the latest last."""
 
-    def heed(self, leader: str) -> None:
-        """This is the coordinator now."""
-        self._told[leader] = self._told.pop(leader, None)
-        if len(self._told) > MOST_REFERENCES:
-            del self._told[next(iter(self._told))]
+    def on_leader(self, leader: str) -> None:
+        """The coordinator is the agent `leader` from now on."""
+        self._logged[leader] = self._logged.pop(leader, None)
+        if len(self._logged) > MOST_REFERENCES:
+            del self._logged[next(iter(self._logged))]
 
-    def tell_once(self) -> None:
-        """Tell of the coordinators of which nothing was told so far."""
-        self._tell([reference for reference, told in self._told.items() if told is None])
+    def log_first(self) -> None:
+        """Log the offset to each coordinator for which nothing was logged so far."""
+        self._log([reference for reference, logged in self._logged.items() if logged is None])
 
-    def tell(self) -> None:
-        """Tell what is news: something has happened here whose time counts."""
-        self._tell(list(self._told))
+    def log_changes(self) -> None:
+        """Log the offsets that have changed: something has happened here whose time counts."""
+        self._log(list(self._logged))
 
-    def _tell(self, references: list[str]) -> None:
+    def _log(self, references: list[str]) -> None:
         if self._ruler is None:
             return
         for reference in references:
@@ -91,9 +94,9 @@ class ClockWords:
             if offset is None:
                 continue
             uptime, wall = self._both_clocks()
-            word = ClockWord(offset=offset, uptime_ns=uptime, wall_ns=wall)
-            if is_news(word, self._told[reference]):
-                self._told[reference] = word
+            sample = ClockSample(offset=offset, uptime_ns=uptime, wall_ns=wall)
+            if is_news(sample, self._logged[reference]):
+                self._logged[reference] = sample
                 self._events.write(
                     "clock_offset",
                     reference=node_of(reference),

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.signal_desk import EARLY_NOTICE, SILENT_RETRY, SignalDesk
-from hpc_elastic.launch.signal_table import HeardBy, Meaning, SlurmAnswer, SlurmWord
+from hpc_elastic.launch.signal_resolver import EARLY_NOTICE, SILENT_RETRY, SignalResolver
+from hpc_elastic.launch.signal_table import HeardBy, JobCondition, Meaning, SlurmAnswer
 from hpc_elastic.outcome import Outcome
 from tests.rigs.fake_clock import FakeClock
 
 
 class Asked:
-    """A desk, and what it asked."""
+    """A resolver, and what it asked."""
 
     def __init__(self, answer: SlurmAnswer, *, grace: float = 120.0) -> None:
         self.answer = answer
@@ -23,7 +23,7 @@ class Asked:
         self.events: list[dict[str, Any]] = []
         self.clock = FakeClock()
         events = SimpleNamespace(write=lambda event, **fields: self.events.append({"event": event, **fields}))
-        self.desk = SignalDesk(self._ask, grace=grace, kill_wait=30.0, events=events, clock=self.clock)  # type: ignore[arg-type]
+        self.resolver = SignalResolver(self._ask, grace=grace, kill_wait=30.0, events=events, clock=self.clock)  # type: ignore[arg-type]
 
     def _ask(self, near: float) -> SlurmAnswer:
         self.near.append(near)
@@ -31,8 +31,8 @@ class Asked:
 
 
 def test_a_signal_is_looked_up_and_the_decision_told() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
-    found = asked.desk.hear(signal.SIGTERM, HeardBy.AGENTS, reason="SIGTERM on n2")
+    asked = Asked(SlurmAnswer(JobCondition.PREEMPTING, 40.0))
+    found = asked.resolver.hear(signal.SIGTERM, HeardBy.AGENTS, reason="SIGTERM on n2")
     assert (found.meaning, found.saves, found.seconds) == (Meaning.PREEMPT, True, 40.0)
     assert asked.near == [120.0 + EARLY_NOTICE], "Slurm may give its notice a minute early"
     (told,) = asked.events
@@ -51,13 +51,13 @@ def test_a_signal_is_looked_up_and_the_decision_told() -> None:
 @pytest.mark.parametrize(
     ("number", "heard_by", "answer", "is_news"),
     [
-        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.PREEMPTING, 40.0), True),
-        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(SlurmWord.PREEMPTING, 40.0), True),
-        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.PREEMPTING, 59.0), False),
-        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(SlurmWord.RUNNING), False),
-        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(SlurmWord.ENDED), False),
-        (signal.SIGTERM, HeardBy.BATCH, SlurmAnswer(SlurmWord.ENDED), True),
-        (signal.SIGINT, HeardBy.BATCH, SlurmAnswer(SlurmWord.RUNNING), True),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(JobCondition.PREEMPTING, 40.0), True),
+        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(JobCondition.PREEMPTING, 40.0), True),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(JobCondition.PREEMPTING, 59.0), False),
+        (signal.SIGUSR2, HeardBy.BATCH, SlurmAnswer(JobCondition.RUNNING), False),
+        (signal.SIGTERM, HeardBy.AGENTS, SlurmAnswer(JobCondition.ENDED), False),
+        (signal.SIGTERM, HeardBy.BATCH, SlurmAnswer(JobCondition.ENDED), True),
+        (signal.SIGINT, HeardBy.BATCH, SlurmAnswer(JobCondition.RUNNING), True),
     ],
     ids=["sooner", "sooner, by agents", "the same", "later", "an end, by agents", "an end", "Ctrl-C"],
 )
@@ -65,14 +65,14 @@ def test_after_a_notice_only_what_is_sooner_is_news(
     number: signal.Signals, heard_by: HeardBy, answer: SlurmAnswer, is_news: bool
 ) -> None:
     asked = Asked(answer)
-    found = asked.desk.hear(number, heard_by, reason="again", ends_in=60.0)
+    found = asked.resolver.hear(number, heard_by, reason="again", ends_in=60.0)
     assert (found is not None) is is_news
     assert len(asked.events) == is_news, "what is no news is not told"
 
 
 def test_a_person_at_a_terminal_waits_for_no_answer() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.PREEMPTING, 40.0))
-    assert asked.desk.hear(signal.SIGINT, HeardBy.BATCH, reason="").outcome is Outcome.CANCELLED
+    asked = Asked(SlurmAnswer(JobCondition.PREEMPTING, 40.0))
+    assert asked.resolver.hear(signal.SIGINT, HeardBy.BATCH, reason="").outcome is Outcome.CANCELLED
     assert asked.near == []
 
 
@@ -82,41 +82,43 @@ def test_a_person_at_a_terminal_waits_for_no_answer() -> None:
     ids=["long", "limit not told", "a short job is not told to stop as it begins"],
 )
 def test_the_limit_is_looked_at_when_it_is_near(left: float, limit: float | None, lead: float) -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.RUNNING, left, limit))
-    assert asked.desk.look() is None
-    due = asked.desk.due
+    asked = Asked(SlurmAnswer(JobCondition.RUNNING, left, limit))
+    assert asked.resolver.look() is None
+    due = asked.resolver.due
     assert due is not None
     assert left - lead < due - asked.clock.now < left - lead + 2
     asked.clock.now = due - 0.1
-    assert asked.desk.look() is None
+    assert asked.resolver.look() is None
     assert len(asked.near) == 1, "not asked again before it is time"
     asked.clock.now = due
-    asked.answer = SlurmAnswer(SlurmWord.RUNNING, lead - 1, limit)
-    found = asked.desk.look()
+    asked.answer = SlurmAnswer(JobCondition.RUNNING, lead - 1, limit)
+    found = asked.resolver.look()
     assert found is not None
     assert (found.meaning, found.saves, found.seconds) == (Meaning.LIMIT, True, lead - 1)
-    assert asked.desk.due is None
+    assert asked.resolver.due is None
 
 
 def test_a_limit_that_was_raised_meanwhile_is_waited_for_anew() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.RUNNING, 600.0, 600.0))
-    asked.desk.look()
-    assert asked.desk.due is not None
-    asked.clock.now = asked.desk.due
-    asked.answer = SlurmAnswer(SlurmWord.RUNNING, 5000.0, 9000.0)
-    assert asked.desk.look() is None
-    assert asked.desk.due == pytest.approx(asked.clock.now + 4880, abs=2)
+    asked = Asked(SlurmAnswer(JobCondition.RUNNING, 600.0, 600.0))
+    asked.resolver.look()
+    assert asked.resolver.due is not None
+    asked.clock.now = asked.resolver.due
+    asked.answer = SlurmAnswer(JobCondition.RUNNING, 5000.0, 9000.0)
+    assert asked.resolver.look() is None
+    assert asked.resolver.due == pytest.approx(asked.clock.now + 4880, abs=2)
 
 
-@pytest.mark.parametrize("word", [SlurmWord.NO_SLURM, SlurmWord.RUNNING, SlurmWord.ENDED, SlurmWord.REQUEUED])
-def test_there_may_be_nothing_to_look_for(word: SlurmWord) -> None:
-    asked = Asked(SlurmAnswer(word))
-    assert asked.desk.look() is None
-    assert asked.desk.due is None
+@pytest.mark.parametrize(
+    "condition", [JobCondition.NO_SLURM, JobCondition.RUNNING, JobCondition.ENDED, JobCondition.REQUEUED]
+)
+def test_there_may_be_nothing_to_look_for(condition: JobCondition) -> None:
+    asked = Asked(SlurmAnswer(condition))
+    assert asked.resolver.look() is None
+    assert asked.resolver.due is None
     assert asked.events == []
 
 
 def test_a_controller_that_does_not_answer_is_asked_again() -> None:
-    asked = Asked(SlurmAnswer(SlurmWord.SILENT))
-    assert asked.desk.look() is None
-    assert asked.desk.due == asked.clock.now + SILENT_RETRY
+    asked = Asked(SlurmAnswer(JobCondition.SILENT))
+    assert asked.resolver.look() is None
+    assert asked.resolver.due == asked.clock.now + SILENT_RETRY

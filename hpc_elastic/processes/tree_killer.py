@@ -11,8 +11,8 @@ _KILLING_LOOKS = 3
 _MOST_STOPS = 400
 
 
-class Hunt:
-    """Says which signal those get who were found in a look. Pure.
+class TreeKiller:
+    """Chooses the signal for the processes that were found in a look. Pure.
 
     SIGKILL, as a rule. Where new ones appear look after look, each kill makes room for another fork within the user's
     limit of processes, so they are stopped instead: who is stopped forks no more and yet takes a place. Once a look

@@ -19,13 +19,13 @@ def bad_node_lines(history: RunHistory, width: int, *, cap: int | None) -> list[
     lines = []
     for index, score in enumerate(shown):
         head = "Bad nodes:" if index == 0 else "          "
-        lines += split_words(f"{head} {bad_node_words(history, score)}", width)
+        lines += split_words(f"{head} {describe_bad_node(history, score)}", width)
     if (more := len(history.bad_nodes) - len(shown)) > 0:
         lines.append(f"           and {plural(more, 'more')} (--all shows them)")
     return lines
 
 
-def bad_node_words(history: RunHistory, score: NodeScore) -> str:
+def describe_bad_node(history: RunHistory, score: NodeScore) -> str:
     """``n3 (node n3 was lost): left out of later attempts``."""
     done = ": left out of later attempts" if score.node in history.excluded else ""
     return f"{score.node} ({clean_line(score.why)}){done}"

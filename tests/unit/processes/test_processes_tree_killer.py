@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from hpc_elastic.processes.hunt import Hunt
 from hpc_elastic.processes.tree import Proc
+from hpc_elastic.processes.tree_killer import TreeKiller
 
 
 def _procs(*pids: int) -> list[Proc]:
@@ -13,20 +13,20 @@ def _procs(*pids: int) -> list[Proc]:
 
 
 def test_those_who_stand_still_are_killed() -> None:
-    hunt = Hunt()
-    assert [hunt.next_signal(_procs(1, 2)) for _ in range(9)] == [signal.SIGKILL] * 9
+    killer = TreeKiller()
+    assert [killer.next_signal(_procs(1, 2)) for _ in range(9)] == [signal.SIGKILL] * 9
 
 
 def test_those_who_multiply_are_stopped_until_all_are_known() -> None:
-    hunt = Hunt()
-    sent = [hunt.next_signal(_procs(*range(10 * look))) for look in range(1, 6)]
+    killer = TreeKiller()
+    sent = [killer.next_signal(_procs(*range(10 * look))) for look in range(1, 6)]
     assert sent == [signal.SIGKILL] * 3 + [signal.SIGSTOP] * 2
-    assert hunt.next_signal(_procs(*range(50))) is signal.SIGKILL
-    assert hunt.next_signal(_procs(60)) is signal.SIGSTOP
+    assert killer.next_signal(_procs(*range(50))) is signal.SIGKILL
+    assert killer.next_signal(_procs(60)) is signal.SIGSTOP
 
 
 def test_it_does_not_stop_them_for_ever() -> None:
     """Where each one that is stopped is followed by another without end, somebody must be killed at last."""
-    hunt = Hunt()
-    sent = [hunt.next_signal(_procs(look)) for look in range(500)]
+    killer = TreeKiller()
+    sent = [killer.next_signal(_procs(look)) for look in range(500)]
     assert sent[-1] is signal.SIGKILL

@@ -21,8 +21,8 @@ class _Child:
     """Whether its session is its own, and so one in which none but its descendants can be."""
 
 
-class Family:
-    """One agent's. `look` while the agent lives, `remnants` when it has died."""
+class ChildSnapshot:
+    """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died."""
 
     def __init__(self, agent: int, *, leave_out: Iterable[int] = ()) -> None:
         """Args:
@@ -59,7 +59,7 @@ class Family:
         return frozenset(self._children)
 
     def remnants(self) -> list[Proc]:
-        """Those of the family that live. A pid or session that has got another meaning since is not taken for one."""
+        """Those that live. A pid or session that has got another meaning since is not taken for one."""
         leaders = {child.proc.sid: child.proc.starttime for child in self._children.values() if child.leads}
         known = {(child.proc.pid, child.proc.starttime) for child in self._children.values()}
         processes = tree.all_processes()

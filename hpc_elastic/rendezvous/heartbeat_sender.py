@@ -1,5 +1,6 @@
-"""That a node shows that it lives: its heartbeat in the store, the answer when it is asked, and whether the store that
-it beats to is still the one that it joined.
+"""Sends one participant's signs of life: its heartbeat in the store, and the answer when it is asked.
+
+It also checks that the store that it beats to is still the one that it joined.
 """
 
 from __future__ import annotations
@@ -7,10 +8,10 @@ from __future__ import annotations
 import random
 
 from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.epoch import Epoch
-from hpc_elastic.rendezvous.pace import Pace
+from hpc_elastic.rendezvous.poll_intervals import PollIntervals
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.rendezvous.store_id import StoreId
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.lease import Heartbeat
 
@@ -18,7 +19,7 @@ FEW_NODES = 64
 """As many may make their heartbeats' cells when they start."""
 
 
-class OwnLife:
+class HeartbeatSender:
     """One participant's. Every method that touches the store raises as `Participant.step` does."""
 
     def __init__(
@@ -26,9 +27,9 @@ class OwnLife:
         store: Store,
         uid: str,
         *,
-        epoch: Epoch,
+        store_id: StoreId,
         settings: RendezvousSettings,
-        pace: Pace,
+        intervals: PollIntervals,
         rng: random.Random,
         now: float,
     ) -> None:
@@ -36,12 +37,12 @@ class OwnLife:
         # A node's first claim says that it lives: thousands of nodes need not write at the same moment. But the cell
         # should be there before a disk fills up, which lets one be changed, and none be made.
         few = settings.expected_nodes <= FEW_NODES
-        first = now if few else now + rng.uniform(0.25, 1.0) * pace.heartbeat
+        first = now if few else now + rng.uniform(0.25, 1.0) * intervals.heartbeat
         self._uid = uid
-        self._heartbeat = Heartbeat(store, uid, interval=pace.heartbeat, first=first)
-        self._epoch = epoch
+        self._heartbeat = Heartbeat(store, uid, interval=intervals.heartbeat, first=first)
+        self._store_id = store_id
         self._settings = settings
-        self._pace = pace
+        self._intervals = intervals
         self._answered_number = 0
         self._doubts_store = False
 
@@ -51,8 +52,8 @@ class OwnLife:
 
     def check_if_doubted(self, now: float) -> None:
         """As soon as a record has told which store it should be."""
-        if self._doubts_store and self._epoch.is_known:
-            self._epoch.check(now)
+        if self._doubts_store and self._store_id.is_known:
+            self._store_id.check(now)
             self._doubts_store = False
 
     def due(self, now: float) -> float:
@@ -67,25 +68,25 @@ class OwnLife:
         """At once, due or not."""
         self._heartbeat.beat_now(now)
 
-    def beat_if_due(self, now: float, *, leads: bool, in_touch: bool, look_due: float) -> None:
+    def beat_if_due(self, now: float, *, leads: bool, connected: bool, look_due: float) -> None:
         """Beat where that is due, or soon is and the files are looked at now anyway.
 
         Args:
             now: The time.
             leads: Whether this node is the coordinator.
-            in_touch: Whether packets pass between it and the coordinator: then it beats to the files more rarely.
+            connected: Whether packets pass between it and the coordinator: then it beats to the files more rarely.
             look_due: When the files are to be looked at next.
         """
         if leads:
             self._heartbeat.interval = self._settings.heartbeat_interval
         else:
-            self._heartbeat.interval = self._pace.heartbeat_in_touch if in_touch else self._pace.heartbeat
+            self._heartbeat.interval = self._intervals.heartbeat_connected if connected else self._intervals.heartbeat
         due = self._heartbeat.due(now)
-        early = now >= look_due and due - now < self._pace.early * self._heartbeat.interval
+        early = now >= look_due and due - now < self._intervals.early * self._heartbeat.interval
         if not (now >= due or early):
             return
         if leads:
-            self._epoch.check(now)
+            self._store_id.check(now)
         elif self._heartbeat.age(now) == float("inf"):
             self._doubts_store = True  # once, as soon as a record has told which store it should be
         self.beat_to_files(now)

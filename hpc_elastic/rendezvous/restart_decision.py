@@ -1,4 +1,4 @@
-"""What the restart policy, which the agents bring, says about a round's failures."""
+"""The restart policy's decision about a round's failures. The agents bring the policy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settlement:
-    """What the restart policy says about the failures of a round."""
+class RestartDecision:
+    """The restart policy's decision about the failures of a round."""
 
     go_on: bool
     counts: bool
@@ -33,5 +33,5 @@ def failure_order(failure: NodeFailure) -> tuple[int, int, float]:
     return strength, step, age
 
 
-SettleFailures = Callable[[RoundRecord, Sequence[NodeFailure], bool], Settlement]
-"""(the joinable record, the last round's failures, whether one of its members was lost) → settlement."""
+DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure], bool], RestartDecision]
+"""(the joinable record, the last round's failures, whether one of its members was lost) → decision."""

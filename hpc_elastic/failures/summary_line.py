@@ -10,7 +10,7 @@ _HEADER = "Traceback (most recent call last):"
 _MOST_JOINED = 4
 
 
-def telling_line(message: str) -> str:
+def summary_line(message: str) -> str:
     """One line.
 
     Args:

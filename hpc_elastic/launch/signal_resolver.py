@@ -15,9 +15,9 @@ from hpc_elastic.events import EventLog
 from hpc_elastic.launch.signal_table import (
     Call,
     HeardBy,
+    JobCondition,
     SignalDecision,
     SlurmAnswer,
-    SlurmWord,
     call_of,
     decide_signal,
 )
@@ -32,7 +32,7 @@ SOONER_SECONDS = 2.0
 """By how much sooner than was known the job has to end for another notice to be news."""
 
 
-class SignalDesk:
+class SignalResolver:
     """The supervisor's."""
 
     def __init__(
@@ -76,14 +76,14 @@ class SignalDesk:
         """
         call = call_of(number)
         # A person at a terminal waits for nobody's answer.
-        answer = SlurmAnswer(SlurmWord.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
+        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
         decision = self._decide(call, heard_by, answer)
         assert decision is not None, "the table has a row for each signal"
         if ends_in is not None:
             is_later = decision.saves and decision.seconds > ends_in - SOONER_SECONDS
             if is_later or (heard_by is HeardBy.AGENTS and not decision.saves):
                 return None
-        return self._tell(decision, call, heard_by, answer, reason)
+        return self._log(decision, call, heard_by, answer, reason)
 
     def look(self) -> SignalDecision | None:
         """Look at the job where it is time to. Returns what is to be done, if anything."""
@@ -91,22 +91,22 @@ class SignalDesk:
             return None
         answer = self._ask(0.0)
         self.due = None
-        if answer.word is SlurmWord.SILENT:
+        if answer.condition is JobCondition.SILENT:
             self.due = self._clock.monotonic() + SILENT_RETRY
-        elif answer.word in (SlurmWord.RUNNING, SlurmWord.NEAR_LIMIT) and answer.seconds_left is not None:
+        elif answer.condition in (JobCondition.RUNNING, JobCondition.NEAR_LIMIT) and answer.seconds_left is not None:
             # A short job would be told to stop as it begins.
             lead = self._grace if answer.limit is None else min(self._grace, answer.limit / 4)
             if answer.seconds_left > lead:
                 self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
                 return None
-            answer = replace(answer, word=SlurmWord.NEAR_LIMIT)
+            answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
         decision = self._decide(Call.LOOK, HeardBy.BATCH, answer)
-        return self._tell(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
+        return self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
 
     def _decide(self, call: Call, heard_by: HeardBy, answer: SlurmAnswer) -> SignalDecision | None:
         return decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
 
-    def _tell(
+    def _log(
         self, decision: SignalDecision | None, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
     ) -> SignalDecision | None:
         if decision is not None:
@@ -114,7 +114,7 @@ class SignalDesk:
                 "signal_decided",
                 call=call.value,
                 heard_by=heard_by.value,
-                slurm=answer.word.value,
+                slurm=answer.condition.value,
                 meaning=decision.meaning.value,
                 saves=decision.saves,
                 seconds=round(decision.seconds, 1),

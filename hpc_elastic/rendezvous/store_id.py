@@ -1,4 +1,4 @@
-"""Which store this is: a random name that whoever opens it gives it, by which all see when it was wiped or replaced."""
+"""The id of a store: a random name that its first opener gives it. It shows when the store was wiped or replaced."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hpc_elastic.store.base import Store, wiped
 _KEY = "epoch/id"
 
 
-class Epoch:
-    """One participant's knowledge of it."""
+class StoreId:
+    """One participant's knowledge of the store's id."""
 
     def __init__(self, store: Store, run_id: str, *, patience: float) -> None:
         """Args:
