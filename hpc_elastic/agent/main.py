@@ -23,10 +23,10 @@ from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_env
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.local_world_size import local_world_size
-from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
 from hpc_elastic.agent.metrics import metrics_from_option
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.output_losses import log_losses
+from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.ring import RingWatch
 from hpc_elastic.agent.round_figures import RoundFigures
@@ -108,7 +108,7 @@ def agent_main(argv: Sequence[str]) -> int:
         restart_window=spec.restart_window,
         restart_steps=spec.restart_steps,
     )
-    meeting = prepare_meeting(
+    session = prepare_session(
         spec=spec,
         attempt=me.attempt,
         store=at.store,
@@ -130,7 +130,7 @@ def agent_main(argv: Sequence[str]) -> int:
         files=files,
     )
     health = _health_checks(
-        me, worker_env, meeting.info.addresses, is_refused_alone=meeting.coordination.is_refused_alone
+        me, worker_env, session.info.addresses, is_refused_alone=session.coordination.is_refused_alone
     )
     metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
     labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
@@ -141,14 +141,14 @@ def agent_main(argv: Sequence[str]) -> int:
             spec=spec,
             attempt=me.attempt,
             place=Place(attempt=at, host=me.host, node=me.node),
-            info=meeting.info,
+            info=session.info,
             tag=str(me.tag),
             run_dir=str(me.run.root),
             environ=worker_env,
             inherited=inherited,
             clock=clock,
-            coordination=meeting.coordination,
-            doorbell=meeting.doorbell,
+            coordination=session.coordination,
+            doorbell=session.doorbell,
             pump=pump,
             store_server=store_server,
             torch_available=lambda: torch_available(spec.entrypoint.python),
@@ -164,7 +164,7 @@ def agent_main(argv: Sequence[str]) -> int:
             watch=_hang_watch(me, folder, files, clock),
         )
     )
-    crash.watch_threads(meeting.coordination.fail)
+    crash.watch_threads(session.coordination.fail)
     try:
         code = agent.run()
     except BaseException as failed:
@@ -177,8 +177,8 @@ def agent_main(argv: Sequence[str]) -> int:
             keep=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WORDS_SECONDS),
             pipes=pipes,
         )
-    if meeting.doorbell is not None:
-        meeting.doorbell.log_rejections()
+    if session.doorbell is not None:
+        session.doorbell.log_rejections()
     is_clean = not agent.hangs and not health.is_stuck
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     log_losses(events, pump)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hpc_elastic.addresses import choose_master_address
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.meeting import rendezvous_settings
+from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.file_thread import FilesystemHangsError
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from hpc_elastic import __version__
-from hpc_elastic.agent.meeting import prepare_meeting, rendezvous_settings
+from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.signals import SignalQueue
 from hpc_elastic.attempt import AttemptInfo
@@ -268,7 +268,7 @@ def _observe(
 ) -> Coordination:
     """The supervisor's seat in the rendezvous: it looks, is rung, and may close the run."""
     policy = RestartPolicy(max_restarts=0, max_same_failures=0)  # never asked: it never coordinates
-    return prepare_meeting(
+    return prepare_session(
         spec=spec,
         attempt=attempt,
         store=attempt_paths.store,

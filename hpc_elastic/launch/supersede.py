@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.addresses import LOOPBACK, candidate_addresses
-from hpc_elastic.agent.meeting import rendezvous_settings
+from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError

@@ -84,7 +84,7 @@ class C10dStore:
         self._do(lambda: self._store.delete_key(f"v/{key}"))
         self._tidy_to(_LONGEST_WASTE, folder)
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         """Nothing: there are no caches."""
 
     def _enlist(self, key: str, *, sure: bool) -> None:

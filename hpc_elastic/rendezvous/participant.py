@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.clock import Clock
+from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator
 from hpc_elastic.rendezvous.claim_scanner import ClaimScanner, gone_key
 from hpc_elastic.rendezvous.claims import ClaimKind
 from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
@@ -30,7 +31,6 @@ from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
 from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.stirring import Stirring
 from hpc_elastic.rendezvous.store_id import StoreId
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
@@ -101,7 +101,7 @@ class Participant:
         self._look_anew = 0
         self._record: RoundRecord | None = None
         self._started_at = now
-        self._stirring = Stirring(store, info.uid, observes=self.observes)
+        self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
         self._rung_about = RungAbout()
         self._ending = Ending(store, info.uid, listener, clock)
         self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
@@ -324,8 +324,8 @@ class Participant:
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._scanner.claims_seen
-            self._stirring.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
-            progress = self._stir_what_is_hidden(surveyed=survey) or progress
+            self._invalidator.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
+            progress = self._invalidate_what_is_hidden(surveyed=survey) or progress
         now = self._clock.monotonic()
         self._sweep.step(self._record, joined=self._scanner.joining, now=now)
         if progress:
@@ -340,13 +340,13 @@ class Participant:
         self._rests_until = 0.0 if self._leads() or closed is not None else until
         return max(0.0, min(wait, due - now))
 
-    def _stir_what_is_hidden(self, *, surveyed: bool) -> bool:
+    def _invalidate_what_is_hidden(self, *, surveyed: bool) -> bool:
         """Returns whether to look again at once."""
         if self._leads() and not surveyed:
             return False
         hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
         for folder in sorted(hidden):
-            self._store.stir(folder)
+            self._store.invalidate(folder)
         return bool(hidden)
 
     def _announce(self, now: float) -> bool:
@@ -374,8 +374,8 @@ class Participant:
     def _read_log(self, now: float, *, rung: bool) -> bool:
         """Returns whether it did."""
         if self._look_anew:
-            self._store.stir("log")
-            self._store.stir("node")
+            self._store.invalidate("log")
+            self._store.invalidate("node")
             self._take_newest()
             announced = frozenset(self._peers.all_uids())
             self._listener.on_event("looked_anew", {"serial": self._look_anew, "announced": announced})
@@ -487,7 +487,7 @@ class Participant:
         view = self._scanner.look(record)
         proposal = next_proposal(view, self._settings, self._decide_restart)
         if proposal is not None and rests_on_absence(view, proposal):
-            self._stirring.before_absence(record)
+            self._invalidator.before_absence(record)
             proposal = next_proposal(self._scanner.look(record), self._settings, self._decide_restart)
         if proposal is None:
             return False
@@ -520,7 +520,7 @@ class Participant:
         if move is None:
             return False
         if not move.certain:
-            self._store.stir("log")
+            self._store.invalidate("log")
             self._take_newest()
             if self._record is not record:
                 return True  # caches hid that somebody has gone on

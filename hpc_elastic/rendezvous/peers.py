@@ -50,7 +50,7 @@ class Peers:
         self._own = own
         self._bell = bell
         self._known: dict[str, NodeInfo] = {own.uid: own}
-        self._stirred_for: set[str] = set()
+        self._invalidated_for: set[str] = set()
 
     def announce(self) -> None:
         """Say who this is. Before any claim."""
@@ -78,10 +78,10 @@ class Peers:
         if not missing and len(self._known) > 1:
             return
         self._read_names()
-        hidden = missing - set(self._known) - self._stirred_for
+        hidden = missing - set(self._known) - self._invalidated_for
         if hidden:  # they announced themselves before they claimed anything: a cache still has the listing of before
-            self._stirred_for |= hidden
-            self._store.stir(_FOLDER)
+            self._invalidated_for |= hidden
+            self._store.invalidate(_FOLDER)
             self._read_names()
 
     def _read_names(self) -> None:

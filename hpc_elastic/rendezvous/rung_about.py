@@ -1,8 +1,8 @@
-"""What this participant was rung about and has not found yet: the client's caches hide it, so they are to be stirred.
+"""What this participant was rung about and has not found yet: the client's caches hide it, so they are invalidated.
 
 A ring is faster than the caches of a shared filesystem: a folder's listing may be trusted for seconds (sshfs,
 GlusterFS, NFS mounted ``nocto``), or while the folder's time, which a server may tell by the second, has not changed.
-Whoever rings therefore says what it wrote. Where that is not in the listings, their folders are stirred, once for each
+So a ring carries what was written. Where that is not in the listings, their folders are invalidated, once for each
 thing: a ring about something that does not exist costs one more look and no more.
 """
 
@@ -42,7 +42,7 @@ class RungAbout:
         self.add(key for key in keys if _number(key) > newest)
 
     def take_hidden(self, *, newest: int, claims: Mapping[int, Claims]) -> set[str]:
-        """The folders to stir, after a look; nothing of the list is left.
+        """The folders to invalidate, after a look; nothing of the list is left.
 
         Args:
             newest: The number of the newest record seen, 0 for none.

@@ -182,7 +182,7 @@ class _Removal:
         self.rmdir(name, parent)
 
     def remove_strays(self, top: int) -> None:
-        """What a process that was killed left in the middle of a `FileStore.stir`."""
+        """What a process that was killed left in the middle of a `FileStore.invalidate`."""
         for entry in self._entries(top):
             if entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False):
                 self._unlink(top, entry.name)

@@ -69,7 +69,7 @@ class Store(Protocol):
 
         On a server whose times are coarse, what changed within one tick (up to a second) of the last look may be missed
         until the next change; a client that caches by time alone (sshfs) shows what others changed that much later:
-        `stir` before what must not be missed.
+        `invalidate` before what must not be missed.
         """
         ...
 
@@ -86,7 +86,7 @@ class Store(Protocol):
         """Remove a key that nobody will look for again, or an empty folder; one that is not empty stays."""
         ...
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         """Make caches of `folder` expire: this client's at once, all others' when the server's clock has ticked.
 
         Before a decision that rests on something's absence, and now and then while waiting for something.

@@ -312,16 +312,16 @@ class FileStore:
             if error.errno not in (*_GONE, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                 raise
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         # What a client knows of a folder stays valid while the folder's time does not change; times tick by up to a
         # second. A client that changes the folder itself forgets what it knew; the others do when the tick is over.
         path = self._path(folder)
-        missing = not self._stir(path)
+        missing = not self._invalidate(path)
         while missing and path != self._root:
             path = os.path.dirname(path)
-            missing = not self._stir(path)
+            missing = not self._invalidate(path)
 
-    def _stir(self, path: str) -> bool:
+    def _invalidate(self, path: str) -> bool:
         """Returns whether the folder is there."""
         name = f"{path}/.{os.urandom(8).hex()}"
         try:

@@ -27,8 +27,8 @@ _PRUNE_EVERY = 256
 _FIRST_DELAY = 0.003
 _LONGEST_DELAY = 0.1
 _FRESH_SECONDS = 2.0
-_FIRST_STIR = 1.0
-_LONGEST_STIR = 30.0
+_FIRST_INVALIDATION = 1.0
+_LONGEST_INVALIDATION = 30.0
 _QUEUES_SECONDS = 1.0
 """Who waits for keys looks so often whether one of them is a queue."""
 FAULT_SECONDS = 30.0
@@ -75,7 +75,7 @@ class KeyValueStore:
         self._rng = rng or random.Random()
         self._never = threading.Event()
         self._opened_at = clock.monotonic()
-        self._stirred: dict[str, float] = {}
+        self._invalidated: dict[str, float] = {}
         for part in (self._folder, self._queue_folder, self._taken_folder):
             # The folder must be there before anybody looks for something in it: a client may remember for a minute
             # that it is not.
@@ -228,7 +228,7 @@ class KeyValueStore:
                     return _decode(number, raw).value
                 # Else somebody took it long ago, and while this process was stopped the mark was cleared away.
             # All were taken by others meanwhile, who may have put new ones there: look again.
-            self._store.stir(self._taken_folder)
+            self._store.invalidate(self._taken_folder)
             self._clock.wait(self._never, self._rng.uniform(0, _FIRST_DELAY))
 
     def pop_waiting(self, key: str, timeout: float) -> bytes:
@@ -287,7 +287,7 @@ class KeyValueStore:
         while True:
             old = self._newest(digest)
             if old.number < lost:
-                self._store.stir(self._folder)  # somebody has created that number, and the listing is older
+                self._store.invalidate(self._folder)  # somebody has created that number, and the listing is older
                 self._clock.wait(self._never, self._rng.uniform(0, delay))
                 continue
             value = decide(old.value)
@@ -295,7 +295,7 @@ class KeyValueStore:
                 if certain:
                     return value
                 # What a cached listing hides must not decide: no create follows here that would fail on it.
-                self._store.stir(self._folder)
+                self._store.invalidate(self._folder)
                 certain = True
                 continue
             number = old.number + 1
@@ -360,22 +360,22 @@ class KeyValueStore:
         """Make sure that what is polled shows some day: a change within one tick of the server's clock does not show
         in a listing that a client has cached, until the folder changes again."""
         now = self._clock.monotonic()
-        if now - self._stirred.get(folder, self._opened_at) >= _FRESH_SECONDS:
-            self._stirred[folder] = now
-            self._store.stir(folder)
+        if now - self._invalidated.get(folder, self._opened_at) >= _FRESH_SECONDS:
+            self._invalidated[folder] = now
+            self._store.invalidate(folder)
 
     def _wait_until(self, there: Callable[[float], bool], timeout: float, missing: Sequence[str]) -> None:
         """`there` is given the moment until which it may try, on the clock; `missing` is read after it."""
         deadline = self._clock.monotonic() + timeout
         delay = _FIRST_DELAY
-        stir_after, stirred_at = _FIRST_STIR, self._clock.monotonic()
+        invalidate_after, invalidated_at = _FIRST_INVALIDATION, self._clock.monotonic()
         while not there(deadline):
             now = self._clock.monotonic()
             left = deadline - now
-            if now - stirred_at >= stir_after:
-                self._store.stir(self._folder)  # as in `_freshen`, but ever more rarely
-                self._store.stir(self._queue_folder)
-                stir_after, stirred_at = min(_LONGEST_STIR, 2 * stir_after), now
+            if now - invalidated_at >= invalidate_after:
+                self._store.invalidate(self._folder)  # as in `_freshen`, but ever more rarely
+                self._store.invalidate(self._queue_folder)
+                invalidate_after, invalidated_at = min(_LONGEST_INVALIDATION, 2 * invalidate_after), now
             if left <= 0:
                 raise KeyValueTimeoutError(root=self._folder, missing=list(missing), seconds=timeout)
             self._clock.wait(self._never, min(left, self._rng.uniform(0.7, 1) * delay))

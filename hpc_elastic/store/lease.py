@@ -12,8 +12,8 @@ from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.store.base import Store
 
 _FOLDER = "hb"
-STIR_SECONDS = 1.0
-"""The least time between two stirs of the heartbeats' folder, made where a heartbeat is not found."""
+INVALIDATE_SECONDS = 1.0
+"""The least time between two invalidations of the heartbeats' folder, made where a heartbeat is not found."""
 
 
 class Heartbeat:
@@ -86,7 +86,7 @@ class HeartbeatAges:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._seen: dict[str, _Seen] = {}
-        self._stirred_at = float("-inf")
+        self._invalidated_at = float("-inf")
 
     def look(self, uid: str, now: float) -> None:
         """Read `uid`'s cell. Not having been able to is no evidence: the age starts anew.
@@ -97,10 +97,10 @@ class HeartbeatAges:
         """
         try:
             value = self._store.version(f"{_FOLDER}/{uid}")
-            if value is None and now >= self._stirred_at + STIR_SECONDS:
+            if value is None and now >= self._invalidated_at + INVALIDATE_SECONDS:
                 # A client may never find what it once did not find, where the folder's times are coarse.
-                self._stirred_at = now
-                self._store.stir(_FOLDER)
+                self._invalidated_at = now
+                self._store.invalidate(_FOLDER)
                 value = self._store.version(f"{_FOLDER}/{uid}")
         except OSError:
             self._seen.pop(uid, None)

@@ -37,5 +37,5 @@ class MemoryStore:
         with self._lock:
             self._values.pop(key, None)
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         pass

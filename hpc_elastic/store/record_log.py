@@ -71,7 +71,7 @@ class RecordLog:
         """
         raw = json.dumps({**value, "nonce": os.urandom(8).hex()}, separators=(",", ":"))
         if not self._store.put_if_absent(_key(number), raw):
-            self._store.stir(_FOLDER)  # so that the next look shows who was first, also where caches hid it
+            self._store.invalidate(_FOLDER)  # so that the next look shows who was first, also where caches hid it
             return False
         if max(self._numbers(), default=number) >= number + KEPT_RECORDS:
             # This process was stopped for so long that its number was free again: compacted away. Fewer newer ones are

@@ -121,13 +121,13 @@ class StoreSuite:
             subject.shows(lambda number=number: reader.get(f"kv/{number}"), "v")  # type: ignore[misc]
             subject.shows(lambda number=number: reader.version(f"hb/{number}") is None, False)  # type: ignore[misc]
 
-    def test_a_listing_after_a_stir_misses_nothing(self, subject: Subject) -> None:
+    def test_a_listing_after_an_invalidation_misses_nothing(self, subject: Subject) -> None:
         """Although a server's times may tick so slowly that a folder looks unchanged, and caches hold for long."""
         writer, reader = subject.open(), subject.open()
         for number in range(10):
             reader.list("log")
             writer.put_if_absent(f"log/{number}", "v")
-            reader.stir("log")
+            reader.invalidate("log")
             assert len(reader.list("log")) == number + 1
         assert sorted(reader.list("log")) == [str(number) for number in range(10)], "and leaves nothing"
 
@@ -192,7 +192,7 @@ class StoreSuite:
         with ThreadPoolExecutor(threads) as pool:
             results = list(pool.map(race, range(threads)))
         check_one_winner(results, rounds)
-        stores[0].stir("log")
+        stores[0].invalidate("log")
         assert len(stores[0].list("log")) == rounds
 
     # -- what is made of it: compare-and-set, wait-for-change, leases
@@ -227,7 +227,7 @@ class StoreSuite:
         with ThreadPoolExecutor(writers) as pool:
             list(pool.map(work, logs))
         reader = subject.open()
-        reader.stir("log")
+        reader.invalidate("log")
         newest = RecordLog(reader).latest()
         assert newest is not None
         assert newest.number == newest.value["count"] == writers * each

@@ -471,19 +471,19 @@ def test_names_with_a_dot_first_are_nobodys(files: FileStore) -> None:
     assert files.list("log") == ["1"]
 
 
-def test_stirring_changes_the_folders_time_and_leaves_nothing(fs: Filesystem, tmp_path: Path) -> None:
+def test_invalidating_changes_the_folders_time_and_leaves_nothing(fs: Filesystem, tmp_path: Path) -> None:
     files = FileStore(tmp_path / "store", clock=FakeClock())
     files.put_if_absent("log/1", "v")
     folder = tmp_path / "store/log"
     os.utime(folder, ns=(0, 0))
-    files.stir("log")
+    files.invalidate("log")
     assert os.stat(folder).st_mtime_ns > 0
     assert os.listdir(folder) == ["1"]
     for hook in (Filesystem.refuse(errno.EIO), Filesystem.lose_reply(errno.EIO)):
         fs.hooks["symlink"] = hook
-        files.stir("log")  # it only makes a cache fresher
+        files.invalidate("log")  # it only makes a cache fresher
         assert os.listdir(folder) == ["1"]
-    files.stir("nosuch/folder")
+    files.invalidate("nosuch/folder")
     assert os.listdir(tmp_path / "store") == ["log"]
 
 

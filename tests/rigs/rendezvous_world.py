@@ -65,7 +65,7 @@ class GatedStore:
     def delete(self, key: str) -> None:
         self._inner.delete(key)
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         pass
 
 

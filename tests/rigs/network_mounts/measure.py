@@ -18,7 +18,13 @@ def measure(mounts: list[Path]) -> dict[str, tuple[float, float]]:
     clock = SystemClock()
     writer, reader = (FileStore(path / "measured", clock=clock) for path in mounts[:2])
     writer.make_folder("log")
-    delays: dict[str, list[float]] = {"put": [], "listing": [], "listing after a stir": [], "by name": [], "cell": []}
+    delays: dict[str, list[float]] = {
+        "put": [],
+        "listing": [],
+        "listing after an invalidation": [],
+        "by name": [],
+        "cell": [],
+    }
     for number in range(_TIMES):
         listed, named = f"log/{number}", f"kv/{number}"
         reader.list("log")
@@ -31,11 +37,11 @@ def measure(mounts: list[Path]) -> dict[str, tuple[float, float]]:
         reader.list("stir")
         writer.put_if_absent(f"stir/{number}", "v")
 
-        def shows_stirred(name: str = str(number)) -> bool:
-            reader.stir("stir")
+        def shows_invalidated(name: str = str(number)) -> bool:
+            reader.invalidate("stir")
             return name in reader.list("stir")
 
-        delays["listing after a stir"].append(_until(shows_stirred))
+        delays["listing after an invalidation"].append(_until(shows_invalidated))
         reader.get(named)
         writer.put_if_absent(named, "v")
         delays["by name"].append(_until(lambda named=named: reader.get(named) is not None))  # type: ignore[misc]

@@ -54,7 +54,7 @@ TICK = 0.1
 
 
 class StaleStore:
-    """The supervisor's view of the store through a cache that shows no new record until the folder is stirred."""
+    """The supervisor's view of the store through a cache that shows no new record until the folder is invalidated."""
 
     def __init__(self, inner: MemoryStore) -> None:
         self._inner = inner
@@ -70,7 +70,7 @@ class StaleStore:
     def list(self, folder: str) -> list[str]:
         return self._inner.list(folder) if folder != "log" or self._kept is None else self._kept
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         if self._kept is not None and folder == "log":
             self.keep()
 

@@ -312,10 +312,10 @@ class CachingClient:
         return self._seen.setdefault(folder, self._store.list(folder))
 
     def put_if_absent(self, key: str, value: str) -> bool:
-        self.stir(key.rpartition("/")[0])
+        self.invalidate(key.rpartition("/")[0])
         return self._store.put_if_absent(key, value)
 
-    def stir(self, folder: str) -> None:
+    def invalidate(self, folder: str) -> None:
         self._seen.pop(folder, None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.store.lease import STIR_SECONDS, Heartbeat, HeartbeatAges
+from hpc_elastic.store.lease import INVALIDATE_SECONDS, Heartbeat, HeartbeatAges
 from hpc_elastic.store.memory_store import MemoryStore
 
 
@@ -108,20 +108,20 @@ def test_a_cell_that_is_missing_ages_like_any_other_value() -> None:
 
 
 class ForgetfulStore(MemoryStore):
-    """Goes on not to find what it once did not find, until the folder is stirred: NFS, with times by the second."""
+    """Goes on not to find what it once did not find, until the folder is invalidated: NFS, with times by the second."""
 
     def __init__(self) -> None:
         super().__init__()
         self.missing: set[str] = set()
-        self.stirs: list[str] = []
+        self.invalidations: list[str] = []
 
     def version(self, key: str) -> str | None:
         if key not in self.missing and super().version(key) is None:
             self.missing.add(key)
         return None if key in self.missing else super().version(key)
 
-    def stir(self, folder: str) -> None:
-        self.stirs.append(folder)
+    def invalidate(self, folder: str) -> None:
+        self.invalidations.append(folder)
         self.missing = {key for key in self.missing if not key.startswith(f"{folder}/")}
 
 
@@ -137,14 +137,14 @@ def test_a_first_beat_that_a_cache_hides_is_found() -> None:
     assert ages.age("a") <= 1.0
 
 
-def test_looking_for_those_that_are_not_there_costs_one_stir_a_second() -> None:
+def test_looking_for_those_that_are_not_there_costs_one_invalidation_a_second() -> None:
     store = ForgetfulStore()
     ages = HeartbeatAges(store)
     for tenth in range(50):
         for uid in "abc":
             ages.look(uid, 500.0 + tenth / 10)
-    assert store.stirs == ["hb"] * 5
-    assert STIR_SECONDS == 1.0
+    assert store.invalidations == ["hb"] * 5
+    assert INVALIDATE_SECONDS == 1.0
 
 
 def test_not_being_able_to_look_is_no_evidence() -> None:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.meeting import Meeting, prepare_meeting
+from hpc_elastic.agent.rendezvous_session import RendezvousSession, prepare_session
 from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.fake_clock import FakeClock
 
 
-def meet(tmp_path: Path, node: int, **conf: str) -> Meeting:
+def meet(tmp_path: Path, node: int, **conf: str) -> RendezvousSession:
     entrypoint = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
     spec = RunSpec(
         run_id="r",
@@ -26,7 +26,7 @@ def meet(tmp_path: Path, node: int, **conf: str) -> Meeting:
         rdzv_conf=conf,
     )
     attempt = AttemptInfo(number=0, cluster="local", nodes=("n1", "n2"), batch_host="n1", started_ns=0)
-    return prepare_meeting(
+    return prepare_session(
         spec=spec,
         attempt=attempt,
         store=tmp_path / "store",
@@ -42,16 +42,16 @@ def meet(tmp_path: Path, node: int, **conf: str) -> Meeting:
 
 @pytest.mark.parametrize("node", [0, OBSERVER_NODE])
 def test_the_address_that_peers_read_is_the_doorbells(tmp_path: Path, node: int) -> None:
-    meeting = meet(tmp_path, node)
-    assert meeting.doorbell is not None
-    assert (meeting.info.node, meeting.info.port) == (node, meeting.doorbell.port)
-    assert meeting.info.addresses == ("127.0.0.1",)
+    session = meet(tmp_path, node)
+    assert session.doorbell is not None
+    assert (session.info.node, session.info.port) == (node, session.doorbell.port)
+    assert session.info.addresses == ("127.0.0.1",)
 
 
 def test_without_a_doorbell_no_port_is_told(tmp_path: Path) -> None:
-    meeting = meet(tmp_path, 0, doorbell="off")
-    assert meeting.doorbell is None
-    assert meeting.info.port == 0
+    session = meet(tmp_path, 0, doorbell="off")
+    assert session.doorbell is None
+    assert session.info.port == 0
 
 
 def test_nodes_beyond_max_are_spares(tmp_path: Path) -> None:

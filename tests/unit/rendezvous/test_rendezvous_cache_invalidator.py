@@ -1,38 +1,38 @@
-"""Which caches are stirred when, and which decisions wait for it."""
+"""Which caches are invalidated when, and which decisions wait for it."""
 
 from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.rendezvous.cache_invalidator import FIRST_SECONDS, LAST_SECONDS, CacheInvalidator
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import Proposal, rests_on_absence
 from hpc_elastic.rendezvous.state import Member, NodeFailure, Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.stirring import FIRST_SECONDS, LAST_SECONDS, Stirring
 from hpc_elastic.rendezvous.transitions import RoundEvent
 from hpc_elastic.store.memory_store import MemoryStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)
 
 
-class StirredStore(MemoryStore):
+class InvalidatedStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
-        self.stirred: list[str] = []
+        self.invalidated: list[str] = []
 
-    def stir(self, folder: str) -> None:
-        self.stirred.append(folder)
+    def invalidate(self, folder: str) -> None:
+        self.invalidated.append(folder)
 
     def take(self) -> list[str]:
-        found, self.stirred = self.stirred, []
+        found, self.invalidated = self.invalidated, []
         return found
 
 
-def test_what_is_waited_for_is_stirred_ever_more_rarely() -> None:
-    store = StirredStore()
-    stirring = Stirring(store, "me", observes=False)
+def test_what_is_waited_for_is_invalidated_ever_more_rarely() -> None:
+    store = InvalidatedStore()
+    invalidator = CacheInvalidator(store, "me", observes=False)
     times = []
     for tenth in range(1200):
-        stirring.while_waiting(RECORD, seen=4, now=tenth / 10)
+        invalidator.while_waiting(RECORD, seen=4, now=tenth / 10)
         if store.take():
             times.append(tenth / 10)
     gaps = [after - before for before, after in zip([0.0, *times], times, strict=False)]
@@ -44,15 +44,15 @@ def test_what_is_waited_for_is_stirred_ever_more_rarely() -> None:
 
 @pytest.mark.parametrize("change", ["a claim", "a record"])
 def test_a_change_starts_it_anew(change: str) -> None:
-    store = StirredStore()
-    stirring = Stirring(store, "me", observes=False)
+    store = InvalidatedStore()
+    invalidator = CacheInvalidator(store, "me", observes=False)
     for second in range(60):
-        stirring.while_waiting(RECORD, seen=4, now=second)
+        invalidator.while_waiting(RECORD, seen=4, now=second)
     store.take()
     record, seen = (RECORD, 5) if change == "a claim" else (RECORD.successor(waiting=1), 4)
-    stirring.while_waiting(record, seen=seen, now=60.0)
+    invalidator.while_waiting(record, seen=seen, now=60.0)
     assert not store.take(), "only once the tick of the change is over"
-    stirring.while_waiting(record, seen=seen, now=60.0 + FIRST_SECONDS)
+    invalidator.while_waiting(record, seen=seen, now=60.0 + FIRST_SECONDS)
     assert store.take()
 
 
@@ -69,11 +69,11 @@ def test_a_change_starts_it_anew(change: str) -> None:
     ],
     ids=["before a record", "final", "joinable", "first round", "a member", "closed", "the supervisor at the end"],
 )
-def test_who_stirs_what(record: RoundRecord | None, observes: bool, folders: list[str]) -> None:
-    store = StirredStore()
-    stirring = Stirring(store, "me", observes=observes)
-    stirring.while_waiting(record, seen=0, now=0.0)
-    stirring.while_waiting(record, seen=0, now=FIRST_SECONDS)
+def test_who_invalidates_what(record: RoundRecord | None, observes: bool, folders: list[str]) -> None:
+    store = InvalidatedStore()
+    invalidator = CacheInvalidator(store, "me", observes=observes)
+    invalidator.while_waiting(record, seen=0, now=0.0)
+    invalidator.while_waiting(record, seen=0, now=FIRST_SECONDS)
     assert store.take() == folders
 
 

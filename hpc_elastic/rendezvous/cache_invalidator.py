@@ -1,8 +1,8 @@
-"""Whose caches are stirred and when, so that nobody waits for ever for what a coarse clock hides.
+"""Which folders' caches are invalidated and when, so that no participant waits for ever for what a coarse clock hides.
 
 A server that tells times by the second can show a folder unchanged although something came within the tick of the last
-look. Stirring the folder in a later tick ends that for all clients. So what is waited for is stirred once the tick is
-over, and then ever more rarely: another stir, or somebody's claim in the tick of a stir, opens the same hole again.
+look. To invalidate the folder in a later tick ends that for all clients. So what is waited for is invalidated once the
+tick is over, and then ever more rarely: another invalidation, or a claim in the same tick, opens the same hole again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FIRST_SECONDS = 1.1
 LAST_SECONDS = 30.0
 
 
-class Stirring:
+class CacheInvalidator:
     """One participant's part in it."""
 
     def __init__(self, store: Store, uid: str, *, observes: bool) -> None:
@@ -31,10 +31,10 @@ class Stirring:
     def before_absence(self, record: RoundRecord) -> None:
         """A decision is near that says of a node that it has not claimed: look past the caches first."""
         for folder in _claim_folders(record):
-            self._store.stir(folder)
+            self._store.invalidate(folder)
 
     def while_waiting(self, record: RoundRecord | None, *, seen: int, now: float) -> None:
-        """Stir where only this node would notice that something is hidden, where nothing has changed for a while.
+        """Invalidate where only this node would notice that something is hidden, where nothing has changed for a while.
 
         Args:
             record: The newest.
@@ -48,10 +48,10 @@ class Stirring:
             self._due = now + self._delay
         elif folders and now >= self._due:
             for folder in folders:
-                # Records come from this node alone: when some stirs lay in different ticks, they have done their work.
-                # A stir costs each node that looks a listing.
+                # Records come from this node alone: when some calls lay in different ticks, they have done their work.
+                # A call costs each node that looks a listing.
                 if folder != "log" or record is None or self._delay < LAST_SECONDS:
-                    self._store.stir(folder)
+                    self._store.invalidate(folder)
             self._delay = min(2 * self._delay, LAST_SECONDS)
             self._due = now + self._delay
 

@@ -21,8 +21,8 @@ from hpc_elastic.store.file_store import FileStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
-    """What was put together."""
+class RendezvousSession:
+    """One process's parts of the rendezvous, put together."""
 
     info: NodeInfo
     doorbell: Doorbell | None
@@ -44,7 +44,7 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
     return settings_from_conf(spec.rdzv_conf, base)
 
 
-def prepare_meeting(
+def prepare_session(
     *,
     spec: RunSpec,
     attempt: AttemptInfo,
@@ -56,7 +56,7 @@ def prepare_meeting(
     local_world_size: int,
     decide_restart: DecideRestart,
     clock: Clock,
-) -> Meeting:
+) -> RendezvousSession:
     """Bind the doorbell and put the rest together. Touches no file: the coordination's thread does, once it is started.
 
     Args:
@@ -108,4 +108,4 @@ def prepare_meeting(
         longest_backoff=settings.heartbeat_interval,
         beat_interval=settings.beat_interval,
     )
-    return Meeting(info=info, doorbell=doorbell, coordination=coordination)
+    return RendezvousSession(info=info, doorbell=doorbell, coordination=coordination)
