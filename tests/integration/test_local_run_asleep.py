@@ -19,7 +19,8 @@ SECONDS = 3.0
 AGENT_WAKES, GUARDIAN_WAKES, SUPERVISOR_WAKES, FRONT_WAKES = 5.0, 1.0, 3.7, 1.0
 """A second, of all threads: somewhat more than there are. An agent hears a beat, sends one, and looks once; who looked
 twice a second would show."""
-MEGABYTES = 30.0
+MEGABYTES = 32.0
+"""Resident, with psutil, which the memory check of the health of a node needs (1.3 MB)."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_nobody_polls_and_agents_are_small(tmp_path: Path, compiled: dict[str, s
             if not too_many:
                 break
         assert too_many == {}
-        assert all(_megabytes(agent) < MEGABYTES for agent in agents)
+        assert all(_megabytes(agent) < MEGABYTES for agent in agents), [_megabytes(agent) for agent in agents]
         run.signal(signal.SIGINT)
         run.finish()
 
