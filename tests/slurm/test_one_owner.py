@@ -19,7 +19,7 @@ SHORT = ("-t", "10", "--nproc-per-node", "1")
 WRITES = """
 import json, os, pathlib, time
 attempt = os.environ["HPC_ELASTIC_ATTEMPT"]
-with open("trained-" + attempt, "a", buffering=1) as lines:
+with open("trained-" + attempt + "-" + os.environ["RANK"], "a", buffering=1) as lines:
     while not pathlib.Path("end-" + attempt).exists():
         lines.write(json.dumps({"node": os.uname().nodename, "at": time.time()}) + chr(10))
         time.sleep(0.1)
@@ -33,8 +33,10 @@ def runs(cluster: SlurmCluster) -> SlurmRuns:
 
 
 def _lines(run: Run, attempt: int) -> list[dict[str, float | str]]:
-    path = run.runs.folder / f"trained-{attempt}"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    """In the order of their times; each rank has a file of its own, since appends of several NFS clients get lost."""
+    texts = [path.read_text() for path in run.runs.folder.glob(f"trained-{attempt}-*")]
+    lines = [json.loads(line) for text in texts for line in text.splitlines() if line.endswith("}")]
+    return sorted(lines, key=lambda line: float(line["at"]))
 
 
 def _trains(run: Run, attempt: int) -> Callable[[], bool]:
