@@ -44,6 +44,19 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
     return settings_from_conf(spec.rdzv_conf, base)
 
 
+def session_addresses(attempt: AttemptInfo, host: str) -> tuple[str, ...]:
+    """The addresses by which the attempt's other nodes may reach this host, the likeliest first."""
+    return (LOOPBACK,) if attempt.cluster == "local" else tuple(candidate_addresses(host))
+
+
+def open_session_doorbell(
+    spec: RunSpec, attempt: AttemptInfo, *, secret: bytes, uid: str, addresses: tuple[str, ...]
+) -> Doorbell | None:
+    """This process' doorbell in the attempt, or None where there can be none. Arguments as of `prepare_session`."""
+    bind_to = LOOPBACK if attempt.cluster == "local" else "0.0.0.0"
+    return open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
+
+
 def prepare_session(
     *,
     spec: RunSpec,
@@ -72,12 +85,10 @@ def prepare_session(
         clock: For all times.
     """
     settings = rendezvous_settings(spec, attempt)
-    local = attempt.cluster == "local"
-    addresses = (LOOPBACK,) if local else tuple(candidate_addresses(host))
+    addresses = session_addresses(attempt, host)
     doorbell = None
     if settings.doorbell:
-        bind_to = LOOPBACK if local else "0.0.0.0"
-        doorbell = open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
+        doorbell = open_session_doorbell(spec, attempt, secret=secret, uid=uid, addresses=addresses)
     info = NodeInfo(
         uid=uid,
         node=node,

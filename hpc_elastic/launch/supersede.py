@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.addresses import LOOPBACK, candidate_addresses
-from hpc_elastic.agent.rendezvous_session import rendezvous_settings
+from hpc_elastic.agent.rendezvous_session import open_session_doorbell, rendezvous_settings, session_addresses
 from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.clock import Clock
 from hpc_elastic.errors import HpcElasticError
@@ -38,7 +37,6 @@ from hpc_elastic.run_paths import AttemptPaths, RunPaths
 from hpc_elastic.run_spec import RunSpec
 from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.doorbell import open_doorbell
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.lease import HeartbeatAges
 from hpc_elastic.store.ring_secret import read_secret
@@ -50,7 +48,7 @@ END_SECONDS = 60.0
 LOOK_SECONDS = 0.25
 """Between two looks at the agents, of up to 256 nodes."""
 HELD_UP_SECONDS = 5.0
-"""Where two looks are further apart, this process was held up, and no agent was silent meanwhile."""
+"""Where two looks are so much further apart than is meant, this process was held up, and no agent was silent."""
 
 
 class AgentState(Enum):
@@ -266,11 +264,12 @@ class EarlierAttempts:
             self._up = self._site.nodes_up()
             self._notify()
             for number, nodes, _ in self._open:
-                logger.warning(
-                    "attempt %d may still run on %s: it was superseded, and this attempt waits until it has ended",
-                    number,
-                    compress(self._nodes(number, nodes, *_AWAITED)),
-                )
+                if awaited := self._nodes(number, nodes, *_AWAITED):
+                    logger.warning(
+                        "attempt %d may still run on %s: it was superseded, and this attempt waits until it has ended",
+                        number,
+                        compress(awaited),
+                    )
         return self._is_over()
 
     def look(self) -> bool:
@@ -284,7 +283,8 @@ class EarlierAttempts:
 
     def _look(self) -> bool:
         now = self._clock.monotonic()
-        paused = now - self._looked_at if now - self._looked_at > HELD_UP_SECONDS else 0.0
+        apart = now - self._looked_at
+        paused = apart if apart > self.look_seconds + HELD_UP_SECONDS else 0.0
         self._looked_at = now
         self._began_at += paused
         for number, nodes, earlier in self._open:
@@ -313,7 +313,7 @@ class EarlierAttempts:
         if ended:
             logger.info("attempt %d has ended on %s", number, compress(ended))
         if silent:
-            logger.warning("going on beside attempt %d: %s", number, rule)
+            logger.warning("attempt %d was not seen to end everywhere; this attempt starts now: %s", number, rule)
         self._events.write(
             "attempt_superseded",
             superseded=number,
@@ -357,15 +357,9 @@ class EarlierAttempts:
         """Have the agents look now. Where that is not possible they look by themselves, a little later."""
         if not rendezvous_settings(self._spec, self._attempt).doorbell:
             return
-        local = self._attempt.cluster == "local"
-        addresses = (LOOPBACK,) if local else tuple(candidate_addresses(self._attempt.batch_host))
-        bell = open_doorbell(
-            secret=read_secret(self._paths.secret),
-            run_uid=self._spec.uid,
-            uid=self._uid,
-            host=LOOPBACK if local else "0.0.0.0",
-            addresses=addresses,
-        )
+        secret = read_secret(self._paths.secret)
+        addresses = session_addresses(self._attempt, self._attempt.batch_host)
+        bell = open_session_doorbell(self._spec, self._attempt, secret=secret, uid=self._uid, addresses=addresses)
         if bell is not None:
             for _, _, earlier in self._open:
                 earlier.notify(bell, self._uid)

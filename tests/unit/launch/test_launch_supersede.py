@@ -294,3 +294,27 @@ def test_a_signal_ends_the_wait_and_nothing_was_started(tmp_path: Path) -> None:
             undo=lambda: undone.append(True),
         )
     assert undone == [True]
+
+
+def test_of_thousands_of_nodes_the_pause_between_two_looks_is_no_excuse_for_silence(tmp_path: Path) -> None:
+    """They are looked at more rarely; that this process waits between two looks does not mean that it was held up."""
+    stage = Stage(tmp_path)
+    nodes = [f"n{index}" for index in range(8192)]
+    stage.begin(*nodes)
+    stage.train(1)
+    earlier = stage.earlier(stage.begin(*nodes))
+    over, began = earlier.supersede(), stage.clock.now
+    while not over and stage.clock.now < began + 3000:
+        stage.clock.now += earlier.look_seconds
+        over = earlier.look()
+    assert over
+
+
+def test_an_attempt_without_agents_is_not_said_to_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    stage.train(1)
+    stage.begin("n2")
+    assert not stage.earlier(stage.begin("n3")).supersede()
+    assert "attempt 0 may still run on n1:" in caplog.text
+    assert "attempt 1 may still run" not in caplog.text
