@@ -187,26 +187,20 @@ def _end_earlier(
     is_interrupted: Callable[[], bool],
     undo: Callable[[], None],
 ) -> None:
-    """Wait until no worker of an earlier attempt runs any more. A filesystem that refuses is asked again.
+    """Wait until no worker of an earlier attempt runs any more.
 
     Raises:
         StartInterruptedError: a signal came first; `undo` has been called.
         EarlierAttemptRunsError: one does not end.
+        OSError: the run directory was removed, say; a filesystem that refuses was asked again by `on_disk`.
     """
-    step, has_warned = earlier.supersede, False
-    while True:
-        try:
-            if on_disk(step):
-                return
-            step = earlier.look
-        except OSError as error:
-            if not has_warned:
-                logger.warning("an earlier attempt of the run can't be looked at: %s; trying again", error)
-            has_warned = True
+    is_over = on_disk(earlier.supersede)
+    while not is_over:
         if is_interrupted():
             undo()
-            raise StartInterruptedError(nodes=", ".join(earlier.awaited_nodes) or "the filesystem")
+            raise StartInterruptedError(nodes=", ".join(earlier.awaited_nodes))
         clock.wait(threading.Event(), earlier.look_seconds)
+        is_over = on_disk(earlier.look)
 
 
 def _begin(paths: RunPaths, site: Site, facts: SiteFacts, clock: Clock) -> AttemptInfo:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.file_thread import FileThread, is_refusal
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.run_attempt import StartInterruptedError, _end_earlier
@@ -269,15 +270,37 @@ def test_a_filesystem_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: p
         return listing(store, folder)
 
     monkeypatch.setattr(FileStore, "list", refuse)
+    files = FileThread()
     _end_earlier(
         earlier,
-        lambda action: action(),
+        lambda action: files.do(action, within=60, again=is_refusal),
         clock=stage.clock,
         is_interrupted=lambda: False,
         undo=lambda: pytest.fail("it goes on"),
     )
     assert not refusals
     assert stage.outcome() is Outcome.SUPERSEDED
+
+
+def test_a_run_directory_that_was_removed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(tmp_path)
+    stage.begin("n1")
+    stage.train(1)
+    earlier = stage.earlier(stage.begin("n2"))
+
+    def is_gone(store: FileStore, folder: str) -> list[str]:
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", folder)
+
+    monkeypatch.setattr(FileStore, "list", is_gone)
+    files = FileThread()
+    with pytest.raises(FileNotFoundError):
+        _end_earlier(
+            earlier,
+            lambda action: files.do(action, within=60, again=is_refusal),
+            clock=stage.clock,
+            is_interrupted=lambda: stage.clock.now > 5000,
+            undo=lambda: None,
+        )
 
 
 def test_a_signal_ends_the_wait_and_nothing_was_started(tmp_path: Path) -> None:
