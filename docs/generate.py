@@ -27,12 +27,11 @@ sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
 from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
-from hpc_elastic.configuration.all_options import ALL_OPTIONS  # noqa: E402
-from hpc_elastic.configuration.defaults import default_of  # noqa: E402
-from hpc_elastic.configuration.keys import Keys, key_of, variable_of  # noqa: E402
-from hpc_elastic.failures import failure_patterns  # noqa: E402
-from hpc_elastic.launch import signal_table  # noqa: E402
-from hpc_elastic.rendezvous import transitions  # noqa: E402
+from hpc_elastic.failures import classify  # noqa: E402
+from hpc_elastic.launch import signals  # noqa: E402
+from hpc_elastic.options.all_options import ALL_OPTIONS, default_of  # noqa: E402
+from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
+from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 
 
@@ -105,14 +104,14 @@ Agents and workers read none of this: what holds for a run is in its run.json, o
 STATES_INTRODUCTION = """\
 # States
 
-<!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/transitions.py,
+<!-- Written by docs/generate.py from the tables in hpc_elastic/rendezvous/state.py,
 hpc_elastic/agent/supervision.py and hpc_elastic/inprocess/life.py; do not edit. -->
 """
 
 SIGNALS_INTRODUCTION = """\
 # What a signal means
 
-<!-- Written by docs/generate.py from the table in hpc_elastic/launch/signal_table.py; do not edit. -->
+<!-- Written by docs/generate.py from the table in hpc_elastic/launch/signals.py; do not edit. -->
 
 A signal by itself says little: Slurm sends SIGTERM when a preemption's grace time begins, when it is over, at the
 time limit, at a cancel and at a requeue. So whoever hears one tells all, the supervisor asks Slurm about the job (for
@@ -138,7 +137,7 @@ whatever comes after it: the limit is told by its reason, a preemption by its Pr
 KNOWN_INTRODUCTION = """\
 # Failures that are known by their words
 
-<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/failure_patterns.py; do not edit. -->
+<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/classify.py; do not edit. -->
 
 What is looked for in an exception's text and in what it was raised from, else in the last lines of stderr; upper and
 lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits holds. A *symptom* is
@@ -269,8 +268,8 @@ def states_page() -> str:
         [
             STATES_INTRODUCTION,
             "## A rendezvous\n\nWhat the log of a run's rounds says; the coordinator alone writes it.\n",
-            diagram(transitions.TRANSITIONS, Status.JOINABLE),
-            rows(transitions.TRANSITIONS),
+            diagram(rendezvous_state.TRANSITIONS, Status.JOINABLE),
+            rows(rendezvous_state.TRANSITIONS),
             "## An agent\n\nWhat the agent of one node is doing.\n",
             diagram(supervision.TRANSITIONS, Phase.JOINING),
             rows(supervision.TRANSITIONS),
@@ -286,10 +285,10 @@ def states_page() -> str:
 
 def signals_page() -> str:
     """The table, with what is the same for several words of Slurm's, or for both hearers, in one row."""
-    said: dict[tuple[str, tuple[str, ...], signal_table.Row], list[str]] = {}
-    for call, halves in signal_table.TABLE.items():
-        for condition in signal_table.JobCondition:
-            found: dict[signal_table.Row, list[str]] = {}
+    said: dict[tuple[str, tuple[str, ...], signals.Row], list[str]] = {}
+    for call, halves in signals.TABLE.items():
+        for condition in signals.JobCondition:
+            found: dict[signals.Row, list[str]] = {}
             for heard_by, rows in halves.items():
                 if condition in rows:
                     found.setdefault(rows[condition], []).append(heard_by.value)
@@ -297,9 +296,9 @@ def signals_page() -> str:
                 said.setdefault((call.value, tuple(hearers), row), []).append(condition.value)
     lines = []
     for (call_text, by, row), words in said.items():
-        who = "supervisor or agents" if len(by) == len(signal_table.HeardBy) else by[0]
+        who = "supervisor or agents" if len(by) == len(signals.HeardBy) else by[0]
         saves = "may save first" if row.saves else "are ended"
-        asked = "whatever it says" if len(words) == len(signal_table.JobCondition) else "; ".join(words)
+        asked = "whatever it says" if len(words) == len(signals.JobCondition) else "; ".join(words)
         by_whom = _who_requeues(row, words)
         lines.append(
             f"| {call_text} | {who} | {asked} | {row.meaning.value} | {saves} | {row.deadline.value} | {by_whom} |"
@@ -307,24 +306,24 @@ def signals_page() -> str:
     return SIGNALS_INTRODUCTION + "\n".join(lines) + "\n" + SIGNALS_END
 
 
-def _who_requeues(row: signal_table.Row, words: list[str]) -> str:
-    if row.meaning is signal_table.Meaning.CANCEL:
+def _who_requeues(row: signals.Row, words: list[str]) -> str:
+    if row.meaning is signals.Meaning.CANCEL:
         return "nobody"
-    return "Slurm has" if words == [signal_table.JobCondition.REQUEUED.value] else "we do"
+    return "Slurm has" if words == [signals.JobCondition.REQUEUED.value] else "we do"
 
 
 def known_failures_page() -> str:
     """The words that are known, as tables."""
     lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
-    for row in failure_patterns.PATTERNS:
+    for row in classify.PATTERNS:
         texts = ", ".join(f"`{text}`" for text in row.any_of)
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
         tried = "yes" if row.retryable else "no"
         lines.append(f"| {row.says} | {kind} | {tried} | {'yes' if row.node_suspect else ''} | {texts} |")
-    for name, says in failure_patterns.SYMPTOM_TYPES.items():
+    for name, says in classify.SYMPTOM_TYPES.items():
         lines.append(f"| {says} | symptom | yes | | an exception of type `{name}` |")
     xids = ["| Xid | what happened | class | node suspect |", "| --- | --- | --- | --- |"]
-    for number, (failure_class, suspect, says) in failure_patterns.XIDS.items():
+    for number, (failure_class, suspect, says) in classify.XIDS.items():
         xids.append(f"| {number} | {says} | {failure_class.value} | {'yes' if suspect else ''} |")
     heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
     return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, ""])

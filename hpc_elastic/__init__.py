@@ -12,21 +12,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
-    from hpc_elastic.worker_callbacks import on_preemption as on_preemption
-    from hpc_elastic.worker_heartbeat import checkpoint_done as checkpoint_done
-    from hpc_elastic.worker_heartbeat import heartbeat as heartbeat
-    from hpc_elastic.worker_heartbeat import section as section
-    from hpc_elastic.worker_notice import PreemptionNotice as PreemptionNotice
-    from hpc_elastic.worker_notice import preemption_notice as preemption_notice
-    from hpc_elastic.worker_notice import should_checkpoint as should_checkpoint
+    from hpc_elastic.worker_api.heartbeat import checkpoint_done as checkpoint_done
+    from hpc_elastic.worker_api.heartbeat import heartbeat as heartbeat
+    from hpc_elastic.worker_api.heartbeat import section as section
+    from hpc_elastic.worker_api.preemption import PreemptionNotice as PreemptionNotice
+    from hpc_elastic.worker_api.preemption import on_preemption as on_preemption
+    from hpc_elastic.worker_api.preemption import preemption_notice as preemption_notice
+    from hpc_elastic.worker_api.preemption import should_checkpoint as should_checkpoint
 
 __version__ = "0.1.0"
 
 _FROM = {
-    "on_preemption": "hpc_elastic.worker_callbacks",
-    **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_heartbeat"),
+    "on_preemption": "hpc_elastic.worker_api.preemption",
+    **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_api.heartbeat"),
     "LaunchConfig": "hpc_elastic.submission.notebook",
-    **dict.fromkeys(("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_notice"),
+    **dict.fromkeys(
+        ("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_api.preemption"
+    ),
 }
 """What is imported when it is first used, and from where."""
 

@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.elastic_agent import ElasticAgent as ElasticAgent
     from hpc_elastic.agent.elastic_agent import SimpleElasticAgent as SimpleElasticAgent
     from hpc_elastic.agent.local_agent import LocalElasticAgent as LocalElasticAgent
-    from hpc_elastic.agent.worker import MonitorResult as MonitorResult
-    from hpc_elastic.agent.worker import RunResult as RunResult
-    from hpc_elastic.agent.worker import Worker as Worker
-    from hpc_elastic.agent.worker import WorkerGroup as WorkerGroup
-    from hpc_elastic.agent.worker import WorkerGroupFailureError as WorkerGroupFailureError
-    from hpc_elastic.agent.worker import WorkerGroupFailureException as WorkerGroupFailureException
-    from hpc_elastic.agent.worker import WorkerState as WorkerState
+    from hpc_elastic.agent.supervision import MonitorResult as MonitorResult
+    from hpc_elastic.agent.supervision import RunResult as RunResult
+    from hpc_elastic.agent.supervision import Worker as Worker
+    from hpc_elastic.agent.supervision import WorkerGroup as WorkerGroup
+    from hpc_elastic.agent.supervision import WorkerGroupFailureError as WorkerGroupFailureError
+    from hpc_elastic.agent.supervision import WorkerGroupFailureException as WorkerGroupFailureException
+    from hpc_elastic.agent.supervision import WorkerState as WorkerState
     from hpc_elastic.agent.worker_spec import WorkerSpec as WorkerSpec
 
 _FROM = {
     "elastic_agent": ("ElasticAgent", "SimpleElasticAgent"),
     "local_agent": ("LocalElasticAgent",),
-    "worker": (
+    "supervision": (
         "MonitorResult",
         "RunResult",
         "Worker",

@@ -9,22 +9,22 @@ from hpc_elastic.agent.crash import CrashGuard
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.local_workers import Place
-from hpc_elastic.agent.pump import Pump
-from hpc_elastic.agent.ring import NoRing, RingWatch
-from hpc_elastic.agent.round_figures import RoundFigures
-from hpc_elastic.agent.signals import SignalQueue
+from hpc_elastic.agent.metrics import RoundFigures
+from hpc_elastic.agent.restart_group import NoRing, RingWatch
 from hpc_elastic.agent.store_server import StoreServer
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock
-from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FileThread
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.light_dataclasses import dataclass, field
-from hpc_elastic.processes.spawn import Inherited
-from hpc_elastic.processes.std_streams import Std
+from hpc_elastic.options.worker_values import Std
+from hpc_elastic.output.pump import Pump
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.state import NodeInfo
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.store.notifier import Notifier
+from hpc_elastic.workers.linux import SignalQueue
+from hpc_elastic.workers.spawn import Inherited
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class AgentContext:
     inherited: Inherited
     clock: Clock
     coordination: Coordination
-    doorbell: Doorbell | None
+    doorbell: Notifier | None
     pump: Pump
     store_server: StoreServer
     torch_available: Callable[[], bool]

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
-from hpc_elastic.events import EventLog
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.processes.hung_exit import leave_hung_threads
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.workers.linux import leave_hung_threads
 
 _RESERVE_BYTES = 4 << 20
 LAST_WORDS_SECONDS = 1.0

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_elastic.addresses import candidate_addresses, choose_master_address
-from hpc_elastic.agent.group_ranks import GroupFacts, restarts_after, worker_places
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics
-from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState
-from hpc_elastic.agent.worker_spec import Rendezvous, Round, WorkerSpec
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState
+from hpc_elastic.agent.worker_spec import GroupFacts, Rendezvous, Round, WorkerSpec, restarts_after, worker_places
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
 from hpc_elastic.errors import HpcElasticError, UsageError
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.base.self_command import worker_arguments
 from hpc_elastic.errors import UsageError
-from hpc_elastic.self_command import worker_arguments
 
 
 class FunctionCall:

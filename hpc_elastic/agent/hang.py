@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
 from hpc_elastic.light_dataclasses import dataclass, field
+from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
 
 HANG_FINGERPRINT = "hang:"
 """What every hang's fingerprint begins with."""

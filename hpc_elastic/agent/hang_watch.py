@@ -18,11 +18,11 @@ from hpc_elastic.agent.hang import (
     next_look,
 )
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
-from hpc_elastic.atomic_file import make_private_dir, write_json
-from hpc_elastic.clock import Clock, SystemClock
-from hpc_elastic.file_thread import FileThread
-from hpc_elastic.heartbeat_record import VARIABLE, NoticeRecord
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.worker_api.heartbeat_record import VARIABLE, NoticeRecord
 
 logger = logging.getLogger(__name__)
 

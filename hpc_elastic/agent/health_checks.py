@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpc_elastic.addresses import links
 from hpc_elastic.agent.health import (
     CHECK_SECONDS,
     DESCRIPTORS,
@@ -36,19 +35,21 @@ from hpc_elastic.agent.health import (
     judge_room,
     judge_script,
     judge_shared,
+    measure_memory,
+    measure_room,
+    measure_shared,
     sum_up_findings,
 )
-from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure_shared
 from hpc_elastic.agent.health_gpu import from_json
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.host_facts import links
+from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.light_dataclasses import dataclass, replace
-from hpc_elastic.processes import tree
-from hpc_elastic.processes.command_path import WorkerStartError
-from hpc_elastic.processes.spawn import Inherited, WorkerProcess, start_worker
-from hpc_elastic.processes.tags import JOB_VARIABLE, TAG_VARIABLE
-from hpc_elastic.readable import wait_readable
-from hpc_elastic.self_command import module_command
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.spawn import Inherited, WorkerProcess, WorkerStartError, start_worker
+from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE
 
 TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_TOKEN"
 """Marks a check's process and all that it starts; another value each time."""

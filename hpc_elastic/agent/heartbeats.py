@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from hpc_elastic.agent.hang import RankBeat, setup_beat
-from hpc_elastic.atomic_file import check_private_dir
+from hpc_elastic.base.files import check_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.heartbeat_record import FILE_BYTES, NoticeRecord, empty_file, pack_notice, read_record
 from hpc_elastic.light_dataclasses import replace
+from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, NoticeRecord, empty_file, pack_notice, read_record
 
 logger = logging.getLogger(__name__)
 

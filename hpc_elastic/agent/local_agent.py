@@ -26,26 +26,25 @@ from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers, Place
 from hpc_elastic.agent.metrics import MetricSink
-from hpc_elastic.agent.worker import MonitorResult, RunResult, WorkerGroup, WorkerState
+from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.agent.worker_spec import WorkerSpec
-from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.clock import Clock, RunClock
+from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UsageError
-from hpc_elastic.file_thread import FileThread
-from hpc_elastic.log_pieces import PieceLimit
-from hpc_elastic.processes import linux, tree
-from hpc_elastic.processes.command_path import candidates
-from hpc_elastic.processes.job_log import JobLog
-from hpc_elastic.processes.logs import LogPump
-from hpc_elastic.processes.spawn import Inherited
-from hpc_elastic.processes.std_streams import parse_std_streams, shown_in_job_log
-from hpc_elastic.processes.stop import Stopped
-from hpc_elastic.processes.tags import TAG_VARIABLE, Tag
-from hpc_elastic.readable import wait_readable
-from hpc_elastic.rendezvous.slots import RankLayout
-from hpc_elastic.run_paths import AttemptPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint
+from hpc_elastic.options.worker_values import parse_std_streams, shown_in_job_log
+from hpc_elastic.output.job_log import JobLog
+from hpc_elastic.output.pump import LogPump
+from hpc_elastic.rendezvous.ranks import RankLayout
+from hpc_elastic.run.log_pieces import PieceLimit
+from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint
+from hpc_elastic.workers import linux, tree
+from hpc_elastic.workers.spawn import Inherited, candidates
+from hpc_elastic.workers.stop import Stopped
+from hpc_elastic.workers.tags import TAG_VARIABLE, Tag
 
 logger = logging.getLogger(__name__)
 

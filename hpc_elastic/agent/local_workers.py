@@ -1,6 +1,10 @@
 """The workers of one node in one round: started, watched, ended, and described where they failed.
 
 What describes failures is imported when that is due; by then `later.import_what_failures_need` has had it loaded.
+
+What an agent imports once its workers run: it takes as long as half of its start, and nobody waits for it then.
+
+And not when it is needed: the mount that holds this package may hang by then, or a newer version lie there.
 """
 
 from __future__ import annotations
@@ -9,29 +13,29 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
-from hpc_elastic.agent.pump import Pump
-from hpc_elastic.agent.ring import DeadWorker, keep_apart
-from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.clock import Clock, uptime_ns
-from hpc_elastic.file_thread import FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
+from hpc_elastic.base.clock import Clock, uptime_ns
+from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.light_dataclasses import dataclass, replace
-from hpc_elastic.log_pieces import holds_at_end
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.processes import linux
-from hpc_elastic.processes.cgroup import oom_kill_count
-from hpc_elastic.processes.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
-from hpc_elastic.processes.std_streams import Std
-from hpc_elastic.processes.stop import GroupStopper, Stopped
-from hpc_elastic.rendezvous.slots import RankLayout
-from hpc_elastic.run_paths import AttemptPaths, RankPaths
+from hpc_elastic.options.worker_values import Std
+from hpc_elastic.output.pump import Pump
+from hpc_elastic.rendezvous.ranks import RankLayout
+from hpc_elastic.run.log_pieces import holds_at_end
+from hpc_elastic.run.paths import AttemptPaths, RankPaths
+from hpc_elastic.workers import linux
+from hpc_elastic.workers.cgroup import oom_kill_count
+from hpc_elastic.workers.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
+from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 if TYPE_CHECKING:
-    from hpc_elastic.agent.hang_evidence import HungWorker
-    from hpc_elastic.agent.hang_stop import StacksThenStop
+    from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop
     from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 
@@ -359,7 +363,7 @@ class LocalWorkers:
         """The workers that were to leave their stacks."""
         if self._asked is None:
             return []
-        from hpc_elastic.agent.hang_evidence import HungWorker
+        from hpc_elastic.agent.hang_stop import HungWorker
 
         found = []
         for slot in self._slots:
@@ -384,7 +388,7 @@ class LocalWorkers:
     def _gather_stacks(self, asked: Sequence[tuple[_Slot, HungWorker]]) -> list[WorkerFailure]:
         if not asked:
             return []
-        from hpc_elastic.agent.hang_evidence import describe_hang, rank_stacks, read_stacks
+        from hpc_elastic.agent.hang_stop import describe_hang, rank_stacks, read_stacks
 
         failures = []
         for slot, worker in asked:
@@ -507,3 +511,18 @@ class LocalWorkers:
         # It was failing already when our signal came: its own words are worth keeping.
         ours = _OURS | _ABORTED if self._asked is not None else _OURS
         return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in ours
+
+
+MODULES = (
+    "subprocess",
+    "hpc_elastic.failures.evidence",
+    "hpc_elastic.failures.error_file",
+    "hpc_elastic.failures.stacks",
+    "hpc_elastic.agent.hang_stop",
+)
+
+
+def import_what_failures_need() -> None:
+    """Import them. For a thread that may be held up by files."""
+    for module in MODULES:
+        import_module(module)

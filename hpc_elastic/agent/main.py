@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpc_elastic import __version__
-from hpc_elastic.addresses import LOOPBACK
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import LAST_WORDS_SECONDS, CrashGuard
 from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
@@ -22,38 +21,39 @@ from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_heal
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
 from hpc_elastic.agent.local_workers import Place
-from hpc_elastic.agent.local_world_size import local_world_size
-from hpc_elastic.agent.metrics import metrics_from_option
+from hpc_elastic.agent.metrics import RoundFigures, metrics_from_option
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.output_losses import log_losses
-from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
+from hpc_elastic.agent.rendezvous_session import (
+    claim_start_number,
+    local_world_size,
+    prepare_session,
+    rendezvous_settings,
+)
+from hpc_elastic.agent.restart_group import RingWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
-from hpc_elastic.agent.ring import RingWatch
-from hpc_elastic.agent.round_figures import RoundFigures
-from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.agent.start_number import claim_start_number
 from hpc_elastic.agent.store_server import StoreServer, torch_available
-from hpc_elastic.attempt import AttemptInfo, load_attempt
-from hpc_elastic.clock import Clock, RunClock, SystemClock
+from hpc_elastic.base.clock import Clock, RunClock, SystemClock
+from hpc_elastic.base.file_executor import FileThread, is_refusal
+from hpc_elastic.base.host_facts import LOOPBACK
+from hpc_elastic.base.outcome import REFUSED_CODE, ExitCode
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
-from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FileThread, is_refusal
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.outcome import REFUSED_CODE, ExitCode
-from hpc_elastic.processes import linux
-from hpc_elastic.processes.guardian import kill_stale_processes, start_guardian
-from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
-from hpc_elastic.processes.job_log import JobLog
-from hpc_elastic.processes.logs import LogPump
-from hpc_elastic.processes.spawn import Inherited, prepare_agent_process
-from hpc_elastic.processes.std_streams import Std, parse_std_streams, shown_in_job_log
-from hpc_elastic.processes.tags import JOB_VARIABLE, TAG_VARIABLE, Tag
-from hpc_elastic.rendezvous.uid import new_uid
-from hpc_elastic.ring_record import RestartWith
-from hpc_elastic.run_paths import AttemptPaths, RunPaths
-from hpc_elastic.run_spec import RunSpec, load_run_spec
+from hpc_elastic.options.worker_values import Std, parse_std_streams, shown_in_job_log
+from hpc_elastic.output.job_log import JobLog
+from hpc_elastic.output.pump import LogPump, log_losses
+from hpc_elastic.rendezvous.state import new_uid
+from hpc_elastic.run.attempt import AttemptInfo, load_attempt
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
-from hpc_elastic.store.ring_secret import read_secret
+from hpc_elastic.store.notifier import read_secret
+from hpc_elastic.worker_api.restart_group import RestartWith
+from hpc_elastic.workers import linux
+from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
+from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
+from hpc_elastic.workers.spawn import Inherited, prepare_agent_process
+from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +297,7 @@ def _shown(spec: RunSpec) -> Callable[[int], Std]:
 
 def _keep(error: BaseException, me: _Me, clock: Clock) -> None:
     """Leave an error file of our own failure, as a worker leaves one of its."""
-    from hpc_elastic.failures.own_failure import write_own_failure
+    from hpc_elastic.failures.error_file import write_own_failure
 
     path = me.paths.agent_error_file(me.node)
     write_own_failure(path, error, role="agent", host=me.host, now_ns=clock.time_ns())

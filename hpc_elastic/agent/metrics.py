@@ -2,6 +2,8 @@
 
 Names are ``workers.<role>.<what>``, as torch's agent has them: ``remaining_restarts``; a state in lower case, 1 at the
 moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_seconds``, ``restart_seconds``.
+
+What an agent measures of its own rounds, for the metrics' sink and the event log.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from hpc_elastic.atomic_file import open_own, write_private
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.agent.supervision import WorkerState
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.files import open_own, write_private
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.lazy_pattern import pattern
 
@@ -202,3 +205,37 @@ def _escaped(value: str) -> str:
 
 
 _STATES = ("unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed")
+
+
+class RoundFigures:
+    """Durations in seconds by this node's monotonic clock; the agent says when what begins and ends."""
+
+    def __init__(self, sink: MetricSink, *, role: str, clock: Clock) -> None:
+        self._sink = sink
+        self._role = role
+        self._clock = clock
+        self._began: dict[str, float] = {}
+        self._state: WorkerState | None = None
+
+    def begin(self, what: str) -> None:
+        """`what` begins now, where it has not begun already."""
+        self._began.setdefault(what, self._clock.monotonic())
+
+    def end(self, what: str) -> float | None:
+        """`what` ends now. Returns its seconds, rounded to milliseconds; None where it had not begun."""
+        began = self._began.pop(what, None)
+        if began is None:
+            return None
+        seconds = round(self._clock.monotonic() - began, 3)
+        self.put(f"{what}_seconds", seconds)
+        return seconds
+
+    def enter(self, state: WorkerState) -> None:
+        """The worker group is in `state`; said again, it tells nothing."""
+        if state is not self._state:
+            self._state = state
+            self.put(state.name.lower(), 1)
+
+    def put(self, what: str, value: float) -> None:
+        """One figure under ``workers.<role>.<what>``."""
+        self._sink.put(f"workers.{self._role}.{what}", value)

@@ -3,6 +3,8 @@
 The loop waits for whatever comes first: a worker's end (pidfd), news from the coordination thread, a signal, a word of
 the TCPStore's host, or the time at which workers that are being ended must be looked at again. What may follow what is
 `supervision.TRANSITIONS`.
+
+Where a round's workers meet: the address and port that the node of group rank 0 tells the others.
 """
 
 from __future__ import annotations
@@ -13,35 +15,38 @@ import selectors
 import signal
 from collections.abc import Callable
 
-from hpc_elastic.agent.clock_samples import ClockOffsetLog
+from hpc_elastic.agent.address_filter import Guard
+from hpc_elastic.agent.checkpoints import CheckpointWatch, NoticeWatch
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
-from hpc_elastic.agent.growth import CheckpointWatch
+from hpc_elastic.agent.ending import HeardSignals, exit_code, finish_if_unclaimed, leave_run
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.heard_signals import HeardSignals
-from hpc_elastic.agent.last_duties import exit_code, finish_if_unclaimed, leave_run
-from hpc_elastic.agent.later import import_what_failures_need
-from hpc_elastic.agent.local_workers import LocalWorkers
-from hpc_elastic.agent.master import admit_members, open_master
-from hpc_elastic.agent.metrics import NoMetrics
-from hpc_elastic.agent.node_failure import early_failure, own_failure, sum_up
-from hpc_elastic.agent.notice_watch import NoticeWatch
-from hpc_elastic.agent.output_losses import log_losses
-from hpc_elastic.agent.round_events import log_coordination, log_failure, log_health, log_round, log_stacks
-from hpc_elastic.agent.round_figures import RoundFigures
+from hpc_elastic.agent.local_workers import LocalWorkers, import_what_failures_need
+from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
+from hpc_elastic.agent.rendezvous_session import rendezvous_settings
+from hpc_elastic.agent.restart_policy import early_failure, own_failure, sum_up
+from hpc_elastic.agent.round_events import (
+    ClockOffsetLog,
+    log_coordination,
+    log_failure,
+    log_health,
+    log_round,
+    log_stacks,
+)
 from hpc_elastic.agent.store_server import StoreBindError, StoreState
-from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, next_phase
-from hpc_elastic.agent.worker import WorkerState
+from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.agent.worker_environment import round_facts, worker_environment
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.processes.command_path import WorkerStartError
-from hpc_elastic.processes.spawn import reap_orphans
-from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.base.file_executor import FilesystemHangsError
+from hpc_elastic.base.host_facts import choose_master_address
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.slots import rank_layout
-from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.uid import supersedes
+from hpc_elastic.rendezvous.ranks import rank_layout
+from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
+from hpc_elastic.store.notifier import Notifier
+from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
+from hpc_elastic.workers.stop import Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -518,3 +523,52 @@ class NodeAgent:
             if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
                 log_coordination(context.events, *notice, nodes=context.attempt.nodes)
         return code
+
+
+FIND_TORCH_SECONDS = 60.0
+
+
+def open_master(context: AgentContext, record: RoundRecord, is_ending: Callable[[], bool]) -> str:
+    """Bind the TCPStore's port on this node: on the loopback where no other node is in the round.
+
+    Args:
+        context: The agent's.
+        record: The round's.
+        is_ending: Whether this node is to end: then nothing is waited for.
+
+    Returns:
+        ``address port 1|0``, the last for whether we serve it.
+
+    Raises:
+        StoreBindError: there is no listening there.
+    """
+    is_alone = len(record.members) == 1
+    host = choose_master_address(
+        given=context.spec.master_addr,
+        reached=list(context.doorbell.reached) if context.doorbell and not is_alone else (),
+        candidates=() if is_alone else context.info.addresses,
+    )
+    try:
+        serves = context.files.do(context.torch_available, within=FIND_TORCH_SECONDS, unless=is_ending)
+    except FilesystemHangsError:
+        serves = False  # then rank 0 does
+    guarded = serves and rendezvous_settings(context.spec, context.attempt).member_filter
+    address, port = context.store_server.bind(host, context.spec.master_port, guarded=guarded)
+    return f"{address} {port} {int(serves)}"
+
+
+def admit_members(guard: Guard, record: RoundRecord, participant: Participant, doorbell: Notifier | None) -> None:
+    """Let the nodes of the round `record` reach a port. In the coordination's thread: it may read files.
+
+    Args:
+        guard: The port's.
+        record: The round's.
+        participant: Knows what nodes say of themselves.
+        doorbell: Knows from where they were heard.
+
+    Raises:
+        OSError: the filesystem refuses.
+    """
+    addresses = participant.member_addresses([member.uid for member in record.members])
+    senders = doorbell.senders if doorbell is not None else frozenset()
+    guard.admit(None if addresses is None else addresses | senders)

@@ -1,23 +1,37 @@
-"""A process' place in the run's rendezvous, agent or supervisor: its address, doorbell, store and participant."""
+"""A process' place in the run's rendezvous, agent or supervisor: its address, doorbell, store and participant.
+
+The how-manyeth agent of its node an agent is: later agents supersede earlier ones, whatever the node's clock says.
+
+A node can come back with another time than it had, an hour back say. Its new agent would take the dead one for the
+newer, and leave; so starts are counted in the store.
+
+``--nproc-per-node``: how many workers this node runs.
+"""
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hpc_elastic.addresses import LOOPBACK, candidate_addresses
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
+from hpc_elastic.errors import UsageError
 from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.growth import GrowPolicy
+from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.restart_decision import DecideRestart
-from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import NodeInfo
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.store.doorbell import Doorbell, open_doorbell
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
+from hpc_elastic.slurm.notation import device_count
+from hpc_elastic.store.base import Store, StoreFullError
 from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.notifier import Notifier, open_notifier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +39,7 @@ class RendezvousSession:
     """One process's parts of the rendezvous, put together."""
 
     info: NodeInfo
-    doorbell: Doorbell | None
+    doorbell: Notifier | None
     """None: polling alone."""
     coordination: Coordination
     """Not started yet."""
@@ -51,10 +65,10 @@ def session_addresses(attempt: AttemptInfo, host: str) -> tuple[str, ...]:
 
 def open_session_doorbell(
     spec: RunSpec, attempt: AttemptInfo, *, secret: bytes, uid: str, addresses: tuple[str, ...]
-) -> Doorbell | None:
+) -> Notifier | None:
     """This process' doorbell in the attempt, or None where there can be none. Arguments as of `prepare_session`."""
     bind_to = LOOPBACK if attempt.cluster == "local" else "0.0.0.0"
-    return open_doorbell(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
+    return open_notifier(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
 
 
 def prepare_session(
@@ -120,3 +134,76 @@ def prepare_session(
         beat_interval=settings.beat_interval,
     )
     return RendezvousSession(info=info, doorbell=doorbell, coordination=coordination)
+
+
+START_NUMBER_SECONDS = 120.0
+"""Seconds for which a filesystem that refuses is waited for, as the health check does before a round."""
+"""Seconds for which a filesystem may refuse."""
+_PAUSE = 0.1
+
+
+def claim_start_number(root: Path, node: int, *, clock: Clock) -> int:
+    """Count this start, in the attempt's store at `root`. From 1.
+
+    Raises:
+        OSError: the filesystem has refused for `PATIENCE`.
+        UnsafePathError, StoreError: the store is not usable.
+    """
+    return next_start_number(lambda: FileStore(root, clock=clock), node, clock=clock)
+
+
+def next_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
+    """`claim_start_number`, on any store."""
+    folder = f"start/{node:05d}"
+    mine = os.urandom(8).hex()
+    least = 1
+    deadline = clock.monotonic() + START_NUMBER_SECONDS
+    while True:
+        try:
+            store = open_store()
+            number = max([least, *(int(name) + 1 for name in store.list(folder) if name.isdecimal())])
+            try:
+                if store.put_if_absent(f"{folder}/{number}", mine):
+                    return number
+            except StoreFullError:
+                return number  # not written down: a later start has the same one, and goes by its clock
+            least = number + 1  # a cache hid the last one
+        except OSError:
+            if clock.monotonic() >= deadline:
+                raise
+        clock.wait(threading.Event(), _PAUSE)
+
+
+def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path("/dev")) -> int:
+    """Resolve a number, ``auto``, ``gpu`` or ``cpu`` on this node.
+
+    Args:
+        asked: What the user gave. ``auto``: the GPUs that Slurm gave (or CUDA_VISIBLE_DEVICES names), else 1. ``gpu``:
+            the same, and where neither Slurm nor CUDA_VISIBLE_DEVICES limits them, all that this machine has.
+        env: The agent's environment.
+        devices: Where NVIDIA's driver puts its devices.
+
+    Raises:
+        UsageError: no such word, a number below 1, or ``gpu`` on a node without.
+    """
+    if asked.isdecimal():
+        if int(asked) < 1:
+            raise UsageError(f"--nproc-per-node {asked}: give at least 1")
+        return int(asked)
+    if asked == "cpu":
+        return len(os.sched_getaffinity(0))
+    if asked not in ("auto", "gpu"):
+        raise UsageError(f"--nproc-per-node {asked}: give a number, auto, gpu or cpu")
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if in_job(env):
+        gpus = JobEnvironment.from_env(env).node.gpus
+        lacking = "this node has no GPU of the job's; ask for some with --gpus-per-node"
+    elif visible is None and asked == "gpu":
+        gpus = len(list(devices.glob("nvidia[0-9]*")))
+        lacking = f"no NVIDIA GPU was found ({devices}/nvidia*); give the number of workers"
+    else:
+        gpus = device_count(visible or "")
+        lacking = f"CUDA_VISIBLE_DEVICES={visible!r} names no GPU; unset it, or give the number of workers"
+    if asked == "gpu" and gpus == 0:
+        raise UsageError(f"--nproc-per-node gpu: {lacking}")
+    return max(1, gpus)

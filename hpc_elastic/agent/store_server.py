@@ -31,11 +31,11 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_elastic.addresses import LOOPBACK
 from hpc_elastic.agent.address_filter import Guard
+from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.file_thread import FileThread
-from hpc_elastic.processes.command_path import find_program
+from hpc_elastic.workers.spawn import find_program
 
 if TYPE_CHECKING:
     import subprocess

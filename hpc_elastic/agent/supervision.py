@@ -1,12 +1,150 @@
-"""What an agent is doing, and what may follow: the one table. docs/reference/states.md is generated from it."""
+"""The words of PyTorch's elastic agent: a worker, its group, their state, what a run returns.
+
+What an agent is doing, and what may follow: the one table. docs/reference/states.md is generated from it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from hpc_elastic.agent.worker import WorkerState
-from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.errors import HpcElasticError, IllegalTransitionError
+from hpc_elastic.light_dataclasses import dataclass, field
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.worker_spec import RoundStore, WorkerSpec
+
+
+class WorkerState(int, Enum):
+    """The state of a worker group, which changes as a unit."""
+
+    UNKNOWN = 0
+    """Changed half way."""
+    INIT = 1
+    """Not started yet."""
+    HEALTHY = 2
+    """Running."""
+    UNHEALTHY = 4
+    """Running, and something is not right."""
+    STOPPED = 8
+    """Ended by the agent; will soon be started again."""
+    SUCCEEDED = 16
+    """All ended with 0. Final."""
+    FAILED = 32
+    """Ended badly, and not started again. Final."""
+
+    @staticmethod
+    def is_running(state: WorkerState) -> bool:
+        """Whether processes of the group are there."""
+        return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+
+
+@dataclass(slots=True)
+class Worker:
+    """One rank on this node."""
+
+    local_rank: int
+    global_rank: int = -1
+    role_rank: int = -1
+    world_size: int = -1
+    role_world_size: int = -1
+    id: Any = None
+    """Opaque; the pid here. None before the start."""
+
+
+class WorkerGroup:
+    """The workers of one node, which change state as a unit."""
+
+    __slots__ = (
+        "group_rank",
+        "group_world_size",
+        "master_addr",
+        "master_port",
+        "restarts_used",
+        "round",
+        "spec",
+        "state",
+        "store",
+        "workers",
+    )
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        """A group that has not started: its workers have local ranks and nothing else."""
+        self.spec = spec
+        self.workers = [Worker(local_rank=local_rank) for local_rank in range(spec.local_world_size)]
+        self.state = WorkerState.INIT
+        self.store: RoundStore | None = None
+        """The round's own; None before the first round."""
+        self.group_rank: int | None = None
+        self.group_world_size: int | None = None
+        self.master_addr: str | None = None
+        self.master_port: int | None = None
+        self.round = -1
+        """The rendezvous' number of the round; -1 before the first."""
+        self.restarts_used = 0
+        """Rounds that followed a worker's failure, wherever in the run it happened: the same on every node."""
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup(role={self.spec.role!r}, state={self.state.name}, workers={self.workers!r})"
+
+
+@dataclass(slots=True)
+class MonitorResult:
+    """What `SimpleElasticAgent._monitor_workers` found."""
+
+    state: WorkerState
+    ret_vals: dict[int, Any] = field(default_factory=dict)
+    """Global rank → what its function returned, once all have ended well."""
+    exceptions: dict[int, Any] = field(default_factory=dict)
+    """Global rank → failure."""
+
+
+@dataclass(slots=True)
+class RunResult:
+    """How the run ended for this node's workers.
+
+    It can be indexed by global rank; a rank whose function returned nothing is not in it, as none is for a script.
+    """
+
+    state: WorkerState
+    return_values: dict[int, Any] = field(default_factory=dict)
+    """Global rank → return value, None included."""
+    failures: dict[int, Any] = field(default_factory=dict)
+    """Global rank → failure."""
+
+    def is_failed(self) -> bool:
+        return self.state == WorkerState.FAILED
+
+    def __getitem__(self, global_rank: int) -> Any:
+        return self.return_values[global_rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return (rank for rank, value in self.return_values.items() if value is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class WorkerGroupFailureError(HpcElasticError):
+    """The run was given up because of its workers.
+
+    Facts: `reason`, and `exceptions`, global rank → failure.
+    """
+
+    template = "{reason}"
+
+    def get_worker_exceptions(self) -> Mapping[int, Any]:
+        """Global rank → failure, of the workers on this node."""
+        exceptions: Mapping[int, Any] = self.facts.get("exceptions", {})
+        return exceptions
+
+
+WorkerGroupFailureException = WorkerGroupFailureError
 
 
 class Phase(str, Enum):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.rendezvous.slots import RankLayout
+from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import in_job
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"

@@ -9,13 +9,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_elastic.account_folder import account_folder
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.node_records import account_evidence, forget, forget_in
-from hpc_elastic.node_score import NodeScore, score_nodes
-from hpc_elastic.reading.screen_text import one_line
-from hpc_elastic.slurm.hostlist import HostlistError, expand
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.index import account_folder
+from hpc_elastic.run.node_records import account_evidence, forget, forget_in
+from hpc_elastic.run.node_score import NodeScore, score_nodes
+from hpc_elastic.slurm.notation import HostlistError, expand
 
 
 def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:

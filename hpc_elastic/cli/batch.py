@@ -19,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
         return finish_attempt(Path(argv[3]), int(argv[1]), os.environ, agent=argv[2], confirmed=confirmed)
     if len(argv) != 1 or argv[0].startswith("-"):
         raise UsageError("batch takes one run directory; it is called by the script that submit makes")
-    from hpc_elastic.launch.batch import run_batch, run_of_this_job
+    from hpc_elastic.launch.slurm_site import run_batch, run_of_this_job
 
     # A worker of another run may have submitted this job by hand.
     env = without_run_variables(os.environ)

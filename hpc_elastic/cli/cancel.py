@@ -7,9 +7,9 @@ import sys
 
 from hpc_elastic.cli.run_job import RunJob, add_arguments, find_run_job, slurm_client
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.run_status import RunState
-from hpc_elastic.reading.screen_text import one_line
-from hpc_elastic.run_index import array_tasks
+from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.index import array_tasks
 from hpc_elastic.slurm.client import SlurmClient
 
 __all__ = ["add_arguments", "cancel", "run"]

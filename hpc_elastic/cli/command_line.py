@@ -6,11 +6,11 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.configuration import job_options, worker_options
-from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
-from hpc_elastic.configuration.option_table import Parsed, parse, render_help
-from hpc_elastic.configuration.resolve import resolve
-from hpc_elastic.configuration.run_request import current_directory
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.all_options import ALL_OPTIONS, REFUSED, YIELDS
+from hpc_elastic.options.resolve import resolve
+from hpc_elastic.options.run_request import current_directory
+from hpc_elastic.options.table import Parsed, parse, render_help
 
 GROUPS = {
     worker_options.GROUP: "workers, as in torchrun (names with _ too; [PET_...]: a variable that gives the default)",

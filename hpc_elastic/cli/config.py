@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hpc_elastic.cli.command_line import GROUPS
-from hpc_elastic.configuration.all_options import ALL_OPTIONS, REFUSED, YIELDS
-from hpc_elastic.configuration.defaults import default_of
-from hpc_elastic.configuration.keys import Keys, key_of
-from hpc_elastic.configuration.layers import Layer
-from hpc_elastic.configuration.option_table import Option, explaining, parse, render_help
-from hpc_elastic.configuration.resolve import Origin, Resolved, resolve
-from hpc_elastic.configuration.run_request import check_values, current_directory
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.screen_text import each_line
+from hpc_elastic.options.all_options import ALL_OPTIONS, REFUSED, YIELDS, default_of
+from hpc_elastic.options.config_files import Layer
+from hpc_elastic.options.resolve import Origin, Resolved, resolve
+from hpc_elastic.options.run_request import check_values, current_directory
+from hpc_elastic.options.table import Keys, Option, explaining, key_of, parse, render_help
+from hpc_elastic.output.terminal import each_line
 
 DESCRIPTION = (
     "Shows what submit and run would work with when they are given the same options here and now, and where each "

@@ -11,19 +11,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.cli import run_job
+from hpc_elastic.cli.follow import RunEnd, RunWatch
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run, node_names
-from hpc_elastic.cli.run_end import RunEnd, RunWatch
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
-from hpc_elastic.clock import Clock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.clocks import clock_offsets_ns
-from hpc_elastic.reading.event_files import EventParser, ReadEvent, event_files, event_reader, merged_events
-from hpc_elastic.reading.event_text import KNOWN_EVENTS, describe_event, describe_time
-from hpc_elastic.reading.follow_files import FollowedFiles
-from hpc_elastic.reading.log_streams import read_layouts
-from hpc_elastic.reading.output_reader import OutputReader
-from hpc_elastic.reading.screen_text import harmless
+from hpc_elastic.output.event_files import EventParser, ReadEvent, event_files, event_reader, merged_events
+from hpc_elastic.output.log_reader import FollowedFiles, OutputReader
+from hpc_elastic.output.log_streams import clock_offsets_ns, read_layouts
+from hpc_elastic.output.terminal import harmless
+from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event, describe_time
 
 _BAD = {
     "worker_failed",
@@ -99,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
     tail = int(args.tail) if args.tail is not None else None
     if args.follow:
-        from hpc_elastic.clock import SystemClock
+        from hpc_elastic.base.clock import SystemClock
 
         end = _Follower(asked, choice, printer, tail=tail, clock=SystemClock()).run()
         print_note(f"run {asked.paths.run_id} ended: {end.why}")

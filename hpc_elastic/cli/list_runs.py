@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
+from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.status_text import status_json
-from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
-from hpc_elastic.reading.screen_text import one_line
-from hpc_elastic.run_index import DEFAULT_RUNS_DIR, array_tasks
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.launch.run_status import RunState, RunStatus, read_status
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.index import DEFAULT_RUNS_DIR, array_tasks
+from hpc_elastic.run.paths import RunPaths
 
 MOST = 20
 _AT_ONCE = 100

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.event_text import describe_time
-from hpc_elastic.reading.log_merge import Piece, first_lines, last_of
-from hpc_elastic.reading.log_streams import LogStream
+from hpc_elastic.output.log_streams import LogStream, Piece, first_lines, last_of
+from hpc_elastic.report.event_text import describe_time
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.subject import choose_subject
 from hpc_elastic.report.verdict import Cause

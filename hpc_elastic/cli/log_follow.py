@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import threading
 
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.cli import run_job
-from hpc_elastic.cli.log_choice import LogChoice
-from hpc_elastic.cli.log_printer import LogPrinter
+from hpc_elastic.cli.follow import RunEnd, RunWatch
+from hpc_elastic.cli.logs import LogChoice, LogPrinter
 from hpc_elastic.cli.run_argument import AskedRun
-from hpc_elastic.cli.run_end import RunEnd, RunWatch
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.clock import Clock
-from hpc_elastic.reading.clocks import clock_offsets_us
-from hpc_elastic.reading.follow_files import FollowedFiles
-from hpc_elastic.reading.log_merge import last_of, merged, readers_of, readers_of_last
-from hpc_elastic.reading.log_streams import LogStream, round_numbers
-from hpc_elastic.reading.stream_marks import read_round_marks
-from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.output.log_reader import FollowedFiles
+from hpc_elastic.output.log_streams import (
+    LogStream,
+    clock_offsets_us,
+    last_of,
+    merged,
+    read_round_marks,
+    readers_of,
+    readers_of_last,
+    round_numbers,
+)
+from hpc_elastic.run.paths import AttemptPaths
 
 _LOOK_FOR_FILES_S = 1.0
 _LOOK_INTO_ROUND_S = 15.0

@@ -1,4 +1,9 @@
-"""``hpc-elastic logs RUN``: what the workers printed, of all ranks in one, while the run goes on or after it ended."""
+"""Of which attempt, rounds, ranks and streams somebody wants to see the output.
+
+Prints workers' lines: with their rank before each, and fit for where they go.
+
+``hpc-elastic logs RUN``: what the workers printed, of all ranks in one, while the run goes on or after it ended.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,172 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
 
 from hpc_elastic.cli.log_around import LINES, SECONDS, first_failure, nearest_lines
-from hpc_elastic.cli.log_choice import ALL_STREAMS, LogChoice
-from hpc_elastic.cli.log_printer import LogPrinter, LogStyle
-from hpc_elastic.cli.rank_set import parse_numbers
-from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, whole_number
-from hpc_elastic.cli.screen import RED, is_terminal, print_note, wants_colour
+from hpc_elastic.cli.run_argument import (
+    AskedRun,
+    NumberSet,
+    add_run_arguments,
+    asked_nodes,
+    asked_run,
+    check_ranks,
+    check_rounds,
+    node_names,
+    parse_numbers,
+    whole_number,
+)
+from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, rank_colour, wants_colour
 from hpc_elastic.errors import UsageError
-from hpc_elastic.log_times import STDERR, STDOUT
-from hpc_elastic.reading.clocks import clock_offsets_us
-from hpc_elastic.reading.log_merge import Piece, last_of, merged, readers_around, readers_of, readers_of_last
-from hpc_elastic.reading.log_streams import LogStream
-from hpc_elastic.reading.stream_marks import RoundMarks, read_round_marks
+from hpc_elastic.output.lines import with_prefix
+from hpc_elastic.output.log_streams import (
+    LogStream,
+    Piece,
+    RoundLayout,
+    RoundMarks,
+    clock_offsets_us,
+    last_of,
+    merged,
+    rank_numbers,
+    read_layouts,
+    read_round_marks,
+    readers_around,
+    readers_of,
+    readers_of_last,
+    round_numbers,
+    streams_of,
+)
+from hpc_elastic.output.log_times import STDERR, STDOUT
+from hpc_elastic.output.terminal import harmless, one_line
+from hpc_elastic.report.event_text import describe_time
 from hpc_elastic.report.fold import rank_ranges
-from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.run.paths import AttemptPaths
+
+ALL_STREAMS = (STDOUT, STDERR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogChoice:
+    """What was asked for."""
+
+    ranks: NumberSet | None = None
+    nodes: str | None = None
+    rounds: NumberSet | None = None
+    """None: the newest."""
+    all_rounds: bool = False
+    streams: tuple[int, ...] = ALL_STREAMS
+
+    def rounds_of(self, attempt: AttemptPaths) -> list[int]:
+        """The rounds, ascending; empty where there is none yet.
+
+        Raises:
+            UsageError: none that was asked for is there.
+        """
+        numbers = round_numbers(attempt)
+        if self.rounds is not None:
+            return check_rounds(self.rounds, numbers, attempt.number)
+        return numbers if self.all_rounds else numbers[-1:]
+
+    def check(self, attempt: AttemptPaths, rounds: Sequence[int]) -> None:
+        """Refuse ranks and nodes that are in none of the rounds.
+
+        Raises:
+            UsageError: with those that are.
+        """
+        if self.ranks is None and self.nodes is None:
+            return
+        layouts = read_layouts(attempt)
+        if self.nodes is not None:
+            self._node_indices(attempt, layouts)
+        if self.ranks is None or not rounds:
+            return
+        world = max((layouts[index].world_size for index in rounds if index in layouts), default=0)
+        world = max([world, *(1 + rank for index in rounds for rank in rank_numbers(attempt, index)[-1:])])
+        name = f"round {rounds[-1]}" if len(rounds) == 1 else f"rounds {rounds[0]}-{rounds[-1]}"
+        check_ranks(self.ranks, world, option="--rank", where=f"{name} of attempt {attempt.number}")
+
+    def streams_in(self, attempt: AttemptPaths, round_number: int) -> list[LogStream]:
+        """The outputs of a round."""
+        ranks = self.ranks
+        if self.nodes is None:
+            return streams_of(
+                attempt, round_number, wanted=lambda rank: ranks is None or rank in ranks, streams=self.streams
+            )
+        layouts = read_layouts(attempt)
+        indices = self._node_indices(attempt, layouts)
+        places = layouts[round_number].nodes if round_number in layouts else {}
+        return streams_of(
+            attempt,
+            round_number,
+            wanted=lambda rank: (ranks is None or rank in ranks) and places.get(rank) in indices,
+            streams=self.streams,
+        )
+
+    def _node_indices(self, attempt: AttemptPaths, layouts: dict[int, RoundLayout]) -> frozenset[int]:
+        hosts = {index: name for layout in layouts.values() for index, name in layout.hosts.items()}
+        hosts.update(enumerate(node_names(attempt)))
+        if not hosts:
+            raise UsageError(f"--node {self.nodes}: attempt {attempt.number} does not tell its nodes; use --rank")
+        return asked_nodes(self.nodes or "", hosts)
+
+
+_NO_TIME = "-"
+_TIME_WIDTH = 23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStyle:
+    """How lines are printed."""
+
+    clean: bool
+    """Without what steers a terminal."""
+    prefix: bool = True
+    times: bool = False
+    colours: bool = False
+
+
+class LogPrinter:
+    """Writes to one output."""
+
+    def __init__(self, out: BinaryIO, style: LogStyle) -> None:
+        self._out = out
+        self._style = style
+        self._prefixes: dict[int, str] = {}
+
+    def lines(self, stream: LogStream, data: bytes, time_us: int | None, *, after_gap: bool = False) -> None:
+        """Whole lines of one worker's that were printed at one time."""
+        if after_gap:
+            self.note(f"[rank {stream.rank}] ... what stood here was removed: see --log-max-files ...")
+        if self._style.clean:
+            data = harmless(data)
+        self._out.write(with_prefix(data, self._prefix(stream.rank, time_us).encode()))
+
+    def note(self, text: str, colour: str = DIM) -> None:
+        """A line of our own."""
+        line = painted(one_line(text), colour if self._style.colours else "")
+        self._out.write(line.encode("utf-8", "replace") + b"\n")
+
+    def title(self, text: str) -> None:
+        """What follows."""
+        self.note(f"--- {text} ---", BOLD)
+
+    def flush(self) -> None:
+        """Show it."""
+        self._out.flush()
+
+    def _prefix(self, rank: int, time_us: int | None) -> str:
+        prefix = ""
+        if self._style.times:
+            prefix = f"{describe_time(time_us * 1000) if time_us is not None else _NO_TIME:<{_TIME_WIDTH}} "
+        if not self._style.prefix:
+            return prefix
+        label = self._prefixes.get(rank)
+        if label is None:
+            label = painted(f"[rank {rank}]", rank_colour(rank) if self._style.colours else "") + " "
+            self._prefixes[rank] = label
+        return prefix + label
+
 
 _FOLLOWED_LINES = 10
 _ALL = "all"
@@ -102,8 +258,8 @@ def run(args: argparse.Namespace) -> int:
     if attempt is not None:
         choice.check(attempt, rounds)
     if args.follow:
+        from hpc_elastic.base.clock import SystemClock
         from hpc_elastic.cli.log_follow import LogFollower
-        from hpc_elastic.clock import SystemClock
 
         end = LogFollower(asked, choice, printer, tail=tail, clock=SystemClock()).run()
         print_note(f"run {asked.paths.run_id} ended: {end.why}")

@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        from hpc_elastic.cli.standard_output import leave_output
+        from hpc_elastic.cli.screen import leave_output
 
         leave_output()  # whoever read it has gone (`| head`)
         return _BROKEN_PIPE
@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         if error.filename is None and (gone := _why_nowhere(error)) is not None:
             return _print_error(UsageError(gone), _USAGE)
         if error.filename is None:
-            from hpc_elastic.cli.standard_output import leave_output, output_failed
+            from hpc_elastic.cli.screen import leave_output, output_failed
 
             if not output_failed(error):
                 raise
@@ -98,7 +98,7 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
     module: Any = import_module(f"hpc_elastic.cli.{module_name}")
     if hasattr(module, "main"):
         return int(module.main(argv))
-    from hpc_elastic.cli.arguments import argument_parser, with_dashes
+    from hpc_elastic.cli.run_argument import argument_parser, with_dashes
 
     parser = argument_parser(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1])
     module.add_arguments(parser)
@@ -134,7 +134,7 @@ def _why_nowhere(error: OSError) -> str | None:
 
 def _print_error(error: HpcElasticError, code: int) -> int:
     # On one line, whatever it quotes; never a second failure over a closed stderr.
-    from hpc_elastic.reading.screen_text import one_line
+    from hpc_elastic.output.terminal import one_line
 
     line = " ".join(str(error).splitlines())
     try:

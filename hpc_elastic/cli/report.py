@@ -1,19 +1,40 @@
-"""``hpc-elastic report RUN|JOBID|DIR`` (or ``why``): what failed first, while the run goes on or after it ended."""
+"""``hpc-elastic report RUN|JOBID|DIR`` (or ``why``): what failed first, while the run goes on or after it ended.
+
+The text report in colours, for a terminal. Pure.
+
+``hpc-elastic report --follow``: the report again each time that the run's story has grown, to its end.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+import threading
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.cli import run_job
+from hpc_elastic.cli.follow import RunEnd, RunWatch
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
-from hpc_elastic.cli.screen import is_terminal, print_note, wants_colour, width_for
+from hpc_elastic.cli.screen import (
+    BOLD,
+    DIM,
+    GREEN,
+    RED,
+    YELLOW,
+    is_terminal,
+    painted,
+    print_note,
+    wants_colour,
+    width_for,
+)
 from hpc_elastic.errors import UsageError
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.reading.screen_text import one_line
+from hpc_elastic.output.terminal import one_line
 
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
@@ -73,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.follow:
         _print(render(_collect(asked, args), asked.attempt))
         return 0
-    from hpc_elastic.cli.report_follow import ReportFollower
-    from hpc_elastic.clock import SystemClock
+    from hpc_elastic.base.clock import SystemClock
 
     end = ReportFollower(asked, _Shown(args, asked, render).show, clock=SystemClock()).run()
     print_note(f"run {asked.paths.run_id} ended: {end.why}")
@@ -104,7 +124,7 @@ def _collect(asked: AskedRun, args: argparse.Namespace, *, wait: bool = False) -
 
     ranks: Container[int] = ()
     if args.rank is not None:
-        from hpc_elastic.cli.rank_set import parse_numbers
+        from hpc_elastic.cli.run_argument import parse_numbers
 
         ranks = parse_numbers(args.rank, option="--rank")
     try:
@@ -120,9 +140,9 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     """The history with the end that the files do not hold and Slurm knows; it is asked only where they hold none."""
     if history.attempts and history.attempts[-1].exit_code not in (None, ExitCode.REQUEUED):
         return history
+    from hpc_elastic.base.clock import SystemClock
     from hpc_elastic.cli import run_job
-    from hpc_elastic.clock import SystemClock
-    from hpc_elastic.reading.run_status import RunState, read_status
+    from hpc_elastic.launch.run_status import RunState, read_status
     from hpc_elastic.report.subject import with_end
 
     clock = SystemClock()
@@ -166,7 +186,6 @@ def _renderer(args: argparse.Namespace) -> Callable[[RunHistory, int | None], st
             text = render_text(history, attempt=attempt, max_lines=lines, width=width)
         if not wants_colour(sys.stdout, os.environ):
             return text
-        from hpc_elastic.cli.report_colours import coloured_report
 
         return coloured_report(text)
 
@@ -174,11 +193,11 @@ def _renderer(args: argparse.Namespace) -> Callable[[RunHistory, int | None], st
 
 
 def _ranks(history: RunHistory, attempt: int | None, args: argparse.Namespace) -> str:
-    from hpc_elastic.atomic_file import read_bytes
-    from hpc_elastic.cli.rank_set import check_ranks, parse_numbers
+    from hpc_elastic.base.files import read_bytes
+    from hpc_elastic.cli.run_argument import check_ranks, parse_numbers
     from hpc_elastic.errors import UnsafePathError
     from hpc_elastic.report.render_ranks import render_ranks, world_size
-    from hpc_elastic.run_paths import RankPaths
+    from hpc_elastic.run.paths import RankPaths
 
     ranks = parse_numbers(args.rank, option="--rank")
     size = world_size(history, attempt=attempt)
@@ -208,9 +227,9 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
     Raises:
         UsageError: it can't be written there.
     """
-    from hpc_elastic.atomic_file import write_private
+    from hpc_elastic.base.files import write_private
     from hpc_elastic.report.render_html import render_html
-    from hpc_elastic.run_paths import RunPaths
+    from hpc_elastic.run.paths import RunPaths
 
     if output is not None:
         path = Path(os.path.abspath(output))
@@ -232,3 +251,95 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
 def _print(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+_FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
+_RULE = re.compile(r"[-=]{20,}\Z")
+_BOLD_RED = f"{BOLD};{RED}"
+
+
+def coloured_report(text: str) -> str:
+    """What `render_text` or `render_ranks` gave, with colours."""
+    lines = text.split("\n")
+    found = []
+    is_headline = False
+    for number, line in enumerate(lines):
+        is_rule = _RULE.match(line) is not None
+        after_rule = number > 0 and _RULE.match(lines[number - 1]) is not None
+        field = _FIELD.fullmatch(line)
+        if is_rule:
+            found.append(painted(line, DIM))
+        elif line.startswith("Root Cause"):
+            found.append(painted(line, _BOLD_RED))
+            is_headline = True
+            continue
+        elif field is not None:
+            found.append(painted(field[1], DIM) + field[2])
+        elif is_headline and line.startswith("  "):
+            found.append(painted(line, BOLD))
+            continue
+        elif after_rule and number == 1:
+            found.append(painted(line, _status_colour(line)))
+        elif line and not line.startswith(" ") and (line.endswith(":") or after_rule):
+            found.append(painted(line, BOLD))
+        else:
+            found.append(line)
+        is_headline = False
+    return "\n".join(found)
+
+
+def _status_colour(line: str) -> str:
+    if " SUCCEEDED" in line:
+        return f"{BOLD};{GREEN}"
+    return f"{BOLD};{YELLOW}" if "still running" in line or "no attempt yet" in line else _BOLD_RED
+
+
+_SHORTEST_S = 1.0
+_FILES_PER_SECOND = 200
+_SHARE = 10
+"""Making a report takes at most a tenth of the time."""
+
+
+class ReportFollower:
+    """Looks whether there is anything new, and only then reads the run."""
+
+    def __init__(self, asked: AskedRun, show: Callable[[], None], *, clock: Clock) -> None:
+        """Args:
+        asked: The run.
+        show: Reads the run, and prints its report where it differs from the last one.
+        clock: For the pace.
+        """
+        self._asked = asked
+        self._show = show
+        self._clock = clock
+
+    def run(self) -> RunEnd:
+        """Show it now, whenever it changes, and at the end."""
+        stop = threading.Event()  # never set: Ctrl-C ends it
+        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
+        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
+        seen: object = None
+        while True:
+            end = watch.end()
+            state, files = self._state()
+            began = self._clock.monotonic()
+            if state != seen or end is not None:
+                seen = state
+                self._show()
+            if end is not None:
+                return end
+            cost = self._clock.monotonic() - began
+            self._clock.wait(stop, max(_SHORTEST_S, files / _FILES_PER_SECOND, cost * _SHARE))
+
+    def _state(self) -> tuple[object, int]:
+        """What changes when there is news: the sizes of the newest attempt's event logs, and its end."""
+        attempt = self._asked.shown_attempt()
+        if attempt is None:
+            return None, 0
+        found: list[tuple[str, int]] = []
+        try:
+            with os.scandir(attempt.events) as entries:
+                found = sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in entries)
+        except OSError:
+            pass
+        return (attempt.number, tuple(found), attempt.result_json.exists()), len(found)

@@ -6,14 +6,14 @@ import argparse
 import os
 import sys
 
-from hpc_elastic import run_index
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli.run_job import RunJob, add_arguments, find_run_job, slurm_client
-from hpc_elastic.clock import SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.batch import own_script
-from hpc_elastic.reading.run_status import RunState
-from hpc_elastic.reading.screen_text import one_line
-from hpc_elastic.run_paths import task_index
+from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.launch.slurm_site import own_script
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run import index
+from hpc_elastic.run.paths import task_index
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import RequeueDisabledError, SlurmPermissionError, UnknownJobError
@@ -81,7 +81,7 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
             raise
         number = client.submit(str(script), extra=[] if task is None else [f"--array={task}"])
         job = str(number) if task is None else f"{number}_{task}"
-        run_index.record(
+        index.record(
             cluster=number.cluster or os.environ.get("SLURM_CLUSTER_NAME", ""),
             job_id=job,
             submitted_ns=SystemClock().time_ns(),

@@ -7,30 +7,30 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hpc_elastic import run_index
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.command_line import read_command_line
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.configuration import job_options
-from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.run_request import (
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.attempts import earlier_run
+from hpc_elastic.launch.node_claims import NodeWish, open_claims
+from hpc_elastic.launch.run_directory import create_run, why_not_shared
+from hpc_elastic.options import job_options
+from hpc_elastic.options.run_request import (
     asked_cluster,
     build_spec,
     notice_seconds,
     runs_directory,
     working_directory,
 )
-from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.earlier import earlier_run
-from hpc_elastic.launch.node_claims import NodeWish, open_claims
-from hpc_elastic.launch.run_directory import create_run, why_not_shared
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.reading.screen_text import each_line
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.slurm.hostlist import HostlistError, expand
+from hpc_elastic.options.sbatch import parse_nodes
+from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.output.terminal import each_line
+from hpc_elastic.run import index
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.commands import step_gpu_flags
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
-from hpc_elastic.slurm.node_range import parse_nodes
-from hpc_elastic.slurm.step_gpus import step_gpu_flags
+from hpc_elastic.slurm.notation import HostlistError, expand
 
 DESCRIPTION = (
     "Runs to the end and exits with the run's code: in a Slurm allocation (an sbatch script of your own, or salloc) "
@@ -89,7 +89,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
             "agent on each node itself (or srun hpc-elastic agent, with one task on each node)"
         )
     from hpc_elastic.agent.heartbeats import candidates
-    from hpc_elastic.launch.batch import run_batch
+    from hpc_elastic.launch.slurm_site import run_batch
 
     step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)
@@ -169,7 +169,7 @@ def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: M
     if earlier is not None:
         return earlier
     paths = create_run(spec, runs_dir).paths
-    problem = run_index.record(
+    problem = index.record(
         cluster=job.cluster or "", job_id=job.requeue_id, submitted_ns=spec.created_ns, run_dir=paths.root, env=env
     )
     if problem is not None:

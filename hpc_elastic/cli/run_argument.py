@@ -1,17 +1,103 @@
-"""The argument RUN of the subcommands that look at runs: which directory, attempt, rounds and nodes somebody means."""
+"""argparse for the subcommands without a script of the user's behind them: an error is a UsageError, one line.
+
+``0-3,7``: sets of ranks, rounds and attempts as people write them. Pure.
+
+The argument RUN of the subcommands that look at runs: which directory, attempt, rounds and nodes somebody means.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from hpc_elastic.atomic_file import read_json
-from hpc_elastic.cli.rank_set import NumberSet
+from hpc_elastic.base.files import read_json
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run_paths import AttemptPaths, RunPaths, attempt_number
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def with_dashes(argv: Sequence[str]) -> list[str]:
+    """Long options with ``-`` where they were given with ``_``; what stands behind ``=`` or ``--`` is left alone."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    found = list(argv)
+    for index, word in enumerate(argv[:end]):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[index] = name.replace("_", "-") + equals + value
+    return found
+
+
+def argument_parser(program: str, description: str) -> argparse.ArgumentParser:
+    return _Parser(prog=program, description=description, allow_abbrev=False)
+
+
+_ITEM = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?\Z", re.ASCII)
+_MOST_ITEMS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSet:
+    """Numbers from 0 on, as ranges."""
+
+    ranges: tuple[tuple[int, int], ...]
+    text: str
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, int) and any(first <= number <= last for first, last in self.ranges)
+
+    @property
+    def largest(self) -> int:
+        return max(last for _, last in self.ranges)
+
+    def within(self, numbers: Iterable[int]) -> list[int]:
+        """Those of `numbers` that are in it."""
+        return [number for number in numbers if number in self]
+
+
+def parse_numbers(text: str, *, option: str) -> NumberSet:
+    """Read ``3``, ``0-3,7``.
+
+    Raises:
+        UsageError: anything else.
+    """
+    ranges = []
+    items = text.replace(" ", "").split(",")
+    for item in items[:_MOST_ITEMS]:
+        match = _ITEM.match(item)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
+        if match is None or first > last:
+            raise UsageError(f"{option} {text}: {item or 'nothing'} is no number and no range; write it as 0-3,7")
+        ranges.append((first, last))
+    if len(items) > _MOST_ITEMS:
+        raise UsageError(f"{option} {text[:40]}...: more than {_MOST_ITEMS} ranges; write neighbours as 0-3")
+    return NumberSet(tuple(ranges), text)
+
+
+def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -> None:
+    """Refuse ranks that are nowhere.
+
+    Args:
+        ranks: What was asked for.
+        world_size: How many there are; 0: not known.
+        option: What the user gave.
+        where: Of what: ``round 2 of attempt 0``.
+
+    Raises:
+        UsageError: with the range that is valid.
+    """
+    if world_size and ranks.largest >= world_size:
+        valid = f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0 alone"
+        raise UsageError(f"{option} {ranks.text}: {where} has {valid}")
+
 
 RUN_HELP = "a run id or its beginning, a Slurm job id, or a run's or attempt's directory"
 
@@ -106,8 +192,8 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
     try:
         if text and path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
             return path
-        from hpc_elastic.attempt import is_job_id
-        from hpc_elastic.run_index import UnknownRunError, find
+        from hpc_elastic.run.attempt import is_job_id
+        from hpc_elastic.run.index import UnknownRunError, find
 
         try:
             return find(text, runs_folder(runs_dir))
@@ -128,15 +214,14 @@ def runs_folder(given: str | None) -> Path | None:
         UsageError: something is wrong in a configuration file.
     """
     if given is None:
-        from hpc_elastic.configuration.resolve import configured_runs_dir
+        from hpc_elastic.options.resolve import configured_runs_dir
 
         given = configured_runs_dir(os.environ, Path.cwd())
     return Path(given) if given is not None else None
 
 
 def _by_slurm(job: str, unknown: UsageError) -> Path:
-    from hpc_elastic.cli.job_lookup import run_of_job
-    from hpc_elastic.cli.run_job import slurm_client
+    from hpc_elastic.cli.run_job import run_of_job, slurm_client
     from hpc_elastic.slurm.errors import SlurmMissingError
 
     try:
@@ -147,7 +232,7 @@ def _by_slurm(job: str, unknown: UsageError) -> Path:
 
 def check_single(paths: RunPaths) -> None:
     """Raises UsageError, with how to name one, where `paths` is an array of runs."""
-    from hpc_elastic.run_index import array_tasks, jobs_of
+    from hpc_elastic.run.index import array_tasks, jobs_of
 
     tasks = array_tasks(paths)
     if tasks:
@@ -195,7 +280,7 @@ def asked_nodes(text: str, hosts: Mapping[int, str], *, option: str = "--node") 
     Raises:
         UsageError: one is no node of the attempt.
     """
-    from hpc_elastic.slurm.hostlist import HostlistError, compress, expand
+    from hpc_elastic.slurm.notation import HostlistError, compress, expand
 
     try:
         wanted = expand(text)

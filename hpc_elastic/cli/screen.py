@@ -1,13 +1,18 @@
-"""Where the subcommands that look at runs print: whether in colours, and how wide."""
+"""Where the subcommands that look at runs print: whether in colours, and how wide.
+
+Standard output that can't be written: a full disk, a reader that has gone.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-from hpc_elastic.reading.screen_text import one_line
+from hpc_elastic.output.terminal import one_line
 
 NO_TERMINAL_WIDTH = 120
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
@@ -53,3 +58,16 @@ def print_note(text: str) -> None:
         sys.stderr.flush()
     except OSError:
         pass
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def output_failed(error: OSError) -> bool:
+    """Whether it came from writing, and names no file: standard output, as a rule."""
+    return error.filename is None and (isinstance(error, BrokenPipeError) or error.errno in _FULL)
+
+
+def leave_output() -> None:
+    """Have what could not be written forgotten; else Python would complain once more at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,16 +8,15 @@ import sys
 import threading
 from collections.abc import Sequence
 
+from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.cli import bad_nodes, run_job
-from hpc_elastic.cli.screen import is_terminal
-from hpc_elastic.cli.standard_output import output_failed
+from hpc_elastic.cli.screen import is_terminal, output_failed
 from hpc_elastic.cli.status_text import status_json, status_lines
-from hpc_elastic.clock import Clock, SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
-from hpc_elastic.reading.screen_text import one_line
-from hpc_elastic.run_index import array_tasks, jobs_of
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.launch.run_status import RunState, RunStatus, read_status
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.index import array_tasks, jobs_of
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobState, seconds_until_end
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.cli.list_runs import status_line
 from hpc_elastic.cli.status_text import JSON_VERSION, status_json
-from hpc_elastic.clock import Clock
-from hpc_elastic.reading.run_status import RunState, RunStatus, read_status
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.launch.run_status import RunState, RunStatus, read_status
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.job_state import JobState
 
 

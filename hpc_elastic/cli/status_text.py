@@ -6,11 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
-from hpc_elastic.reading.run_status import RunState, RunStatus, StepStatus
-from hpc_elastic.reading.screen_text import one_line
+from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus
+from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.fold import rank_ranges
-from hpc_elastic.slurm.hostlist import HostlistError, compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.slurm.notation import HostlistError, compress
 
 JSON_VERSION = 1
 _MOST_BEHIND = 8

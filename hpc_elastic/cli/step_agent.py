@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.command_line import read_command_line
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.run_request import build_spec, notice_seconds, runs_directory, working_directory
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.launch.step import (
@@ -20,7 +19,8 @@ from hpc_elastic.launch.step import (
     run_first_task,
     step_nodes,
 )
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.options.run_request import build_spec, notice_seconds, runs_directory, working_directory
+from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 
 DESCRIPTION = (

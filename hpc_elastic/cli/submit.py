@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from hpc_elastic.cli.command_line import read_command_line
 from hpc_elastic.cli.screen import is_terminal, print_note
-from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.run_request import asked_cluster, cluster_here, runs_directory, working_directory
-from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
-from hpc_elastic.reading.screen_text import each_line
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.options.run_request import asked_cluster, cluster_here, runs_directory, slurm_job, working_directory
+from hpc_elastic.options.sbatch import SbatchOptions
+from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.output.terminal import each_line
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.sbatch import SbatchOptions
 
 DESCRIPTION = (
     "Makes a run directory, writes the batch script into it, and submits it. What follows the script is the script's "
@@ -47,7 +46,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         text = dry_run(submission)
         sys.stdout.write(each_line(text) if is_terminal(sys.stdout) else text)
         return 0
-    from hpc_elastic.clock import SystemClock
+    from hpc_elastic.base.clock import SystemClock
 
     clock = SystemClock()
     client = submission_client(submission, env, clock, print_note)

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpc_elastic.failures.error_handler import ErrorHandler
     from hpc_elastic.failures.handlers import get_error_handler
-    from hpc_elastic.failures.process_failure import ChildFailedError, ProcessFailure
-    from hpc_elastic.failures.recording import record
+    from hpc_elastic.failures.recording import ChildFailedError, ProcessFailure, record
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
 _HOMES = {
-    "ChildFailedError": "process_failure",
+    "ChildFailedError": "recording",
     "ErrorHandler": "error_handler",
-    "ProcessFailure": "process_failure",
+    "ProcessFailure": "recording",
     "get_error_handler": "handlers",
     "record": "recording",
 }

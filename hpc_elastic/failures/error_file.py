@@ -7,6 +7,8 @@ The shapes that are understood, with ``E`` = ``TORCHELASTIC_ERROR_FILE``'s conte
 
 and beside ``message`` our own object under ``hpc_elastic`` (docs/reference/error-file.md). A file that is missing,
 empty, torn, foreign, unreadable or huge gives an `ErrorFile` that says so: never an exception.
+
+A failure of this package itself as an error file: for whoever looks into it, and for an outer scheduler.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import json
 import os
 import re
 import stat
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import write_private
+from hpc_elastic.base.files import write_private
+from hpc_elastic.errors import describe_error
 from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, clean_text, cut_end, cut_middle
+from hpc_elastic.failures.worker_failure import Category
 from hpc_elastic.light_dataclasses import dataclass, field
 
 OWN_KEY = "hpc_elastic"
@@ -263,3 +268,48 @@ def _json_string(body: str) -> str:
         except ValueError:
             continue
     return body
+
+
+def write_own_failure(path: Path | str, error: BaseException, *, role: str, host: str, now_ns: int) -> None:
+    """Write what ended an agent or a supervisor.
+
+    Args:
+        path: Where; what is there is replaced.
+        error: What it raised.
+        role: ``agent`` or ``supervisor``.
+        host: Where it ran.
+        now_ns: Its wall clock.
+
+    Raises:
+        OSError: the disk is full, the folder is gone …
+    """
+    text = clean_text("".join(traceback.format_exception(error)))
+    own = {"host": host, "role": role, "pid": os.getpid(), "category": Category.PLATFORM.value}
+    write_summary(path, describe_error(error), traceback_text=cut_middle(text, TEXT_LIMIT), now_ns=now_ns, own=own)
+
+
+def write_summary(
+    path: Path | str,
+    message: str,
+    *,
+    now_ns: int,
+    traceback_text: str = "",
+    error_code: int | None = None,
+    own: dict[str, object] | None = None,
+) -> None:
+    """Write an error file about what no worker left one of: a lost node, too few nodes, a failure of our own.
+
+    Args:
+        path: Where; what is there is replaced.
+        message: One line, or more.
+        now_ns: The wall clock.
+        traceback_text: Where there is one.
+        error_code: The exit code that goes with it.
+        own: What goes under ``hpc_elastic``.
+
+    Raises:
+        OSError: the disk is full, the folder is gone …
+    """
+    text = cut_end(clean_text(message), MESSAGE_LIMIT)
+    data = error_data(message=text, traceback=traceback_text, timestamp_ns=now_ns, error_code=error_code, own=own)
+    write_error_data(path, data)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import write_private
+from hpc_elastic.base.files import write_private
 from hpc_elastic.failures.error_file import error_data, read_error_file
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.traceback_text import (

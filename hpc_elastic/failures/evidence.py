@@ -31,7 +31,7 @@ from hpc_elastic.failures.traceback_text import (
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
 from hpc_elastic.light_dataclasses import field_names
-from hpc_elastic.log_pieces import EndReader
+from hpc_elastic.run.log_pieces import EndReader
 
 __all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
 

@@ -10,8 +10,7 @@ import re
 from collections.abc import Sequence
 
 from hpc_elastic.digests import sha1
-from hpc_elastic.failures.summary_line import summary_line
-from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.failures.traceback_text import Frame, summary_line
 
 _FRAMES = 3
 _MESSAGE_LIMIT = 500

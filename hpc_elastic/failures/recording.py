@@ -1,4 +1,9 @@
-"""`record`: write what a function raised into ``TORCHELASTIC_ERROR_FILE``. A drop-in for torch's, without torch.
+"""torch's names for failures, without torch: `ProcessFailure` and `ChildFailedError`.
+
+Where torch 2.13 and this differ: a torn or foreign error file raises nothing; the finer time stamp breaks ties; `host`
+is where it happened; both pickle. The *verdict* on which failure was the cause is another thing: ``report.verdict``.
+
+`record`: write what a function raised into ``TORCHELASTIC_ERROR_FILE``. A drop-in for torch's, without torch.
 
 Not needed for a traceback in the report, since the agent finds it in stderr.log; a recorded one is exact, carries the
 time at which it was raised, and reaches outer schedulers.
@@ -8,12 +13,168 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.classify import signal_name
+from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file
 from hpc_elastic.failures.error_handler import ErrorHandler
 from hpc_elastic.failures.handlers import get_error_handler
-from hpc_elastic.failures.process_failure import NOT_AVAILABLE
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
+
+NOT_AVAILABLE = "<N/A>"
+_WIDEST_RULE = 60
+
+
+@dataclass
+class ProcessFailure:
+    """One failed process and what its error file says.
+
+    Attributes:
+        error_file: The path, or ``<N/A>`` where there is no such file.
+        error_file_data: The file's JSON object; ``{"message": "<NONE>"}`` where none could be read.
+        message: The file's ``message``, a string or torch's object; else one that names the signal or the exit code.
+        timestamp: Whole seconds since the epoch by the worker's clock; now where there is no file.
+        timestamp_ns: The finer one, where the file has it.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = field(init=False)
+    message: Any = field(init=False)
+    timestamp: int = field(init=False)
+    timestamp_ns: int = field(init=False, compare=False)
+    host: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        path = os.fspath(self.error_file) if self.error_file else ""
+        content = read_error_file(path) if path and path != NOT_AVAILABLE else ErrorFile()
+        self.host = str(content.own.get("host") or "") or socket.gethostname()
+        self.timestamp_ns = content.timestamp_ns or 0
+        self.error_file_data = content.data or {"message": "<NONE>"}
+        if content.problem == "missing":
+            self.error_file = NOT_AVAILABLE
+            self.timestamp_ns = time.time_ns()
+            self.message = self._exit_message()
+        elif content.data and not content.problem:
+            self.message = content.data["message"] or self._exit_message()
+        else:
+            if content.timestamp_ns is None:
+                self.timestamp_ns = _modified_ns(path)
+            if content.found:
+                self.message = error_data(
+                    message=content.message, traceback=content.traceback, timestamp_ns=self.timestamp_ns
+                )["message"]
+            else:
+                self.message = f"{self._exit_message()} (its error file is {content.problem})"
+        self.timestamp = self.timestamp_ns // 1_000_000_000
+
+    def _exit_message(self) -> str:
+        if self.exitcode < 0:
+            return f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+        return f"Process failed with exitcode {self.exitcode}"
+
+    def signal_name(self) -> str:
+        """``SIGKILL``, or ``<N/A>`` for an unknown signal and for an exit code that is no signal."""
+        name = signal_name(-self.exitcode) if self.exitcode < 0 else ""
+        return name if name.startswith("SIG") else NOT_AVAILABLE
+
+    def timestamp_isoformat(self) -> str:
+        """Local time, ``YYYY-MM-DD_HH:MM:SS``."""
+        try:
+            return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
+        except (OverflowError, OSError, ValueError):  # a foreign file's idea of a time
+            return NOT_AVAILABLE
+
+
+class ChildFailedError(HpcElasticError):
+    """Some of the processes that this one started have failed.
+
+    Raised from a function that `record` wraps, it passes the first failure's file on.
+    """
+
+    def __init__(self, name: str, failures: Mapping[int, ProcessFailure | WorkerFailure]) -> None:
+        """Args:
+        name: What was run.
+        failures: By global rank. Those of `hpc_elastic.agent` are taken too
+            (``WorkerGroupFailureError.get_worker_exceptions()``).
+        """
+        if not failures:
+            raise AssertionError(f"ChildFailedError({name!r}) needs at least one failure")
+        self.name = name
+        self.failures = {rank: _as_process_failure(failure) for rank, failure in failures.items()}
+        super().__init__(message=self.format_msg())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.failures)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """Global rank and failure with the smallest time; of equal ones the first in the mapping."""
+        rank = min(self.failures, key=lambda r: (self.failures[r].timestamp, self.failures[r].timestamp_ns))
+        return rank, self.failures[rank]
+
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
+        """The block that torchrun's users know; the first failure stands last."""
+        title = f"{self.name} FAILED"
+        first, _ = self.get_first_failure()
+        blocks = {rank: _block(index, rank, item) for index, (rank, item) in enumerate(self.failures.items())}
+        others = [line for rank, lines in blocks.items() if rank != first for line in lines]
+        widest = max(len(line) for lines in [[title], *blocks.values()] for line in lines)
+        border, section = (delimiter * min(widest, _WIDEST_RULE) for delimiter in (boarder_delim, section_delim))
+        parts = [border, title, section, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"])]
+        parts += [section, "Root Cause (first observed failure):", *blocks[first], border]
+        return "\n" + "\n".join(parts)
+
+
+def _as_process_failure(failure: Any) -> ProcessFailure:
+    if hasattr(failure, "timestamp_isoformat"):  # ours, torch's, or whoever's has the same methods
+        return failure  # type: ignore[no-any-return]
+    made = ProcessFailure(failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
+    if made.error_file == NOT_AVAILABLE:
+        made.message, made.host = failure.message, failure.host
+        made.timestamp_ns, made.timestamp = failure.ended_ns, failure.ended_ns // 1_000_000_000
+    return made
+
+
+def _block(index: int, rank: int, failure: ProcessFailure) -> list[str]:
+    signal = failure.signal_name()
+    values = (
+        ("time", failure.timestamp_isoformat()),
+        ("host", failure.host),
+        ("rank", f"{rank} (local_rank: {failure.local_rank})"),
+        ("exitcode", f"{failure.exitcode} (pid: {failure.pid})" + ("" if signal == NOT_AVAILABLE else f" ({signal})")),
+        ("error_file", failure.error_file),
+        ("traceback", _shown(failure.message)),
+    )
+    text = "\n".join(f"  {name:<10}: {value}" for name, value in values)
+    return [f"[{index}]:", *text.split("\n")]
+
+
+def _shown(message: object) -> str:
+    """The traceback where there is one, else the message; later lines indented."""
+    if isinstance(message, Mapping):
+        extra = message.get("extraInfo")
+        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+        message = stack if stack is not None else message.get("message", NOT_AVAILABLE)
+    return str(message).replace("\n", "\n  ")
+
+
+def _modified_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return time.time_ns()
+
 
 logger = logging.getLogger(__name__)
 

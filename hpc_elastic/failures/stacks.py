@@ -2,12 +2,19 @@
 
 The dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with the GIL held
 in C. py-spy, where it is installed, tells of who does not answer; `process_state` of who is no Python.
+
+What the kernel says of a process that gives no stack of its own: states, wait channels, system calls, children.
+
+For one that sits in the kernel, is stopped, or is no Python. Nothing here waits for longer than a moment.
 """
 
 from __future__ import annotations
 
+import _thread
+import os
+import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from hpc_elastic.failures.traceback_text import Frame, clean_text
@@ -176,3 +183,176 @@ def _fold(found: Iterable[tuple[int, T]]) -> list[tuple[list[int], T]]:
     for rank, stack in found:
         groups.setdefault(stack, []).append(rank)
     return sorted(((ranks, stack) for stack, ranks in groups.items()), key=lambda group: (len(group[0]), group[0]))
+
+
+_THREADS = 64
+_CHILDREN = 8
+_SYSCALL_SECONDS = 0.2
+"""On kernels before 5.11 a process that hangs in the middle of an execve keeps those who ask for its call waiting."""
+# Those in which a process may sit for ever; from the kernel's unistd.h.
+_X86_64 = {
+    0: "read", 1: "write", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 16: "ioctl", 17: "pread64",
+    18: "pwrite64", 19: "readv", 20: "writev", 21: "access", 23: "select", 34: "pause", 35: "nanosleep", 42: "connect",
+    43: "accept", 44: "sendto", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 56: "clone", 57: "fork", 58: "vfork",
+    59: "execve", 61: "wait4", 72: "fcntl", 73: "flock", 74: "fsync", 75: "fdatasync", 76: "truncate",
+    77: "ftruncate", 78: "getdents", 82: "rename", 83: "mkdir", 87: "unlink", 128: "rt_sigtimedwait",
+    130: "rt_sigsuspend", 137: "statfs", 138: "fstatfs", 162: "sync", 202: "futex", 217: "getdents64",
+    230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 262: "newfstatat", 270: "pselect6",
+    271: "ppoll", 281: "epoll_pwait", 288: "accept4", 322: "execveat", 332: "statx", 435: "clone3",
+}  # fmt: skip
+_GENERIC = {
+    22: "epoll_pwait", 25: "fcntl", 29: "ioctl", 32: "flock", 35: "unlinkat", 43: "statfs", 44: "fstatfs",
+    45: "truncate", 46: "ftruncate", 56: "openat", 57: "close", 61: "getdents64", 63: "read", 64: "write",
+    65: "readv", 66: "writev", 67: "pread64", 68: "pwrite64", 72: "pselect6", 73: "ppoll", 79: "newfstatat",
+    80: "fstat", 81: "sync", 82: "fsync", 83: "fdatasync", 95: "waitid", 98: "futex", 101: "nanosleep",
+    115: "clock_nanosleep", 133: "rt_sigsuspend", 137: "rt_sigtimedwait", 202: "accept", 203: "connect",
+    206: "sendto", 207: "recvfrom", 211: "sendmsg", 212: "recvmsg", 220: "clone", 221: "execve", 242: "accept4",
+    260: "wait4", 276: "renameat2", 281: "execveat", 291: "statx", 435: "clone3",
+}  # fmt: skip
+_NAMES: Mapping[str, Mapping[int, str]] = {"x86_64": _X86_64, "aarch64": _GENERIC, "riscv64": _GENERIC}
+_FORKS = ("vfork", "clone", "clone3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """One thread, or the main thread of a child, in the kernel's words."""
+
+    pid: int
+    name: str
+    state: str
+    """``S (sleeping)``."""
+    wchan: str = ""
+    """The function in the kernel that it waits in; empty where that is not told."""
+    syscall: str = ""
+    """The system call that it is in; empty where that is not told."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether it can't go on by itself: in the kernel, stopped, or about to load a program (D state or not)."""
+        return self.state[:1] in ("D", "T", "t") or self.syscall in ("execve", "execveat")
+
+    def describe(self) -> str:
+        """``D (disk sleep) in rpc_wait_bit_killable, system call read``."""
+        where = f" in {self.wchan}" if self.wchan else ""
+        call = f", system call {self.syscall}" if self.syscall else ""
+        return f"{self.state or '?'}{where}{call}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessState:
+    """What the kernel told of a process before it was ended."""
+
+    pid: int
+    state: str = ""
+    """``S (sleeping)``; empty: it was gone."""
+    threads: tuple[Whereabouts, ...] = ()
+    """The main thread first; at most 64."""
+    thread_count: int = 0
+    children: tuple[Whereabouts, ...] = ()
+    """At most 8; those that are stuck first."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """By SIGSTOP, or a debugger: from outside."""
+        return self.state[:1] in ("T", "t")
+
+    @property
+    def is_uninterruptible(self) -> bool:
+        return self.state.startswith("D")
+
+    @property
+    def hung_child(self) -> Whereabouts | None:
+        """The child that it waits for in a fork, and that does not come to its program: on a hung mount, say."""
+        call = self.threads[0].syscall if self.threads else ""
+        if not self.is_uninterruptible or (call and call not in _FORKS):
+            return None
+        return next((child for child in self.children if child.is_stuck), None)
+
+    def describe(self) -> str:
+        """One line."""
+        return f"state {self.state}, {self.thread_count} threads" if self.state else "gone"
+
+    def whereabouts(self) -> str:
+        """Where it was, for who has no stack of it; empty: it was gone."""
+        if not self.state:
+            return ""
+        words = self.threads[0].describe() if self.threads else self.state
+        child = self.hung_child
+        return f"{words}; its child {child.pid} ({child.name}): {child.describe()}" if child else words
+
+
+def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
+    """What the kernel tells of a process, its threads and its children. Never raises."""
+    state = _status(f"{proc}/{pid}/status").get("State", "")
+    try:
+        names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (name != str(pid), len(name), name))
+    except OSError:
+        names = []
+    folders = [f"{proc}/{pid}/task/{name}" for name in names[:_THREADS]]
+    children = {child for folder in folders for child in _read(f"{folder}/children").split() if child.isdigit()}
+    below = [f"{proc}/{child}" for child in sorted(children, key=int)]
+    calls = _read_in_time([f"{folder}/syscall" for folder in (*folders, *below)])
+    found = [_look(folder, calls) for folder in below]
+    return ProcessState(
+        pid=pid,
+        state=state,
+        threads=tuple(_look(folder, calls) for folder in folders),
+        thread_count=len(names),
+        children=tuple(sorted(found, key=lambda each: not each.is_stuck)[:_CHILDREN]),
+    )
+
+
+def syscall_name(text: str, machine: str) -> str:
+    """Of a line of ``/proc/PID/syscall``; the number where its name is not known, empty where it is in none."""
+    number = text.partition(" ")[0]
+    if not number.isdigit():
+        return ""
+    return _NAMES.get(machine, {}).get(int(number), number)
+
+
+def _look(folder: str, calls: Mapping[str, str]) -> Whereabouts:
+    status = _status(f"{folder}/status")
+    wchan = _read(f"{folder}/wchan")
+    return Whereabouts(
+        pid=int(os.path.basename(folder)),
+        name=status.get("Name", "?"),
+        state=status.get("State", "?"),
+        wchan="" if wchan == "0" else wchan,
+        syscall=syscall_name(calls.get(f"{folder}/syscall", ""), platform.machine()),
+    )
+
+
+def _read_in_time(paths: Sequence[str]) -> dict[str, str]:
+    """The contents of those that answer in time; who does not is left to its thread."""
+    found: dict[str, str] = {}
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def read() -> None:
+        for path in paths:
+            found[path] = _read(path)
+        done.release()
+
+    try:
+        _thread.start_new_thread(read, ())
+    except RuntimeError:  # no thread can be had
+        return {}
+    done.acquire(timeout=_SYSCALL_SECONDS)
+    return dict(found)
+
+
+def _status(path: str) -> dict[str, str]:
+    found = {}
+    for line in _read(path).splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            found[key] = value.strip()
+    return found
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read(64 << 10).decode("utf-8", "replace").strip()
+    except OSError:
+        return ""

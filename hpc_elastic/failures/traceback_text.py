@@ -1,4 +1,22 @@
-"""What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
+"""The line of an exception's message that says what happened. Pure.
+
+It need not be the first: ``ProcessRaisedException`` begins with blank lines, ``Error(s) in loading state_dict for
+Net:`` goes on below, and what a DataLoader's worker raised is quoted with its whole traceback.
+
+Tracebacks as the library rich draws them, turned into Python's own form. Pure.
+
+``rich.traceback.install()``, which typer and many a trainer call, replaces what Python prints by a box (seen with rich
+15.0.0, in Unicode and in ASCII)::
+
+    ╭────────────── Traceback (most recent call last) ───────────────╮
+    │ /home/ann/train.py:13 in <module>                              │
+    │                                                                │
+    │   12 │   step(17)                                              │
+    │ ❱ 13 main()                                                    │
+    ╰────────────────────────────────────────────────────────────────╯
+    ValueError: bad batch 17
+
+What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
 
 Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
 has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
@@ -10,9 +28,110 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from hpc_elastic.failures.rich_text import INSIDE, TITLE, plain_tracebacks
-from hpc_elastic.failures.summary_line import summary_line
 from hpc_elastic.light_dataclasses import dataclass
+
+_HEADER = "Traceback (most recent call last):"
+_MOST_JOINED = 4
+
+
+def summary_line(message: str) -> str:
+    """One line.
+
+    Args:
+        message: With or without the exception's type before it.
+    """
+    first, more, rest = message.partition("\n")
+    if not more:
+        return message
+    if first.strip() and not first.rstrip().endswith(":") and _HEADER not in rest:
+        return first
+    return _joined(message.split("\n"))
+
+
+def _joined(lines: list[str]) -> str:
+    said = [line.strip() for line in lines if line.strip()]
+    if not said:
+        return ""
+    words = said[0]
+    for line in said[1:_MOST_JOINED]:
+        if not words.endswith(":") or line.endswith(_HEADER):
+            break
+        words += f" {line}"
+    quoted = _quoted(lines)
+    if not quoted:
+        return words
+    return f"{words} {quoted}" if words.endswith(":") else f"{words} ({quoted})"
+
+
+def _quoted(lines: list[str]) -> str:
+    """The last line of the last traceback in it: ``ValueError: bad batch 17``."""
+    starts = [at for at, line in enumerate(lines) if at and line.endswith(_HEADER)]
+    if not starts:
+        return ""
+    return next((line.strip() for line in lines[starts[-1] + 1 :] if line.strip() and not line[0].isspace()), "")
+
+
+TITLE = " Traceback (most recent call last) "
+INSIDE = "  "
+"""What stands for a line of a box that says nothing: as long as any line of a traceback, and dropped from its text."""
+
+_TOP = re.compile(r"[╭┌+][─-]+ Traceback \(most recent call last\) [─-]+[╮┐+]\s*\Z")
+_BOTTOM = re.compile(r"[╰└+][─-]+[╯┘+]\s*\Z")
+_SIDES = re.compile(r"[│|] (.*?)\s*[│|]?\s*\Z")
+_PLACE = re.compile(r"(.+):(\d+) in (\S+)\Z")
+_SOURCE = re.compile(r"(?:❱|\\u2771|>) +\d+ (.*)\Z")
+_GUIDES = re.compile(r"[│|] ?")
+_MOST_LINES = 4000
+_PATH_LINES = 6
+
+
+def plain_tracebacks(lines: list[str], header: str) -> None:
+    """Rewrite every box in `lines` in place, line by line, so that each keeps its number.
+
+    Args:
+        lines: Without colours.
+        header: What Python prints in place of the box's top.
+    """
+    for top, line in enumerate(lines):
+        if TITLE not in line or not _TOP.match(line):
+            continue
+        bottom = next((at for at in range(top + 1, min(len(lines), top + _MOST_LINES)) if _BOTTOM.match(lines[at])), 0)
+        if bottom:
+            lines[top] = header
+            _rewrite(lines, top + 1, bottom)
+
+
+def _rewrite(lines: list[str], first: int, bottom: int) -> None:
+    inside = [_inside(line) for line in lines[first:bottom]]
+    lines[first : bottom + 1] = [INSIDE] * (bottom + 1 - first)
+    at = 0
+    while at < len(inside):
+        taken, place = _place(inside, at)
+        if place is not None:
+            lines[first + at] = f'  File "{place[1]}", line {place[2]}, in {place[3]}'
+        elif source := _SOURCE.match(inside[at]):
+            lines[first + at] = f"    {_GUIDES.sub('', source[1]).strip()}"
+        at += taken
+
+
+def _inside(line: str) -> str:
+    match = _SIDES.match(line)
+    return match[1] if match else ""
+
+
+def _place(inside: list[str], at: int) -> tuple[int, re.Match[str] | None]:
+    """``path:13 in main``, which may be long enough for several lines, and how many it takes."""
+    if not inside[at] or inside[at][0].isspace() or (at and inside[at - 1]):
+        return 1, None
+    text = ""
+    for count, piece in enumerate(inside[at : at + _PATH_LINES], 1):
+        if not piece:
+            break
+        text += piece if not text or text[-1] in "-/" else f" {piece}"
+        if match := _PLACE.match(text):
+            return count, match
+    return 1, None
+
 
 TEXT_LIMIT = 64 << 10
 """Characters of a traceback that are kept: its first eighth and its end."""
@@ -24,7 +143,6 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _LAST = "(most recent call last):"
-_HEADER = "Traceback (most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)(?:, in (.*))?\Z')
 _FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')

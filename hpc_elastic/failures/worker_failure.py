@@ -1,4 +1,7 @@
-"""One worker's failure, as its agent saw it: what goes into error.json and comes out of it again."""
+"""The two words that every failure gets: whose it is, and who has to do something about it.
+
+One worker's failure, as its agent saw it: what goes into error.json and comes out of it again.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,33 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from hpc_elastic.failures.kinds import Category, FailureClass
-from hpc_elastic.failures.summary_line import summary_line
-from hpc_elastic.failures.traceback_text import clean_text, cut_end
+from hpc_elastic.failures.traceback_text import clean_text, cut_end, summary_line
 from hpc_elastic.light_dataclasses import dataclass, field_names
+
+
+class FailureClass(str, Enum):
+    """Whose failure it is."""
+
+    ROOT = "root"
+    SYMPTOM = "symptom"
+    STOPPED_BY_US = "stopped_by_us"
+    HANG = "hang"
+    """It gave no sign of life any more, and was ended for that. Never by `classify`: its end alone does not say so."""
+    INFRASTRUCTURE = "infrastructure"
+
+
+class Category(str, Enum):
+    """Who has to do something about it."""
+
+    INPUT = "input"
+    """The user's call or environment: a script that can't be compiled, a wrong option, a module that isn't there."""
+    WORKER = "worker"
+    """The user's code, while it ran."""
+    PLATFORM = "platform"
+    """This package: its agent or supervisor failed."""
+    INFRASTRUCTURE = "infrastructure"
+    """The node, the network, the filesystem, the memory limit."""
+
 
 VERSION = 1
 
@@ -44,7 +70,7 @@ class ExitFacts:
     ended_ns: int
     """The agent's wall clock when it learned of the end, nanoseconds since the epoch."""
     ended_uptime_ns: int = 0
-    """The same moment by the host's clock that nobody sets (`hpc_elastic.clock.uptime_ns`); 0: no agent saw it."""
+    """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`); 0: no agent saw it."""
     oom_kills: int = 0
     """By how much the cgroup's counter rose since the workers started (`cgroup.oom_kill_count`)."""
     core_dumped: bool = False

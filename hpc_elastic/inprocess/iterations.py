@@ -17,18 +17,16 @@ from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartAbort, RestartError
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
 from hpc_elastic.inprocess.life import TRANSITIONS, Event, Phase, next_phase
-from hpc_elastic.inprocess.meeting import may_stay
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, Place
 from hpc_elastic.inprocess.monitor_thread import MonitorThread, SoftTimeout
 from hpc_elastic.inprocess.progress_watchdog import ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankDiscarded
-from hpc_elastic.inprocess.replacement import Replacements
+from hpc_elastic.inprocess.replacement import Replacements, Surroundings
 from hpc_elastic.inprocess.settings import Settings
-from hpc_elastic.inprocess.standby import Refuge
+from hpc_elastic.inprocess.standby import Refuge, may_stay
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
-from hpc_elastic.inprocess.surroundings import Surroundings
-from hpc_elastic.ring_record import RingEvent
+from hpc_elastic.worker_api.restart_group import RingEvent
 
 logger = logging.getLogger(__name__)
 

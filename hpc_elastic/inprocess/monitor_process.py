@@ -21,16 +21,15 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from hpc_elastic.atomic_file import open_own
+from hpc_elastic.base.files import open_own
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.heartbeat_watch import HeartbeatWatch
-from hpc_elastic.inprocess.progress_watchdog import ProgressPage, StallWatch
+from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch, ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
 from hpc_elastic.inprocess.sockets import notice_silence
 from hpc_elastic.inprocess.standby import Standby, is_plain, listen
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
-from hpc_elastic.readable import wait_readable
 
 logger = logging.getLogger(__name__)
 

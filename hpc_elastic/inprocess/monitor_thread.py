@@ -10,9 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.async_exception import async_raise, reraise_if_unraisable
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
-from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart, set_aborted
+from hpc_elastic.inprocess.interrupt import (
+    Interruptible,
+    RankShouldRestart,
+    async_raise,
+    reraise_if_unraisable,
+    set_aborted,
+)
 from hpc_elastic.inprocess.progress_watchdog import Reading, StallWatch
 from hpc_elastic.inprocess.state import State, Status
 from hpc_elastic.inprocess.store import INTERRUPTED

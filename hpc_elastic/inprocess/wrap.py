@@ -22,17 +22,15 @@ from hpc_elastic.inprocess.initialize import Initialize
 from hpc_elastic.inprocess.interrupt import SignalHandler
 from hpc_elastic.inprocess.iterations import Iterations, Rank
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, MonitorSettings, StoreSource, Unplaced
-from hpc_elastic.inprocess.parameters import with_value_for
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.rank_filter import RankFilter
-from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements
-from hpc_elastic.inprocess.settings import Settings, check
+from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements, Surroundings
+from hpc_elastic.inprocess.settings import Settings, check, with_value_for
 from hpc_elastic.inprocess.standby import STANDBYS, Refuge, find_refuge
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
-from hpc_elastic.inprocess.surroundings import Surroundings
-from hpc_elastic.ring_record import RingEvent
+from hpc_elastic.worker_api.restart_group import RingEvent
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.state import RoundRecord
 
 

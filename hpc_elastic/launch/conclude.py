@@ -8,25 +8,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FileThread
 from hpc_elastic.launch.attempt_result import AttemptResult
-from hpc_elastic.launch.bad_nodes import NextNodes
-from hpc_elastic.launch.judge_nodes import judge_nodes
-from hpc_elastic.launch.last_files import LastFiles
+from hpc_elastic.launch.bad_nodes import NextNodes, judge_nodes
 from hpc_elastic.launch.next_step import decide_next, idle_attempts
-from hpc_elastic.launch.output import log_plain
+from hpc_elastic.launch.output import LastFiles, log_plain
+from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt
-from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.launch.signal_table import JobCondition
+from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Site
-from hpc_elastic.outcome import ExitCode, Outcome
-from hpc_elastic.requeue import RequeueAction, RequeueChoice, RequeueDecision, RequeueWay
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.options.job_options import RequeueChoice
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult, load_result
+from hpc_elastic.run.spec import RunSpec
 
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
@@ -271,9 +270,8 @@ def _report(
 
 def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns: int) -> None:
     """Hand the first failure to whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees it too."""
-    from hpc_elastic.failures.error_file import read_error_file
+    from hpc_elastic.failures.error_file import read_error_file, write_summary
     from hpc_elastic.failures.error_handler import ErrorHandler
-    from hpc_elastic.failures.own_failure import write_summary
 
     failure = verdict.failure
     if failure is not None and failure.error_file and read_error_file(failure.error_file).found:

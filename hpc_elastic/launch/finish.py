@@ -14,23 +14,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
-from hpc_elastic.clock import RunClock
+from hpc_elastic.base.clock import RunClock
+from hpc_elastic.base.outcome import UNCONFIRMED_CODE, ExitCode
 from hpc_elastic.errors import UsageError
-from hpc_elastic.events import EventLog
 from hpc_elastic.launch.attempt_result import closed_result
-from hpc_elastic.launch.batch import slurm_site
 from hpc_elastic.launch.conclude import conclude
-from hpc_elastic.launch.result import load_result
+from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout
 from hpc_elastic.launch.site import Allocation
-from hpc_elastic.outcome import UNCONFIRMED_CODE, ExitCode
+from hpc_elastic.launch.slurm_site import slurm_site
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.state import Status
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, new_uid
-from hpc_elastic.requeue import RequeueAction
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
+from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.result import load_result
 from hpc_elastic.store.file_store import FileStore
 
 logger = logging.getLogger(__name__)

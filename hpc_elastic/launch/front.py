@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from hpc_elastic.processes import linux, tree
-from hpc_elastic.processes.hung_exit import leave_hung_threads, output_pipes
-from hpc_elastic.readable import wait_readable
+from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.workers import linux, tree
+from hpc_elastic.workers.linux import leave_hung_threads, output_pipes
 
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

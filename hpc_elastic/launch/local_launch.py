@@ -8,19 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hpc_elastic.agent.main import node_key
-from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import RunClock
+from hpc_elastic.base.clock import RunClock
+from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, SiteFacts
-from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
-from hpc_elastic.requeue import RequeueAction
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.self_command import own_command
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.workers.linux import SignalQueue
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
 
 
 class LocalSite:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
 from hpc_elastic.agent.restart_policy import made_progress
-from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.attempt_result import AttemptResult
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.requeue import RequeueDecision, RequeueFacts, decide_requeue
-from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.launch.requeue import RequeueDecision, RequeueFacts, decide_requeue
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import RunSpec
 
 
 def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> bool:

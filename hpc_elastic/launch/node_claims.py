@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.host_lock import host_lock
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.host_lock import host_lock
-from hpc_elastic.slurm.hostlist import compress
+from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 

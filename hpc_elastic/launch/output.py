@@ -1,16 +1,33 @@
 """What the supervisor says, on its way to the job log: through a queue, since stdout may be a file on a
-mount that hangs."""
+mount that hangs.
+
+Files at an attempt's end: touched in bounded time, for the user waits, or Slurm's SIGKILL is near.
+
+Lets other hosts read the job log while the job runs.
+
+The batch script, srun and all that they start hold it open for the whole job. What is written to an open file an NFS
+client keeps until it is half a minute old. Before Linux's client answers a stat, it writes the file out (nfs_getattr,
+read in 6.x); where nothing is kept back, as on Lustre or a local disk, a stat costs next to nothing, unlike an fsync.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
-from hpc_elastic.processes.hung_exit import output_pipes
-from hpc_elastic.processes.job_log import JobLog
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FULL, FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.output.job_log import JobLog
+from hpc_elastic.workers.linux import output_pipes
 
 _MOST_BYTES = 16 << 20
 """That wait: a report of a large run and whatever was said before it."""
-_HUNG_SECONDS = 2.0
+_JOB_LOG_SECONDS = 2.0
 """How long a file is waited for in the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
 """A terminal, or a reader at a pipe's other end, takes the time that it wants."""
@@ -38,7 +55,7 @@ class JobOutput:
             logger.setLevel(logging.INFO)
             logger.addHandler(handler)
             logger.propagate = False
-        self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _HUNG_SECONDS
+        self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _JOB_LOG_SECONDS
         self._handlers = (("hpc_elastic", messages), (_PLAIN, plain))
 
     def close(self) -> bool:
@@ -51,3 +68,99 @@ class JobOutput:
 def log_plain(text: str) -> None:
     """Text for the job log as it is: the head, the report."""
     logging.getLogger(_PLAIN).info("%s", text)
+
+
+REPORT_SECONDS = 120.0
+"""For the report of an attempt: of a large run, on a slow filesystem."""
+HUNG_SECONDS = 5.0
+"""Without any answer: it is said so, and not waited for any more where somebody waits for us."""
+
+T = TypeVar("T")
+
+
+class LastFiles:
+    """Has things done on the shared filesystem, and goes on without them where it does not answer."""
+
+    def __init__(self, files: FileThread, *, is_hurried: Callable[[], bool], is_late: bool) -> None:
+        """Args:
+        files: What touches them.
+        is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
+        is_late: Whether a signal has ended the attempt: there is little time then, and none of it for a mount that
+            may never answer.
+        """
+        self._files = files
+        self._is_hurried = is_hurried
+        self._is_late = is_late
+        self._has_refused = False
+        """Whether it was waited for in vain: once is enough."""
+
+    def do(self, action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
+        """Have `action` done.
+
+        Args:
+            action: Its result is returned, what it raises is raised here; where the filesystem refuses, or is full,
+                it is done again for as long as one that hangs is waited for.
+            otherwise: Returned where the filesystem hangs.
+            answers: The filesystem has just answered, so what takes long is work.
+        """
+        is_stuck = self._files.stuck_for() > HUNG_SECONDS
+        within = HUNG_SECONDS if is_stuck or (self._is_late and not answers) else REPORT_SECONDS
+        began, refused_within = time.monotonic(), 0.0 if self._has_refused else within
+
+        def is_waited_for(error: BaseException) -> bool:
+            if not is_refusal(error) and not (isinstance(error, OSError) and error.errno in FULL):
+                return False
+            self._has_refused = True
+            return not (self._is_hurried() and time.monotonic() - began > HUNG_SECONDS)
+
+        try:
+            done = self._files.do(
+                action,
+                within=within,
+                unless=self._hangs_and_is_hurried,
+                again=is_waited_for,
+                refused_within=refused_within,
+            )
+        except FilesystemHangsError:
+            return otherwise
+        self._has_refused = False
+        return done
+
+    def _hangs_and_is_hurried(self) -> bool:
+        return self._files.stuck_for() > HUNG_SECONDS and self._is_hurried()
+
+
+INTERVAL = 1.0
+"""Seconds. A server notices one WRITE a second of each job that prints."""
+
+
+class WriteBack:
+    """A daemon thread that asks for an open file's times, again and again. It alone waits where the mount hangs."""
+
+    def __init__(self, fd: int, clock: Clock, *, interval: float = INTERVAL) -> None:
+        self._fd = fd
+        self._clock = clock
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
+
+    def start(self) -> bool:
+        """Returns whether there is a need: a pipe or a terminal has none."""
+        try:
+            is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        except OSError:
+            return False
+        if is_file:
+            self._thread.start()
+        return is_file
+
+    def stop(self) -> None:
+        """Does not wait. Whoever closes the file writes it out."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._clock.wait(self._stop, self._interval):
+            try:
+                os.fstat(self._fd)
+            except OSError:
+                pass  # who writes to it hears of it

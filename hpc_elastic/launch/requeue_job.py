@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_elastic.clock import Clock
-from hpc_elastic.requeue import RequeueWay
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
@@ -26,8 +26,8 @@ from hpc_elastic.slurm.errors import (
     SlurmPermissionError,
     SlurmUnavailableError,
 )
-from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 

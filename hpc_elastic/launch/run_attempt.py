@@ -1,4 +1,10 @@
-"""One attempt from its directory to its report, on whichever site: the supervisor's frame."""
+"""The supervisor itself has failed, by a defect or for want of memory: the attempt ends all the same, with its report.
+
+Were the exception just let go, the batch script would end, and Slurm the job with it: no verdict, no report, no
+requeue.
+
+One attempt from its directory to its report, on whichever site: the supervisor's frame.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +22,91 @@ from typing import Protocol, TypeVar
 from hpc_elastic import __version__
 from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
-from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock
-from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.events import EventLog
-from hpc_elastic.file_thread import FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
+from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.conclude import conclude
-from hpc_elastic.launch.end_claim import EndClaim
-from hpc_elastic.launch.job_watch import JobWatch
-from hpc_elastic.launch.last_files import HUNG_SECONDS
-from hpc_elastic.launch.output import JobOutput, log_plain
-from hpc_elastic.launch.signal_resolver import SignalResolver
-from hpc_elastic.launch.site import Site, SiteFacts
+from hpc_elastic.launch.job_watch import EndClaim, JobWatch
+from hpc_elastic.launch.output import HUNG_SECONDS, JobOutput, log_plain
+from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
+from hpc_elastic.launch.signals import SignalResolver
+from hpc_elastic.launch.site import Launcher, Site, SiteFacts
 from hpc_elastic.launch.supersede import EarlierAttempts
-from hpc_elastic.launch.supervisor import Supervisor
-from hpc_elastic.launch.supervisor_failed import end_after
+from hpc_elastic.launch.supervisor import END_RESERVE, Supervisor
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, new_uid
-from hpc_elastic.requeue import (
-    RequeueAction,
-    RequeueDecision,
-    RequeueWay,
-)
-from hpc_elastic.run_paths import AttemptPaths, RunPaths
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.store.ring_secret import read_secret
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.store.notifier import read_secret
+from hpc_elastic.workers.linux import SignalQueue
 
 logger = logging.getLogger(__name__)
+
+
+class SupervisorFailedError(HpcElasticError):
+    """What it raised, with the place."""
+
+    template = "the supervisor itself failed: {error} ({where})"
+
+
+def end_after(
+    error: Exception,
+    supervisor: Supervisor,
+    *,
+    attempt: AttemptInfo,
+    paths: AttemptPaths,
+    launcher: Launcher,
+    coordination: Coordination,
+    events: EventLog,
+    files: FileThread,
+    clock: Clock,
+    shutdown_timeout: float,
+) -> None:
+    """Leave evidence, and have the agents end their workers. Then `supervisor.result` tells the rest. Never raises.
+
+    Args:
+        error: What ended `supervisor.run`.
+        supervisor: The one that failed.
+        attempt: The attempt.
+        paths: Its files.
+        launcher: Ends the agents.
+        coordination: Closes the run, if it still can.
+        events: The supervisor's.
+        files: Touches the files.
+        clock: For the error file's time.
+        shutdown_timeout: The workers' grace, in seconds.
+    """
+    failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))
+    supervisor.failure = failure
+    logger.error("%s; the workers are ended", failure, exc_info=error)
+    host = attempt.batch_host
+    node = attempt.nodes.index(host) if host in attempt.nodes else 0
+
+    index = supervisor.record.round if supervisor.record is not None else 0
+
+    def keep() -> None:
+        path = paths.supervisor_error_file
+        write_own_failure(path, error, role="supervisor", host=host, now_ns=clock.time_ns())
+
+    steps: list[Callable[[], object]] = [
+        lambda: events.write("platform_failure", round=index, node=node, host=host, reason=str(failure)),
+        lambda: coordination.ask(lambda participant: participant.close(Outcome.FAILED, str(failure))),
+        lambda: files.do(keep, within=HUNG_SECONDS),
+        lambda: launcher.end(within=shutdown_timeout + END_RESERVE),
+        lambda: coordination.stop(within=HUNG_SECONDS),
+    ]
+    for step in steps:
+        try:
+            step()
+        except Exception as problem:  # it may fail for the same reason; the next one may not
+            logger.error("after that: %s", problem)
+
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -317,7 +378,7 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
 
 
 def _shortened(nodes: tuple[str, ...]) -> str:
-    from hpc_elastic.slurm.hostlist import compress
+    from hpc_elastic.slurm.notation import compress
 
     return compress(nodes)
 
@@ -336,7 +397,7 @@ def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:
         UsageError: it is not visible from this host, or no run directory.
     """
     from hpc_elastic.errors import UsageError
-    from hpc_elastic.run_spec import UnreadableRunError, load_run_spec
+    from hpc_elastic.run.spec import UnreadableRunError, load_run_spec
 
     paths = RunPaths(run_dir.absolute())
     try:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_elastic.atomic_file import make_private_dir, why_replaceable, write_private
+from hpc_elastic.base.files import make_private_dir, why_replaceable, write_private
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec
 
 _LEAST_FREE = 1 << 20
 """Bytes. What a small run writes; with less it would begin, and wait for room to say that it has ended."""

@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
-from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.launch.local_launcher import describe_code
-from hpc_elastic.readable import wait_readable
+from hpc_elastic.launch.site import AgentEnded
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun_line
 

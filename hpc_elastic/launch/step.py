@@ -17,24 +17,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_elastic.agent.main import node_key
-from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock, RunClock
+from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.batch import HURRIED_SECONDS, SlurmSite
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.local_launcher import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import SiteFacts
-from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.self_command import own_command
+from hpc_elastic.launch.slurm_site import HURRIED_SECONDS, SlurmSite
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.workers.linux import SignalQueue
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"
 """In the runs folder."""

@@ -15,31 +15,30 @@ from dataclasses import dataclass
 from enum import Enum
 
 from hpc_elastic.agent.rendezvous_session import open_session_doorbell, rendezvous_settings, session_addresses
-from hpc_elastic.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.events import EventLog
-from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.site import Site
-from hpc_elastic.outcome import ExitCode, Outcome
-from hpc_elastic.rendezvous.closing import close_run
+from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.ending import claim_end, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
+from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.peers import Bell, Peers
-from hpc_elastic.rendezvous.poll_intervals import PollIntervals, poll_intervals
+from hpc_elastic.rendezvous.proposals import close_run
 from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.rung_about import record_name
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, host_of, node_of
-from hpc_elastic.requeue import RequeueAction
-from hpc_elastic.run_paths import AttemptPaths, RunPaths
-from hpc_elastic.run_spec import RunSpec
-from hpc_elastic.slurm.hostlist import compress
+from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, NodeInfo, RoundRecord, host_of, node_of
+from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.lease import HeartbeatAges
-from hpc_elastic.store.ring_secret import read_secret
+from hpc_elastic.store.notifier import read_secret
 
 logger = logging.getLogger(__name__)
 

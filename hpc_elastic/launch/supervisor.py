@@ -12,25 +12,20 @@ import signal
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from hpc_elastic.agent.signals import SignalQueue
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import Clock
-from hpc_elastic.events import EventLog
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
+from hpc_elastic.launch.agents import LostNodes, UnableNode, describe_unable_nodes, is_same_everywhere, is_usage_error
 from hpc_elastic.launch.attempt_result import AttemptResult, closed_result
-from hpc_elastic.launch.end_claim import EndClaim
-from hpc_elastic.launch.given_notice import GivenNotice
-from hpc_elastic.launch.job_watch import JobWatch
-from hpc_elastic.launch.launcher import AgentEnded, Launcher
-from hpc_elastic.launch.lost_nodes import LostNodes
-from hpc_elastic.launch.signal_resolver import SignalResolver
-from hpc_elastic.launch.signal_table import HeardBy, Meaning, SignalDecision
-from hpc_elastic.launch.unable_nodes import UnableNode, describe_unable_nodes, is_same_everywhere, is_usage_error
-from hpc_elastic.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
+from hpc_elastic.launch.job_watch import EndClaim, JobWatch
+from hpc_elastic.launch.signals import GivenNotice, HeardBy, Meaning, SignalDecision, SignalResolver
+from hpc_elastic.launch.site import AgentEnded, Launcher
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
-from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.uid import node_of
+from hpc_elastic.rendezvous.state import RoundRecord, Status, node_of
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.events import EventLog
 from hpc_elastic.store.base import StoreWipedError
+from hpc_elastic.workers.linux import SignalQueue
 
 logger = logging.getLogger(__name__)
 

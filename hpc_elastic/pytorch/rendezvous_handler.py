@@ -22,8 +22,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
-from hpc_elastic.addresses import choose_master_address
 from hpc_elastic.agent.store_server import listen_for
+from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.errors import UsageError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore
 from hpc_elastic.rendezvous import errors

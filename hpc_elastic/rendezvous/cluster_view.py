@@ -1,12 +1,32 @@
-"""What a coordinator sees when it decides."""
+"""What a coordinator sees when it decides.
+
+What members say about checkpoints while nodes wait, as the coordinator reads it.
+
+What the coordinator sees: the claims on two rounds, and who of those that made them lives.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from hpc_elastic.light_dataclasses import dataclass, field
-from hpc_elastic.rendezvous.notice import NoticeStatus
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord
+from hpc_elastic.rendezvous.claims import (
+    ClaimKind,
+    ClaimReader,
+    Claims,
+    FailureReader,
+    claim_folder,
+    claim_key,
+    decode_object,
+    decode_reason,
+    read_claims,
+    read_confirmed,
+)
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
+from hpc_elastic.rendezvous.notice import NoticeStatus, decode_status
+from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
+from hpc_elastic.store.base import Store, get_many, make_folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,3 +73,188 @@ class ClusterView:
     """Members whose workers have saved because of it, or do not follow it."""
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
+
+
+class GrowthSigns:
+    """One coordinator's, on its monotonic clock. Claims never change: what was read once is not read again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._round = -1
+        self._waiting_since: float | None = None
+        self._saved_at: dict[tuple[str, str], float] = {}
+        """(uid, serial) → when its checkpoint was complete."""
+        self._saving: set[tuple[str, str]] = set()
+        self._now = 0.0
+
+    def look(self, round_index: int, claims: Claims, *, waiting: bool, now: float) -> None:
+        """Take in what the listing of a final round's folder gave.
+
+        Args:
+            round_index: The round.
+            claims: Kind → uids.
+            waiting: Whether a node waits that lives.
+            now: The moment that the decision is about.
+        """
+        if round_index != self._round:
+            self._round, self._waiting_since = round_index, None
+            self._saved_at, self._saving = {}, set()
+        self._now = now
+        if not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        self._saving = {(uid, serial) for uid, serial, _ in _words(claims, ClaimKind.SAVING)}
+        unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
+        keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]
+        for (uid, serial, _), raw in zip(unread, get_many(self._store, keys), strict=True):
+            self._saved_at[uid, serial] = now - _age(decode_object(raw))
+
+    def paused_for(self, seconds: float) -> None:
+        """This process was, for so long: that is nobody's time."""
+        self._now += seconds
+        if self._waiting_since is not None:
+            self._waiting_since += seconds
+        self._saved_at = {key: at + seconds for key, at in self._saved_at.items()}
+
+    @property
+    def since_waiting(self) -> float:
+        return 0.0 if self._waiting_since is None else self._now - self._waiting_since
+
+    @property
+    def since_saved(self) -> float:
+        """Since a checkpoint was complete; infinite where nobody has told of one."""
+        return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a node has begun one, and not said that it is complete."""
+        return bool(self._saving - self._saved_at.keys())
+
+
+def _words(claims: Claims, kind: ClaimKind) -> list[tuple[str, str, str]]:
+    """(uid, serial, kind as listed) of every claim of this kind."""
+    found = []
+    for name, uids in claims.items():
+        word, dot, serial = name.partition(".")
+        if dot and word == kind.value:
+            found += [(uid, serial, name) for uid in uids]
+    return found
+
+
+def _age(value: dict[str, object] | None) -> float:
+    age = value.get("age") if value is not None else None
+    return max(0.0, float(age)) if isinstance(age, (int, float)) and age < 1e9 else 0.0
+
+
+_GONE = "gone"
+
+
+def gone_key(node: int) -> str:
+    """Where it is said that a node will have no agent any more."""
+    return f"{_GONE}/{node:05d}"
+
+
+class ClaimScanner:
+    """Reads all participants' claims into a `ClusterView`, for one participant while it coordinates.
+
+    Times are of its monotonic clock.
+    """
+
+    def __init__(self, store: Store, uid: str, peers: Peers, detector: FailureDetector) -> None:
+        self._store = store
+        self._uid = uid
+        self._peers = peers
+        self._detector = detector
+        self._failures = FailureReader(store)
+        self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
+        self._growth = GrowthSigns(store)
+        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_status)
+        self._dead: frozenset[str] = frozenset()
+        self._status_since = detector.mark
+        self._lost_since = detector.mark
+        self._noticed_at = detector.mark
+        self.joining: frozenset[str] = frozenset()
+        """Who wants to be in, at the last look."""
+        self.listed: Mapping[int, Claims] = {}
+        """The claims that this step has looked at."""
+        self.claims_seen = 0
+
+    def status_began(self, now: float) -> None:
+        """The round has a new status."""
+        self._status_since = now
+
+    def somebody_was_lost(self, now: float) -> None:
+        self._lost_since = now
+
+    def notice_was_given(self, now: float) -> None:
+        """The record says for the first time that the job is going to be ended, or that it is sooner."""
+        self._noticed_at = now
+
+    def noticed_for(self, now: float) -> float:
+        """Seconds since the notice that holds, where there is one, was read here."""
+        return now - self._noticed_at
+
+    def paused_for(self, seconds: float) -> None:
+        """This process was, for so long: that is nobody's fault."""
+        self._status_since += seconds
+        self._lost_since += seconds
+        self._growth.paused_for(seconds)
+
+    def prepare(self, round_index: int) -> None:
+        """Make the folders that are going to be looked into."""
+        for folder in (claim_folder(round_index), claim_folder(round_index + 1), _GONE):
+            make_folder(self._store, folder)
+
+    def is_idle(self, record: RoundRecord | None) -> bool:
+        """Whether workers run, and this participant and all others who take part hear each other."""
+        if record is None or record.status is not Status.FINAL or record.suspects:
+            return False
+        others = {m.uid for m in record.members} | self.joining
+        return all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
+
+    def look(self, record: RoundRecord) -> ClusterView:
+        """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""
+        self.prepare(record.round)
+        here = read_claims(self._store, record.round)
+        joinable = record.status is Status.JOINABLE
+        beside = record.round - 1 if joinable else record.round + 1
+        other = read_claims(self._store, beside) if beside >= 0 else {}
+        self.listed = {record.round: here, beside: other}
+        self.claims_seen = sum(map(len, (*here.values(), *other.values())))
+        joined = (here if joinable else other).get("join", [])
+        failed_round, failed = (beside, other) if joinable else (record.round, here)
+        uids = {m.uid for m in record.members} | set(joined)
+        self._peers.learn(uids)
+        self.paused_for(self._detector.look_at(sorted(uids - {self._uid})))
+        self.joining = frozenset(joined)
+        dead = frozenset(uid for uid in uids if self._detector.is_dead(uid))
+        if dead - self._dead:
+            self._lost_since = self._detector.mark
+        self._dead = dead
+        if record.status is Status.FINAL:
+            self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._detector.mark)
+        supervisor = self._peers.observer() if joinable and record.lost else None
+        is_unsupervised = supervisor is not None and self._detector.is_overdue(supervisor)
+        return ClusterView(
+            record=record,
+            joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
+            acked=read_confirmed(self._store, record, here.get("ack", ())),
+            failures=self._failures.read(failed_round, failed),
+            done=frozenset(here.get("done", ())),
+            leaving=self._leaving.read(record.round, here),
+            gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
+            dead=dead,
+            silent=frozenset(uid for uid in uids if self._detector.is_silent(uid)),
+            answered=self._detector.answered(record.suspects) | {self._uid},
+            names=self._peers.names(),
+            since_status=self._detector.mark - self._status_since,
+            since_lost=self._detector.mark - self._lost_since,
+            is_unsupervised=is_unsupervised,
+            since_waiting=self._growth.since_waiting,
+            since_saved=self._growth.since_saved,
+            is_saving=self._growth.is_saving,
+            noted=self._noted.read(record.round, here) if record.notice is not None else {},
+            kept=frozenset(here.get("kept", ())),
+            since_notice=self._detector.mark - self._noticed_at,
+        )

@@ -1,27 +1,62 @@
-"""The coordinator's decisions: from what it sees to the next record, or none. Pure; `participant` carries them out."""
+"""The restart policy's decision about a round's failures. The agents bring the policy.
+
+The coordinator's decisions: from what it sees to the next record, or none. Pure; `participant` carries them out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hpc_elastic.light_dataclasses import dataclass, field, replace
+from hpc_elastic.options.rendezvous_settings import Growth, GrowthFacts, RendezvousSettings, decide_growth
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
-from hpc_elastic.rendezvous.restart_decision import DecideRestart, failure_order
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.slots import assign_ranks, replacements, whole_segments
+from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
     Member,
+    NodeFailure,
     NodeInfo,
     Outcome,
+    RoundEvent,
     RoundRecord,
     Status,
+    host_of,
+    next_status,
+    node_of,
+    supersedes,
 )
-from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
-from hpc_elastic.rendezvous.uid import host_of, node_of, supersedes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartDecision:
+    """The restart policy's decision about the failures of a round."""
+
+    go_on: bool
+    counts: bool
+    """Whether the new round is charged to the restart budget."""
+    reason: str
+    memory: FailureMemory
+    retryable: bool = True
+    """Where it does not go on: whether another attempt could end otherwise."""
+    refills: bool = False
+    """Whether there was progress enough for the whole budget to be there again, before the new round is charged."""
+
+
+_STRENGTH = {"root": 0, "hang": 1, "infrastructure": 2}
+
+
+def failure_order(failure: NodeFailure) -> tuple[int, int, float]:
+    """Sorts nodes' failures, the one to be told as the cause first: of several hung workers the furthest behind."""
+    strength = _STRENGTH.get(failure.failure_class, len(_STRENGTH))
+    step, age = failure.hang.lag if failure.hang is not None else (0, 0.0)
+    return strength, step, age
+
+
+DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure], bool], RestartDecision]
+"""(the joinable record, the last round's failures, whether one of its members was lost) → decision."""
+
 
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0

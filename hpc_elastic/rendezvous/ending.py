@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, node_of, supersedes
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, node_of, supersedes
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0

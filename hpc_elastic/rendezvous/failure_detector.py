@@ -1,4 +1,11 @@
-"""The failure detector of one participant: heartbeats in the files, beats on the network, and answers to a question.
+"""Who is alive: a counter that its owner changes, and observers that time the changes on their own clocks.
+
+No time of one host is ever compared with another host's: the observer remembers since when, on its own monotonic
+clock, it has seen the same value.
+
+When each node's packets came last, by this process' own clock; and which nodes were asked whether they live.
+
+The failure detector of one participant: heartbeats in the files, beats on the network, and answers to a question.
 
 All ages are of this process' own monotonic clock, and none counts while this process itself was held up.
 
@@ -9,14 +16,223 @@ is read now and then. A node that falls silent is read, asked, and read until it
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 
-from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.packet_silence import PacketSilence
-from hpc_elastic.rendezvous.poll_intervals import PollIntervals
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.lease import HeartbeatAges
+
+_FOLDER = "hb"
+INVALIDATE_SECONDS = 1.0
+"""The least time between two invalidations of the heartbeats' folder, made where a heartbeat is not found."""
+
+
+class Heartbeat:
+    """The owner's side: one cell, rewritten every `interval` seconds."""
+
+    def __init__(self, store: Store, uid: str, *, interval: float, first: float | None = None) -> None:
+        """Args:
+        store: Where.
+        uid: Whose.
+        interval: Seconds; may be changed at any time.
+        first: When the first change is due, on the clock of `beat_if_due`. None: at once.
+        """
+        self.interval = interval
+        self._store = store
+        self._key = f"{_FOLDER}/{uid}"
+        self._first = first
+        self._count = 0
+        self._nonce = os.urandom(4).hex()
+        self._renewed_at: float | None = None
+
+    def beat_if_due(self, now: float) -> float:
+        """Change the cell where its interval has passed.
+
+        Args:
+            now: Seconds, monotonic.
+
+        Returns:
+            Seconds until the next change is due.
+
+        Raises:
+            OSError: the filesystem refused; the lease keeps ageing until a later call succeeds.
+        """
+        due = self.due(now)
+        if now < due:
+            return due - now
+        self.beat_now(now)
+        return self.interval
+
+    def due(self, now: float) -> float:
+        """When the next change is."""
+        if self._renewed_at is not None:
+            return self._renewed_at + self.interval
+        return now if self._first is None else self._first
+
+    def beat_now(self, now: float) -> None:
+        """Change the cell, due or not: somebody asked whether this participant lives.
+
+        Raises:
+            OSError: as `beat_if_due`.
+        """
+        self._store.overwrite(self._key, f"{self._count} {self._nonce}")
+        self._count += 1
+        self._renewed_at = now  # taken before the write: a slow write ages the lease
+
+    def age(self, now: float) -> float:
+        """Seconds since the last renewal began; infinite before the first."""
+        return float("inf") if self._renewed_at is None else now - self._renewed_at
+
+
+@dataclass(slots=True)
+class _Seen:
+    value: str | None
+    since: float
+    looked: float
+
+
+class HeartbeatAges:
+    """The observer's side: for how long each participant's heartbeat has looked the same to this process."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._seen: dict[str, _Seen] = {}
+        self._invalidated_at = float("-inf")
+
+    def look(self, uid: str, now: float) -> None:
+        """Read `uid`'s cell. Not having been able to is no evidence: the age starts anew.
+
+        Args:
+            uid: Whose.
+            now: Taken before the read, which may block: what it shows is no younger.
+        """
+        try:
+            value = self._store.version(f"{_FOLDER}/{uid}")
+            if value is None and now >= self._invalidated_at + INVALIDATE_SECONDS:
+                # A client may never find what it once did not find, where the folder's times are coarse.
+                self._invalidated_at = now
+                self._store.invalidate(_FOLDER)
+                value = self._store.version(f"{_FOLDER}/{uid}")
+        except OSError:
+            self._seen.pop(uid, None)
+            return
+        seen = self._seen.get(uid)
+        if seen is None or seen.value != value:
+            self._seen[uid] = _Seen(value, now, now)
+        else:
+            seen.looked = now
+
+    def age(self, uid: str) -> float:
+        """For how many seconds `uid`'s cell had not changed when it was last looked at; 0 before a second look.
+
+        Not up to now: what this process has not looked at, because it was held up, has not aged.
+        """
+        seen = self._seen.get(uid)
+        return max(0.0, seen.looked - seen.since) if seen else 0.0
+
+    def unchanged_from(self, uid: str, moment: float) -> float:
+        """For how many seconds after `moment` of this process' clock `uid`'s cell was seen not to change; 0 where it
+        did, or where it was not looked at since."""
+        seen = self._seen.get(uid)
+        return max(0.0, seen.looked - moment) if seen and seen.since <= moment else 0.0
+
+    def changed_since(self, uid: str, moment: float) -> bool:
+        """Whether a change of `uid`'s cell was first seen after `moment` of this process' clock."""
+        seen = self._seen.get(uid)
+        return seen is not None and seen.since > moment
+
+    def paused_for(self, seconds: float, *, now: float) -> None:
+        """This process itself was paused for so long (a frozen filesystem, SIGSTOP): no heartbeat aged meanwhile."""
+        for seen in self._seen.values():
+            seen.since = min(now, seen.since + seconds)
+
+    def forget(self, uid: str) -> None:
+        self._seen.pop(uid, None)
+
+
+class PacketSilence:
+    """Bookkeeping of one participant. Times are seconds of its monotonic clock."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, float] = {}
+        self._asked: dict[str, float] = {}
+        self._hears: dict[str, bool] = {}
+        self._out: dict[str, float] = {}
+        """Who answered through the files and is not heard: when it was heard last."""
+        self._back: list[tuple[str, float, float]] = []
+
+    def heard(self, uids: Iterable[str], now: float, *, hears_us: bool | None = True) -> None:
+        """Args:
+        uids: Whose datagrams came.
+        now: When.
+        hears_us: Whether they say that they hear this participant; None: they did not say.
+        """
+        for uid in uids:
+            self._heard[uid] = now
+            if (since := self._out.pop(uid, None)) is not None:
+                self._back.append((uid, since, now))
+            if hears_us is not None:
+                self._hears[uid] = hears_us
+
+    def hears_us(self, uid: str) -> bool:
+        """Whether its last word was that it hears this participant."""
+        return self._hears.get(uid, False)
+
+    def expect(self, uids: Iterable[str], now: float) -> None:
+        """Those that were not heard yet are to be heard from now on: from now on their silence means something."""
+        for uid in uids:
+            self._heard.setdefault(uid, now)
+
+    def silence(self, uid: str, now: float) -> float | None:
+        """Seconds since `uid` was heard; None where it was not heard at all, which says nothing."""
+        at = self._heard.get(uid)
+        return None if at is None else now - at
+
+    def forget(self, uid: str) -> None:
+        """It has to be heard again before its silence means anything: no packet of its comes through, and it lives."""
+        self._heard.pop(uid, None)
+
+    def asked(self, suspects: Iterable[str], now: float) -> None:
+        """These are suspects now: remember since when, for those that were not before."""
+        self._asked = {uid: self._asked.get(uid, now) for uid in suspects}
+
+    def answered(self, uid: str) -> None:
+        """It was asked, and has answered through the files: it lives, and no packet of its comes through."""
+        if (at := self._heard.get(uid)) is not None:
+            self._out.setdefault(uid, at)
+        self.forget(uid)
+
+    def take_back(self) -> list[tuple[str, float, float]]:
+        """Whose packets come through again since the last call, from when to when they did not."""
+        taken, self._back = self._back, []
+        return taken
+
+    def out(self) -> dict[str, float]:
+        """Whose packets do not come through, though it lives: since when."""
+        return dict(self._out)
+
+    def lost(self, uids: Iterable[str]) -> None:
+        """These are lost: their silence was no matter of packets."""
+        for uid in uids:
+            self._out.pop(uid, None)
+
+    def asked_since(self, uid: str) -> float | None:
+        return self._asked.get(uid)
+
+    def packets_dropped_for(self, seconds: float, *, now: float) -> None:
+        """This host may have dropped the packets of the last `seconds`: that time counts as silence of no node."""
+        for uid in self._heard:
+            self._heard[uid] = min(now, self._heard[uid] + seconds)
+
+    def paused_for(self, seconds: float, *, now: float) -> None:
+        """This process was paused for so long: that time counts as silence of no node, and for no answer."""
+        for times in (self._heard, self._asked, self._out):
+            for uid in times:
+                times[uid] = min(now, times[uid] + seconds)
+
 
 logger = logging.getLogger(__name__)
 

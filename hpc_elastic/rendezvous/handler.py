@@ -1,4 +1,6 @@
-"""The rendezvous as a handler: a blocking call that ends with this node in a round, and a few questions beside it.
+"""Extra data of a round: JSON values under keys, written by anybody, read by anybody, kept with the round's number.
+
+The rendezvous as a handler: a blocking call that ends with this node in a round, and a few questions beside it.
 
 It is the face for agents that are not ours (torch's own, or anybody's); what happens behind it is `seat`, and so the
 same `Participant` that our own agent drives.
@@ -6,6 +8,7 @@ same `Participant` that our own agent drives.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
@@ -13,10 +16,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from hpc_elastic.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.closing import close_if_last, close_run
 from hpc_elastic.rendezvous.errors import (
     ExtraDataTimeoutError,
     FilesystemTimeoutError,
@@ -25,12 +27,37 @@ from hpc_elastic.rendezvous.errors import (
     RendezvousError,
     RendezvousTimeoutError,
 )
-from hpc_elastic.rendezvous.extra_data import ExtraData
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
+from hpc_elastic.rendezvous.membership import Membership, RoundResult
+from hpc_elastic.rendezvous.proposals import close_if_last, close_run
 from hpc_elastic.rendezvous.run_folder import RunFolder
-from hpc_elastic.rendezvous.seat import RoundResult, Seat
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.store.key_value import KeyValueTimeoutError
+from hpc_elastic.store.base import Store
+from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
+
+
+class ExtraData:
+    """All rounds' extra data in one store. Writers of different keys lose nothing; the last write of a key holds."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._values = KeyValueStore(store, "extra", clock=clock)
+
+    def store(self, version: int, key: str, value: Any) -> None:
+        """Keep `value`.
+
+        Raises:
+            TypeError, ValueError: it can't be written as JSON.
+        """
+        self._values.set(f"{version}/{key}", json.dumps(value).encode())
+
+    def load(self, version: int, key: str, timeout: float) -> Any:
+        """The value, waited for up to `timeout` seconds.
+
+        Raises:
+            KeyValueTimeoutError: it did not come.
+        """
+        return json.loads(self._values.get_waiting(f"{version}/{key}", timeout))
+
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +110,7 @@ class FileRendezvousHandler:
             config.directory, config.run_id, prefix=config.prefix, job=config.job, clock=self._clock
         )
         self._epoch_found: int | None = None
-        self._seat: Seat | None = None
+        self._seat: Membership | None = None
         self._sweeper: threading.Thread | None = None
         self._stop_sweep = threading.Event()
         self._rng = random.Random()
@@ -252,10 +279,10 @@ class FileRendezvousHandler:
             self._epoch_found = self._folder.current_epoch()
         return self._epoch_found
 
-    def _take_seat(self) -> Seat:
-        return Seat.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
+    def _take_seat(self) -> Membership:
+        return Membership.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
 
-    def _sweep(self, seat: Seat) -> None:
+    def _sweep(self, seat: Membership) -> None:
         """Let one node of the run remove what earlier runs of its id left."""
         if seat.place == 0 and self._sweeper is None:
             sweep = partial(self._folder.remove_earlier_epochs, self._stop_sweep)
@@ -274,7 +301,7 @@ class FileRendezvousHandler:
         if record is not None and record.status is Status.CLOSED:
             raise self._closed_error(record)
 
-    def _look(self, seat: Seat) -> RoundRecord | None:
+    def _look(self, seat: Membership) -> RoundRecord | None:
         try:
             return seat.look()
         except RendezvousError:
@@ -290,7 +317,7 @@ class FileRendezvousHandler:
     def _left(self, deadline: float) -> float:
         return deadline - self._clock.monotonic()
 
-    def _ask_who_is_here(self, seat: Seat, left: float) -> float:
+    def _ask_who_is_here(self, seat: Membership, left: float) -> float:
         """Just before the time is over. Returns how long to wait for news now."""
         early = min(1.0, self._config.settings.timeout / 4)
         if left <= early:
@@ -302,7 +329,7 @@ class FileRendezvousHandler:
         outcome = record.outcome.value if record.outcome else "unknown"
         return RendezvousClosedError(run_id=self._config.run_id, outcome=outcome, reason=record.reason)
 
-    def _timeout_error(self, seat: Seat) -> RendezvousTimeoutError:
+    def _timeout_error(self, seat: Membership) -> RendezvousTimeoutError:
         places, timeout = self._config.max_nodes, self._config.settings.timeout
         record = self._look(seat)
         if record is not None and record.status is Status.FINAL and len(record.members) >= places:

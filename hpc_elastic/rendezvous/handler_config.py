@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ def on_this_node(config: HandlerConfig, environ: Mapping[str, str], *, address: 
     """
     import socket  # not at every agent's start
 
-    from hpc_elastic.addresses import LOOPBACK, candidate_addresses
+    from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 
     host = socket.gethostname()
     task, job = environ.get("SLURM_PROCID", ""), environ.get("SLURM_JOB_ID", "")

@@ -10,8 +10,8 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
 from hpc_elastic.light_dataclasses import dataclass, replace
+from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
 """For how long a node measures how fast its workers step before it says where they stand."""

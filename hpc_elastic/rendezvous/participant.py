@@ -13,29 +13,24 @@ import random
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
-from hpc_elastic.clock import Clock
-from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator
-from hpc_elastic.rendezvous.claim_scanner import ClaimScanner, gone_key
-from hpc_elastic.rendezvous.claims import ClaimKind
-from hpc_elastic.rendezvous.coordinator import Proposal, next_proposal, rests_on_absence
-from hpc_elastic.rendezvous.decision_events import consequences, link_event, move_event, to_event
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
+from hpc_elastic.rendezvous.claims import ClaimKind, OwnClaims, round_to_join
+from hpc_elastic.rendezvous.cluster_view import ClaimScanner, gone_key
+from hpc_elastic.rendezvous.coordinator import DecideRestart, Proposal, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender
+from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
 from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
-from hpc_elastic.rendezvous.own_claims import OwnClaims, round_to_join
 from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
-from hpc_elastic.rendezvous.poll_intervals import poll_intervals
-from hpc_elastic.rendezvous.restart_decision import DecideRestart
+from hpc_elastic.rendezvous.proposals import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.rung_about import RungAbout, record_name
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.store_id import StoreId
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.rendezvous.to_all import WordsToAll
-from hpc_elastic.rendezvous.watch import Watch
 from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)
@@ -87,7 +82,7 @@ class Participant:
         self._detector = FailureDetector(store, settings, self.intervals, clock)
         self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
         self._succession = Succession(store, info, settings, self.intervals, self._detector, rng)
-        self._watch = Watch(self.intervals, rng, now, observes=self.observes)
+        self._watch = Schedule(self.intervals, rng, now, observes=self.observes)
         self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
         self._heartbeat_sender = HeartbeatSender(
             store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
@@ -102,7 +97,7 @@ class Participant:
         self._record: RoundRecord | None = None
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
-        self._rung_about = RungAbout()
+        self._rung_about = PendingNotifications()
         self._ending = Ending(store, info.uid, listener, clock)
         self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
 

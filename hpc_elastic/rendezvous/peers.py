@@ -9,11 +9,18 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.rendezvous.rung_about import record_name
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, decode_node
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, host_of, node_of, supersedes
+from hpc_elastic.rendezvous.cache_invalidator import record_name
+from hpc_elastic.rendezvous.state import (
+    OBSERVER_PLACE,
+    NodeInfo,
+    RoundRecord,
+    decode_node,
+    host_of,
+    node_of,
+    supersedes,
+)
 from hpc_elastic.store.base import Store
-from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
+from hpc_elastic.store.notifier import MOST_FORWARDED, Address
 
 _FOLDER = "node"
 DIRECT_RINGS = 48

@@ -1,4 +1,10 @@
-"""Where a run's rendezvous lives in a shared directory: many runs side by side, each id used again in a new epoch.
+"""Removing the earlier epochs of a run id, which nobody will read again: in the background, by who uses the id next.
+
+An epoch is only ever followed by another one once it is closed. Who may still look at it is an agent that has not ended
+yet, or one that slept: so it is watched for a while, on this process' own clock, before it goes. What this program did
+not make is not touched, no symbolic link is followed, and nothing outside the epoch's folder is ever opened.
+
+Where a run's rendezvous lives in a shared directory: many runs side by side, each id used again in a new epoch.
 
 ``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, whoever comes with the same id
 later opens ``epoch-000002``, and nothing of the old one is read.
@@ -6,19 +12,218 @@ later opens ``epoch-000002``, and nothing of the old one is read.
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import logging
 import os
+import stat
 import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.atomic_file import make_private_dir, why_replaceable
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.files import make_private_dir, why_replaceable
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.sweep_epochs import EpochSweep
 from hpc_elastic.store.file_store import FileStore
+
+logger = logging.getLogger(__name__)
+
+CLOSED_SECONDS = 3600.0
+"""After so long without any change, a closed epoch is removed."""
+ABANDONED_SECONDS = 7200.0
+"""The same for one that was never closed: every agent's heartbeat has stopped."""
+KEPT_EPOCHS = 3
+"""A closed epoch that so many have followed is waited for no longer than this: jobs may be short."""
+OUTLIVED_SECONDS = 60.0
+WATCH_SECONDS = 20.0
+REMOVALS_PER_SECOND = 50.0
+
+_STORE_FOLDERS = ("node", "hb", "bye", "gone", "place", "end", "round", "kv", "extra", "epoch", "log")
+"""A store's folders, in the order in which they go: by its log one tells for certain what it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochFacts:
+    """What is known of an earlier epoch."""
+
+    closed: bool
+    followers: int
+    """Epochs after it."""
+    unchanged: float
+    """Seconds for which neither its log nor any heartbeat in it has changed, on the observer's clock."""
+
+
+def why_remove(facts: EpochFacts) -> str | None:
+    """Why an epoch may go, or None where it has to stay."""
+    if facts.followers < 1:
+        return None
+    if facts.closed and facts.unchanged >= CLOSED_SECONDS:
+        return "closed"
+    if facts.closed and facts.followers >= KEPT_EPOCHS and facts.unchanged >= OUTLIVED_SECONDS:
+        return f"closed, and {facts.followers} have followed it"
+    if facts.unchanged >= ABANDONED_SECONDS:
+        return "abandoned"
+    return None
+
+
+class EpochAges:
+    """For how long each epoch has looked the same."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[object, float]] = {}
+        self._looked_at: float | None = None
+
+    def look(self, states: dict[int, object], now: float) -> dict[int, float]:
+        """Args:
+        states: Epoch → what changes when something happens in it.
+        now: Seconds, monotonic.
+        """
+        gap = 0.0 if self._looked_at is None else now - self._looked_at
+        self._looked_at = now
+        if gap > 4 * WATCH_SECONDS:  # this process was stopped: nothing has aged meanwhile
+            self._seen = {epoch: (state, since + gap) for epoch, (state, since) in self._seen.items()}
+        self._seen = {
+            epoch: before if (before := self._seen.get(epoch)) is not None and before[0] == state else (state, now)
+            for epoch, state in states.items()
+        }
+        return {epoch: now - since for epoch, (_, since) in self._seen.items()}
+
+
+class EpochSweep:
+    """`run` is for a thread of its own, which may wait for a dead mount as long as it likes."""
+
+    def __init__(
+        self,
+        *,
+        epochs: Callable[[], Sequence[int]],
+        state: Callable[[int], tuple[bool, object]],
+        path: Callable[[int], str],
+        clock: Clock,
+    ) -> None:
+        """Args:
+        epochs: Lists those that are there.
+        state: Whether an epoch is closed, and what changes when something happens in it.
+        path: Where it is.
+        clock: For ages and waits.
+        """
+        self._epochs = epochs
+        self._state = state
+        self._path = path
+        self._clock = clock
+        self._watch = EpochAges()
+        self._tried: set[int] = set()
+
+    def run(self, stop: threading.Event) -> None:
+        """Watch, and remove what may go, until `stop` or until no earlier epoch is left."""
+        while not stop.is_set():
+            try:
+                if not self.step(stop):
+                    return
+            except OSError as error:
+                logger.debug("earlier epochs are left for later: %s", error)
+            self._clock.wait(stop, WATCH_SECONDS)
+
+    def step(self, stop: threading.Event) -> bool:
+        """Look once, and remove what may go. Returns whether an earlier epoch is left.
+
+        Raises:
+            OSError: a passing fault.
+        """
+        epochs = sorted(self._epochs())
+        states = {epoch: self._state(epoch) for epoch in epochs[:-1]}
+        unchanged = self._watch.look({epoch: state for epoch, (_, state) in states.items()}, self._clock.monotonic())
+        for position, epoch in enumerate(epochs[:-1]):
+            facts = EpochFacts(
+                closed=states[epoch][0], followers=len(epochs) - 1 - position, unchanged=unchanged[epoch]
+            )
+            why = why_remove(facts)
+            if why is None or epoch in self._tried:
+                continue
+            self._tried.add(epoch)  # what is in use now is left to the next user
+            gone = remove_epoch(self._path(epoch), clock=self._clock, stop=stop)
+            logger.info("removed %s (%s)%s", self._path(epoch), why, "" if gone else ", but for what is in use")
+        return len(set(epochs[:-1]) - self._tried) > 0
+
+
+def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
+    """Remove a store's folder with what this program makes in one, some files a second.
+
+    Returns:
+        Whether all of it is gone. What is not ours, ``.nfsXXXX`` (a file that somebody has open) and so the folders
+        that hold them stay.
+    """
+    try:
+        top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        return error.errno == errno.ENOENT
+    try:
+        if os.fstat(top).st_uid != os.geteuid():
+            return False
+        removal = _Removal(clock, stop)
+        for name in _STORE_FOLDERS:
+            removal.empty(top, name, depth=3)
+        removal.remove_strays(top)
+    finally:
+        os.close(top)
+    return removal.rmdir(path)
+
+
+class _Removal:
+    def __init__(self, clock: Clock, stop: threading.Event) -> None:
+        self._clock = clock
+        self._stop = stop
+
+    def empty(self, parent: int, name: str, *, depth: int) -> None:
+        """Remove the folder `name` of `parent` and what is in it, at most `depth` folders deep."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        except OSError:
+            return  # not there, or no folder of ours
+        try:
+            for entry in self._entries(fd):
+                if entry.is_dir(follow_symlinks=False):
+                    if depth > 1:
+                        self.empty(fd, entry.name, depth=depth - 1)
+                else:
+                    self._unlink(fd, entry.name)
+        finally:
+            os.close(fd)
+        self.rmdir(name, parent)
+
+    def remove_strays(self, top: int) -> None:
+        """What a process that was killed left in the middle of a `FileStore.invalidate`."""
+        for entry in self._entries(top):
+            if entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False):
+                self._unlink(top, entry.name)
+
+    @staticmethod
+    def _entries(fd: int) -> list[os.DirEntry[str]]:
+        with os.scandir(fd) as found:
+            return [entry for entry in found if not entry.name.startswith(".nfs")]
+
+    def _unlink(self, parent: int, name: str) -> None:
+        if self._stop.is_set():
+            return
+        self._clock.wait(self._stop, 1 / REMOVALS_PER_SECOND)
+        try:
+            info = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
+                os.unlink(name, dir_fd=parent)
+        except OSError:
+            pass  # somebody else was quicker, or it stays for another time
+
+    @staticmethod
+    def rmdir(name: str, parent: int | None = None) -> bool:
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            return error.errno == errno.ENOENT
+        return True
+
 
 _EPOCH = "epoch-"
 _READABLE = 48

@@ -1,18 +1,68 @@
-"""The record that the nodes agree on, and its form on disk."""
+"""Names of participants: unique for every agent start, readable, and ordered on one node.
+
+The record that the nodes agree on, and its form on disk.
+
+The one table of what may follow what in the log. docs/reference/states.md is generated from it.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.light_dataclasses import dataclass, replace
-from hpc_elastic.outcome import Outcome
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.notice import Notice, decode_notice, notice_to_json
+
+_TIME_BITS = 48
+_TIME_SHIFT = 16
+OBSERVER_PLACE = 99999
+"""The node index in the uid of a supervisor, which is no node."""
+
+
+def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
+    """``00003-nid003-0001f87ab3c4d5e6-9f3c``: node index, host, start, four random digits.
+
+    Args:
+        node: Node index.
+        host: Its name.
+        clock: For the start's last 12 digits: this host's time in units of 65.5 µs.
+        start: Its first 4 digits: the how-manyeth agent of the node this is, where somebody counts. A node that comes
+            back may have another time than before; this orders its agents first.
+    """
+    time = clock.time_ns() >> _TIME_SHIFT & (1 << _TIME_BITS) - 1
+    started = min(start, 0xFFFF) << _TIME_BITS | time
+    readable = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "_" for c in host)[:64]
+    return f"{node:05d}-{readable}-{started:016x}-{os.urandom(2).hex()}"
+
+
+def node_of(uid: str) -> int:
+    """The node index in a uid, -1 where it makes no sense."""
+    head = uid.partition("-")[0]
+    return int(head) if head.isdecimal() else -1
+
+
+def host_of(uid: str) -> str:
+    """The host name in a uid, as readable as it was made there; the uid itself where it makes no sense."""
+    parts = uid.split("-")
+    return "-".join(parts[1:-2]) if len(parts) > 3 else uid
+
+
+def supersedes(newer: str, older: str) -> bool:
+    """Whether `newer` is a later agent of the node that `older` ran on: two starts, or two times, of the same host."""
+    if node_of(newer) != node_of(older) or newer == older:
+        return False
+    return newer.rsplit("-", 2)[-2:] > older.rsplit("-", 2)[-2:]
+
 
 VERSION = 1
 _MOST_PACKED = 16 << 20
@@ -358,3 +408,81 @@ def decode_failure(value: Mapping[str, Any]) -> NodeFailure | None:
         )
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
+
+
+class RoundEvent(str, Enum):
+    """What a coordinator writes a record for."""
+
+    TAKE_OVER = "take over"
+    """A new coordinator; nothing else changes."""
+    FREEZE = "freeze"
+    """Enough nodes are here and the last call is over."""
+    CONFIRM = "confirm"
+    """All members have confirmed."""
+    REOPEN = "reopen"
+    """A member failed, was lost, or a node may come in: the next round."""
+    ANNOUNCE = "announce"
+    """Another number of nodes waits, or a node that never came is given up."""
+    ASK = "ask"
+    """A node has fallen silent on the network and is asked through the files, or has answered."""
+    HEARD = "heard"
+    """An agent heard a signal that may mean the job's end: the supervisor asks Slurm what it stands for."""
+    NOTICE = "notice"
+    """The job is going to be ended: whoever hears of it writes that."""
+    AGREE = "agree"
+    """The step after which all workers save, where there is a notice."""
+    CLOSE = "close"
+    """Done, given up, or cancelled."""
+
+
+TRANSITIONS = MappingProxyType(
+    {
+        Status.JOINABLE: MappingProxyType(
+            {
+                RoundEvent.TAKE_OVER: Status.JOINABLE,
+                RoundEvent.ANNOUNCE: Status.JOINABLE,
+                RoundEvent.ASK: Status.JOINABLE,
+                RoundEvent.HEARD: Status.JOINABLE,
+                RoundEvent.NOTICE: Status.JOINABLE,
+                RoundEvent.FREEZE: Status.FROZEN,
+                RoundEvent.CLOSE: Status.CLOSED,
+            }
+        ),
+        Status.FROZEN: MappingProxyType(
+            {
+                RoundEvent.TAKE_OVER: Status.FROZEN,
+                RoundEvent.ASK: Status.FROZEN,
+                RoundEvent.HEARD: Status.FROZEN,
+                RoundEvent.NOTICE: Status.FROZEN,
+                RoundEvent.CONFIRM: Status.FINAL,
+                RoundEvent.REOPEN: Status.JOINABLE,
+                RoundEvent.CLOSE: Status.CLOSED,
+            }
+        ),
+        Status.FINAL: MappingProxyType(
+            {
+                RoundEvent.TAKE_OVER: Status.FINAL,
+                RoundEvent.ANNOUNCE: Status.FINAL,
+                RoundEvent.ASK: Status.FINAL,
+                RoundEvent.HEARD: Status.FINAL,
+                RoundEvent.NOTICE: Status.FINAL,
+                RoundEvent.AGREE: Status.FINAL,
+                RoundEvent.REOPEN: Status.JOINABLE,
+                RoundEvent.CLOSE: Status.CLOSED,
+            }
+        ),
+        Status.CLOSED: MappingProxyType({}),
+    }
+)
+
+
+def next_status(status: Status, event: RoundEvent) -> Status:
+    """The state that `event` leads to.
+
+    Raises:
+        IllegalTransitionError: the table has no such row.
+    """
+    try:
+        return TRANSITIONS[status][event]
+    except KeyError:
+        raise IllegalTransitionError(state=status.value, event=event.value) from None

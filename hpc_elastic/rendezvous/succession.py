@@ -7,14 +7,12 @@ import random
 from collections.abc import Collection
 
 from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import bell_of
-from hpc_elastic.rendezvous.poll_intervals import LOOK_AT_ONCE, PollIntervals
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord
-from hpc_elastic.rendezvous.transitions import RoundEvent
-from hpc_elastic.rendezvous.uid import supersedes
+from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
+from hpc_elastic.rendezvous.state import NodeInfo, RoundEvent, RoundRecord, supersedes
 from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)

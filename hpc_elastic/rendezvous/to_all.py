@@ -6,8 +6,7 @@ from signal import Signals
 
 from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, noticed_after
 from hpc_elastic.rendezvous.notice import Notice
-from hpc_elastic.rendezvous.state import Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.transitions import RoundEvent, next_status
+from hpc_elastic.rendezvous.state import Outcome, RoundEvent, RoundRecord, Status, next_status
 
 
 class WordsToAll:

@@ -5,6 +5,8 @@ taken to one of them, the reference, over a chain of such samples where the coor
 up, and a bound grows with the time between the measurement and the moment that is asked for. What was measured are the
 clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Where
 nothing was measured, nothing is known, and said so. Pure.
+
+Words about clocks, for the text report and the page.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from hpc_elastic.clock_offset import drift_ns
+from hpc_elastic.base.clock_offset import drift_ns
 from hpc_elastic.report.collect_values import integer, text_of
 
 CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})
@@ -344,3 +346,29 @@ def _tree(links: Mapping[tuple[int, int], _Hop], reference: int) -> dict[int, _H
                     further.append(near)
         front = further
     return hops
+
+
+NOTABLE_NS = 50_000_000
+"""A wall clock that is off by no more disturbs nobody who reads times."""
+
+
+def whose_clock(host: str, node: int, clocks: Clocks) -> str:
+    """``n2's clock``, and how far that is off where it is off by much."""
+    offset = clocks.offsets.get(node)
+    if offset is None or abs(offset.offset_ns) <= max(NOTABLE_NS, offset.bound_ns):
+        return f"{host}'s clock"
+    way = "ahead of" if offset.offset_ns > 0 else "behind"
+    return f"{host}'s clock, {seconds_text(abs(offset.offset_ns))} {way} {clocks.host or 'the others'}'s"
+
+
+def seconds_text(ns: int) -> str:
+    """``0.800 s``, ``3600.0 s``."""
+    return f"{ns / 1e9:.3f} s" if ns < 1_000_000_000 else f"{ns / 1e9:.1f} s"
+
+
+def milliseconds_text(ns: int) -> str:
+    """``0.4 ms``, rounded up: no more is claimed than is known."""
+    tenths = -(-ns // 100_000)
+    if tenths < 100:
+        return f"{tenths / 10:g} ms"
+    return f"{-(-ns // 1_000_000)} ms" if ns < 10_000_000_000 else f"{-(-ns // 1_000_000_000)} s"

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
-from hpc_elastic.report.collect_round import ROUND_HANDLERS, RoundBuilder
+from hpc_elastic.report.collect_round import ROUND_HANDLERS, EventCoverage, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
-from hpc_elastic.report.event_coverage import EventCoverage
 from hpc_elastic.report.history import (
     AgentEnd,
     AttemptHistory,
@@ -21,9 +20,8 @@ from hpc_elastic.report.history import (
     RoundHistory,
     RoundNode,
 )
-from hpc_elastic.report.outages import Outage, OutageKind, attributed, read_outage
-from hpc_elastic.report.output_losses import OutputLoss, read_loss
-from hpc_elastic.report.timeline_times import TimesBuilder
+from hpc_elastic.report.incidents import Outage, OutageKind, OutputLoss, attributed, read_loss, read_outage
+from hpc_elastic.report.node_times import TimesBuilder
 
 _MOST_WORDS = 300
 _MOST_REASON = 400

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.attempt import is_job_id
+from hpc_elastic.run.attempt import is_job_id
 
 _TEXT_LIMIT = 4000
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpc_elastic.failures.classify import FailureClass
-from hpc_elastic.failures.failure_patterns import symptom_kind
+from hpc_elastic.failures.classify import FailureClass, symptom_kind
 from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks

@@ -9,14 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.node_score import NodeScore
-from hpc_elastic.outcome import REFUSED_CODE
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.outages import Outage, refused_hosts
-from hpc_elastic.report.output_losses import OutputLoss
-from hpc_elastic.report.ring import RingRestart
-from hpc_elastic.report.timeline_times import AttemptTimes
+from hpc_elastic.report.incidents import Outage, OutputLoss, RingRestart, refused_hosts
+from hpc_elastic.report.node_times import AttemptTimes
+from hpc_elastic.run.node_score import NodeScore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +197,7 @@ class GivenUpNode:
     node: int
     name: str
     cause: str
-    """A value of `hpc_elastic.outcome.GivenUp`; ``never_joined`` where its agent was started, and nothing was heard of
+    """A value of `outcome.GivenUp`; ``never_joined`` where its agent was started, and nothing was heard of
     it until the attempt's end."""
     reason: str
     seen_ns: int
@@ -227,7 +225,7 @@ class AttemptHistory:
     """The batch host's clock."""
     ended_ns: int | None = None
     outcome: str = ""
-    """A value of `hpc_elastic.outcome.Outcome`; empty where no end was recorded."""
+    """A value of `hpc_elastic.base.outcome.Outcome`; empty where no end was recorded."""
     reason: str = ""
     exit_code: int | None = None
     decision: str = ""

@@ -1,16 +1,15 @@
-"""What an attempt tells against nodes: from its history, for `hpc_elastic.node_score`."""
+"""What an attempt tells against nodes: from its history, for `hpc_elastic.run.node_score`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_elastic.failures.kinds import Category, FailureClass
-from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.node_score import Evidence, EvidenceKind, is_everywhere
-from hpc_elastic.outcome import GivenUp
+from hpc_elastic.base.outcome import GivenUp
+from hpc_elastic.failures.worker_failure import Category, FailureClass, WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
+from hpc_elastic.run.node_score import Evidence, EvidenceKind, is_everywhere
 
 _WORDS = 400
 

@@ -1,4 +1,8 @@
-"""report.html: the run to look at, in one file. It needs no network and no script, and what it quotes can't act in it.
+"""The page's part on bad nodes.
+
+The page's part on goodput: how much of the time was training, and what each interruption cost.
+
+report.html: the run to look at, in one file. It needs no network and no script, and what it quotes can't act in it.
 
 The style sheet's hash stands in the page's content security policy, which allows nothing else: no script, no address.
 """
@@ -8,12 +12,11 @@ from __future__ import annotations
 import hashlib
 from base64 import b64encode
 
-from hpc_elastic.report.clock_text import NOTABLE_NS, milliseconds_text
+from hpc_elastic.report.clocks import NOTABLE_NS, milliseconds_text
+from hpc_elastic.report.goodput import Goodput, measure_goodput
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.render_html_bad_nodes import bad_nodes_part
 from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
-from hpc_elastic.report.render_html_goodput import goodput_part
-from hpc_elastic.report.render_html_markup import Markup, element
+from hpc_elastic.report.render_html_markup import Markup, duration, element, shorten, stylesheet, table_head, zone
 from hpc_elastic.report.render_html_parts import (
     TextRoom,
     entry_parts,
@@ -24,12 +27,111 @@ from hpc_elastic.report.render_html_parts import (
     stacks_part,
     verdict_part,
 )
-from hpc_elastic.report.render_html_style import stylesheet
-from hpc_elastic.report.render_html_words import duration, zone
 from hpc_elastic.report.subject import Subject, choose_subject
-from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
-from hpc_elastic.report.timeline_axis import make_axis
-from hpc_elastic.report.timeline_goodput import measure_goodput
+from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline, make_axis
+
+MOST = 50
+
+
+def bad_nodes_part(history: RunHistory) -> Markup:
+    """Who they are, why, and whether the next attempt does without them."""
+    if not history.bad_nodes:
+        return Markup("")
+    rows = [
+        element(
+            "tr",
+            element("td", shorten(score.node, 80)),
+            element("td", f"{score.score:g}", class_="n"),
+            element("td", "left out" if score.node in history.excluded else "stays", class_="w"),
+            element("td", shorten(score.why, 300), class_="wide"),
+        )
+        for score in history.bad_nodes[:MOST]
+    ]
+    more = len(history.bad_nodes) - len(rows)
+    return element(
+        "section",
+        element("h2", "Bad nodes"),
+        element(
+            "div",
+            element("table", table_head("node", "score", "later attempts", "why", numbers=("score",)), *rows),
+            class_="scroll",
+        ),
+        element("p", f"{more} more are in report.json.", class_="muted") if more > 0 else "",
+        class_="card",
+        aria_label="Bad nodes",
+    )
+
+
+COSTS = 12
+
+
+def goodput_part(goodput: Goodput) -> Markup:
+    """How much of the time was training, and where the rest went."""
+    share = goodput.share
+    if share is None:
+        return Markup("")
+    parts = [
+        ("training", "all workers ran", goodput.training),
+        ("starting", "until they first ran", goodput.starting),
+        ("interrupted", "after failures, until all ran again", goodput.interrupted),
+        ("queued", "between attempts", goodput.queued),
+        ("ending", "ending", goodput.ending),
+    ]
+    parts = [part for part in parts if part[2] > 0]
+    bar = [element("i", class_=f"f-{key}", style=f"width:{100 * s / goodput.wall:.2f}%") for key, _, s in parts]
+    told = [
+        element("li", element("i", class_=f"f-{key}"), f"{words}: {duration(s)} ({100 * s / goodput.wall:.1f} %)")
+        for key, words, s in parts
+    ]
+    costs = sorted(goodput.costs, key=lambda cost: -cost.seconds)
+    rows = [
+        element(
+            "tr",
+            element("td", _lasted(cost.seconds, cost.queued, cost.recovered), class_="n"),
+            element("td", f"attempt {cost.attempt}, round {cost.round}", class_="w"),
+            element("td", shorten(cost.what, 300), class_="wide"),
+        )
+        for cost in costs[:COSTS]
+    ]
+    table: str = ""
+    if rows:
+        title = "What each interruption cost"
+        if len(costs) > len(rows):
+            title += f" (the {len(rows)} dearest of {len(costs)})"
+        head = table_head("cost", "where", "what", numbers=("cost",))
+        table = element(
+            "details",
+            element("summary", title),
+            element("div", element("table", head, *rows), class_="scroll"),
+            open=len(costs) <= COSTS,
+        )
+    return element(
+        "section",
+        element("h2", "Goodput"),
+        element(
+            "div",
+            element("div", f"{100 * share:.1f} %", class_="number"),
+            element("div", *bar, class_="share", aria_hidden="true"),
+            element("ul", *told, class_="parts"),
+            class_="goodput",
+        ),
+        element(
+            "p",
+            f"of {duration(goodput.wall)} of wall time all workers of the round were running. "
+            "Steps that were computed again after a restart are not taken off.",
+            class_="muted",
+        ),
+        table,
+        class_="card",
+        aria_label="Goodput",
+    )
+
+
+def _lasted(seconds: float, queued: float, recovered: bool) -> str:
+    more = [f"{duration(queued)} in the queue"] if queued > 0.05 else []
+    more += [] if recovered else ["to the end"]
+    return duration(seconds) + (f" ({', '.join(more)})" if more else "")
+
 
 ENTRIES = 250
 """Failures, folded, of which the page tells everything."""

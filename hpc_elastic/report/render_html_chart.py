@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpc_elastic.report.render_html_markup import Markup, element, join
-from hpc_elastic.report.render_html_words import clock_time, count, duration, names, ranks, shorten
-from hpc_elastic.report.timeline import IMPORTANCE, Entry, Mark, MarkKind, Row, Timeline
-from hpc_elastic.report.timeline_axis import Axis
-from hpc_elastic.report.timeline_spans import Span, State
+from hpc_elastic.report.render_html_markup import (
+    Markup,
+    clock_time,
+    count,
+    duration,
+    element,
+    join,
+    names,
+    ranks,
+    shorten,
+)
+from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline
+from hpc_elastic.report.timeline_attempt import Span, State
 
 MANY = 40
 """Rows are lower where there are more."""

@@ -6,19 +6,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clock_text import whose_clock
-from hpc_elastic.report.clocks import NO_CLOCKS
+from hpc_elastic.report.clocks import NO_CLOCKS, whose_clock
 from hpc_elastic.report.fold import Fold
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.outages import describe_outages
-from hpc_elastic.report.output_losses import describe_losses
+from hpc_elastic.report.incidents import describe_losses, describe_outages, ring_lines
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
-from hpc_elastic.report.render_html_markup import Markup, element, join, table_head
-from hpc_elastic.report.render_html_words import clock_time, count, duration, names, ranks, shorten
-from hpc_elastic.report.render_text_cause import describe_class, describe_end
-from hpc_elastic.report.render_text_done import describe_after_round, describe_decision
-from hpc_elastic.report.render_text_past import describe_outcome
-from hpc_elastic.report.ring import ring_lines
+from hpc_elastic.report.render_html_markup import (
+    Markup,
+    clock_time,
+    count,
+    duration,
+    element,
+    join,
+    names,
+    ranks,
+    shorten,
+    table_head,
+)
+from hpc_elastic.report.render_text import describe_class, describe_end
+from hpc_elastic.report.render_text_past import describe_after_round, describe_decision, describe_outcome
 from hpc_elastic.report.subject import Subject, failure_count, nodes_done_without, verdict_of
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
 from hpc_elastic.report.verdict import Cause

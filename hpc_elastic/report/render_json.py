@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_elastic.atomic_file import json_text
+from hpc_elastic.base.files import json_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.node_score import NodeScore
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.fold import Fold, SimilarFailures, fold_failures, rank_ranges
+from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
+from hpc_elastic.report.incidents import losses_json, outages_json, ring_json
 from hpc_elastic.report.order import moment_of_failure
-from hpc_elastic.report.outages import outages_json
-from hpc_elastic.report.output_losses import losses_json
-from hpc_elastic.report.ring import ring_json
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
-from hpc_elastic.report.timeline_goodput import Goodput, goodput_of
 from hpc_elastic.report.verdict import Verdict
+from hpc_elastic.run.node_score import NodeScore
 
 VERSION = 1
 MOST_EVIDENCE = 20

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text_cause import describe_class
+from hpc_elastic.report.render_text import describe_class
 from hpc_elastic.report.render_text_words import (
     clean_line,
     clean_lines,
@@ -17,7 +17,7 @@ from hpc_elastic.report.render_text_words import (
     time_text,
 )
 from hpc_elastic.report.subject import choose_subject
-from hpc_elastic.run_paths import RankPaths, RunPaths
+from hpc_elastic.run.paths import RankPaths, RunPaths
 
 _RULE = 60
 ReadStacks = Callable[[RankPaths], str]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
-from hpc_elastic import atomic_file
+from hpc_elastic.base import files
 from hpc_elastic.failures.traceback_text import clean_text
 
-DECEPTIVE = re.compile(f"[{atomic_file.DECEPTIVE}]")
+DECEPTIVE = re.compile(f"[{files.DECEPTIVE}]")
 """What turns the direction of the text around it, ends a line, or is invisible: a message could show something that is
 not there."""
 _REPEATS = 3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.classify import Category, FailureClass
-from hpc_elastic.outcome import Outcome
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.outages import OutageKind, refused_hosts
+from hpc_elastic.report.incidents import OutageKind, refused_hosts
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_start_verdict, decide_verdict
 
 _WITHOUT = 3

@@ -13,9 +13,7 @@ from enum import Enum
 
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.node_score import is_everywhere
-from hpc_elastic.report.clock_text import milliseconds_text, seconds_text
-from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment, milliseconds_text, seconds_text
 from hpc_elastic.report.fold import kind_of, rank_ranges
 from hpc_elastic.report.history import NodeLoss, RankStatus
 from hpc_elastic.report.order import (
@@ -29,6 +27,7 @@ from hpc_elastic.report.order import (
     order_of,
     resolution_ns,
 )
+from hpc_elastic.run.node_score import is_everywhere
 
 _OUR_SIGNALS = ("SIGTERM", "SIGKILL")
 """Whoever ended by one of these may have logged an exception, and gone on, before a stop that it did not cause."""

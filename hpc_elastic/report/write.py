@@ -6,16 +6,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.atomic_file import write_private
+from hpc_elastic.base.files import write_private
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import choose_subject, with_end
-from hpc_elastic.report.timeline_goodput import goodput_of
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.paths import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ def write_report(
     Args:
         run_dir: The run.
         attempt: The attempt that has ended.
-        outcome: A value of `hpc_elastic.outcome.Outcome`, as the caller knows it (the events may not say it yet).
+        outcome: A value of `hpc_elastic.base.outcome.Outcome`, as the caller knows it (the events may not say it yet).
         exit_code: With which the job will end; None: not known yet.
         decision: What is done about the job: ``requeue: …`` or ``end: …``.
         history: The run's, where it has been read before.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.sbatch import SbatchOptions, ScriptLines, sbatch_arguments, sbatch_line
 from hpc_elastic.slurm.commands import SHAPE_VARIABLES
 from hpc_elastic.slurm.job_environment import RUN_VARIABLES, WORKER_VARIABLES
-from hpc_elastic.slurm.sbatch import SbatchOptions, ScriptLines, sbatch_arguments, sbatch_line
 
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _RUN = 'exec "${supervisor[@]}"\n'

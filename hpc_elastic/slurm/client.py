@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.cluster_facts import PartitionNodes, SlurmConfig, parse_show_config, parse_sinfo_nodes
 from hpc_elastic.slurm.commands import JobId
@@ -27,8 +27,8 @@ from hpc_elastic.slurm.errors import (
     classify,
     one_line,
 )
-from hpc_elastic.slurm.hostlist import compress
 from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_sacct, parse_show_job, parse_squeue
+from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.light_dataclasses import dataclass
-from hpc_elastic.slurm.hostlist import HostlistError, expand
-from hpc_elastic.slurm.resources import device_count, expand_counts, gpu_count
+from hpc_elastic.slurm.notation import HostlistError, device_count, expand, expand_counts, gpu_count
 
 _MAX_NUMBER = 1 << 62
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")

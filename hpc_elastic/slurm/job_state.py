@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.attempt import is_job_id
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.slurm.hostlist import HostlistError, expand
-from hpc_elastic.slurm.time_limit import parse_time_limit
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.options.sbatch import parse_time_limit
+from hpc_elastic.run.attempt import is_job_id
+from hpc_elastic.slurm.notation import HostlistError, expand
 
 
 class JobPhase(Enum):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from hpc_elastic.slurm.hostlist import HostlistError, expand
+from hpc_elastic.slurm.notation import HostlistError, expand
 
 
 class SrunEventKind(Enum):

@@ -24,9 +24,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from hpc_elastic.atomic_file import check_private_dir, make_private_dir
-from hpc_elastic.clock import Clock
-from hpc_elastic.file_thread import FULL, is_refusal
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FULL, is_refusal
+from hpc_elastic.base.files import check_private_dir, make_private_dir
 from hpc_elastic.store.base import StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from hpc_elastic.clock import Clock
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.store.base import Store, StoreError
 
 KEPT_VERSIONS = 1024

@@ -8,21 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_elastic.submission.call import Script as Script
     from hpc_elastic.submission.executor import ElasticExecutor as ElasticExecutor
     from hpc_elastic.submission.job import ElasticJob as ElasticJob
-    from hpc_elastic.submission.job_errors import ElasticJobFailedError as ElasticJobFailedError
-    from hpc_elastic.submission.job_errors import ElasticJobUncompletedError as ElasticJobUncompletedError
     from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
     from hpc_elastic.submission.notebook import launch as launch
-    from hpc_elastic.submission.script import Script as Script
+    from hpc_elastic.submission.outcome import ElasticJobFailedError as ElasticJobFailedError
+    from hpc_elastic.submission.outcome import ElasticJobUncompletedError as ElasticJobUncompletedError
 
 _FROM = {
     "ElasticExecutor": "executor",
     "ElasticJob": "job",
-    "ElasticJobFailedError": "job_errors",
-    "ElasticJobUncompletedError": "job_errors",
+    "ElasticJobFailedError": "outcome",
+    "ElasticJobUncompletedError": "outcome",
     "LaunchConfig": "notebook",
-    "Script": "script",
+    "Script": "call",
     "launch": "notebook",
 }
 

@@ -1,16 +1,145 @@
-"""The function that a run calls on each of its workers: written at submission, read by every worker."""
+"""Python objects as files of the run directory: a line of JSON for whoever only looks, and a pickle behind it.
+
+Nothing is unpickled that another user could have written: the file must be this user's, no link, and no copy. A copy
+belongs to the user who copied, whatever is in it; so each file holds its own inode number, which no copy has.
+
+The function that a run calls on each of its workers: written at submission, read by every worker.
+
+`Script`: a training script as a function to submit, so that it runs unchanged under an executor.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
+import runpy
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.errors import UsageError
-from hpc_elastic.submission.objects import UnreadableObjectError, read_head, read_object, write_object
+from hpc_elastic.base.files import ask_about, open_own
+from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
+from hpc_elastic.launch.run_directory import filesystem_type
+from hpc_elastic.worker_api import heartbeat
+
+VERSION = 1
+TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
+_MADE = "made"
+_LONGEST_HEAD = 4 << 20
+
+
+class UnreadableObjectError(UnreadableFileError):
+    """It is missing, torn, of a newer version, or holds what can't be made again here."""
+
+
+def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
+    """Write whole or not at all, mode 0600, without a second copy of a huge value in memory.
+
+    Args:
+        path: Where. Its folder exists.
+        head: What `read_head` gives; JSON.
+        value: For cloudpickle: functions of ``__main__``, lambdas and closures go by value.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        Exception: whatever a user's object raises when it is taken apart.
+        OSError: the disk is full, the folder is gone …
+    """
+    import cloudpickle
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            made = {"inode": os.fstat(fd).st_ino, "path": os.path.abspath(path)}
+            file.write(json.dumps({"version": VERSION, **head, _MADE: made}).encode() + b"\n")
+            cloudpickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
+            size = file.tell()
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return size
+
+
+def read_head(path: Path) -> dict[str, Any]:
+    """What `write_object` was given as `head`.
+
+    Raises:
+        UnreadableObjectError: there is no such file, or it can't be read.
+    """
+    with _open(path) as file:
+        return _head(path, file)
+
+
+def read_object(path: Path) -> Any:
+    """The value.
+
+    Raises:
+        UnreadableObjectError: there is no such file, or it can't be read, or not unpickled: a module is missing here.
+        UnsafePathError: another user may have written it.
+    """
+    with _open(path) as file:
+        if not _was_made_here(path, file, _head(path, file).get(_MADE)) and not os.environ.get(TRUST_VARIABLE):
+            raise UnsafePathError(
+                f"{path} is a copy: nothing is unpickled from it, since another user may have written the original; "
+                f"if you know who did, set {TRUST_VARIABLE}=1"
+            )
+        try:
+            return pickle.load(file)
+        except Exception as error:
+            raise UnreadableObjectError(path=str(path), why=f"can't be unpickled: {_named(error)}") from error
+
+
+def _open(path: Path) -> BufferedReader:
+    for again in (False, True):
+        try:
+            fd = open_own(path, os.O_RDONLY)
+            break
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not again and ask_about(path.parent):
+                continue
+            why = error.strerror or str(error)
+            raise UnreadableObjectError(path=str(path), why=why.lower(), errno=error.errno) from None
+    if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        os.close(fd)
+        raise UnsafePathError(f"{path} is not a file of yours alone: nothing is unpickled from it")
+    return open(fd, "rb")
+
+
+def _was_made_here(path: Path, file: BufferedReader, made: object) -> bool:
+    """Whether a file is the one that `write_object` wrote, by what its head says of that."""
+    if not isinstance(made, dict):
+        return False
+    if made.get("inode") == os.fstat(file.fileno()).st_ino:
+        return True
+    # Many FUSE filesystems number their files anew on each mount (sshfs does): there the path alone is left.
+    kind = filesystem_type(os.path.realpath(path)) or ""
+    try:
+        return kind.startswith("fuse") and os.path.samefile(str(made.get("path", "")), path)
+    except (OSError, ValueError):
+        return False
+
+
+def _head(path: Path, file: BufferedReader) -> dict[str, Any]:
+    try:
+        value = json.loads(file.readline(_LONGEST_HEAD))
+    except ValueError as error:
+        raise UnreadableObjectError(path=str(path), why=f"torn: {error}") from None
+    if not isinstance(value, dict) or value.get("version") != VERSION:
+        raise UnreadableObjectError(path=str(path), why="is of a version that this program does not know")
+    return value
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,3 +241,49 @@ def _is_inside(path: str, prefix: str) -> bool:
     """``/usr`` holds homes of some clusters: of it, only ``lib`` is the interpreter's."""
     library = os.path.join(prefix, "lib")
     return path in (prefix, library) or path.startswith(library + "/")
+
+
+class Script:
+    """``executor.submit(Script("train.py"), "--epochs", 90)``: what ``hpc-elastic submit train.py --epochs 90`` runs.
+
+    The worker itself becomes the script: ``__name__`` is ``"__main__"``, ``sys.argv`` and ``sys.path`` are as under
+    ``python train.py``. It returns None; what it raises, and an exit code other than 0, fail it. After a restart or a
+    requeue it begins anew, and goes on from the checkpoint that it has saved itself.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Args:
+        path: The file, which all nodes see.
+
+        Raises:
+            UsageError: there is none.
+        """
+        self.path = os.path.abspath(path)
+        if not os.path.isfile(self.path):
+            raise UsageError(f"there is no script {self.path}")
+        self.__qualname__ = os.path.basename(self.path)  # for messages and the run's name
+
+    def __call__(self, *args: object) -> None:
+        before = sys.argv, sys.path
+        sys.argv = [self.path, *map(str, args)]
+        sys.path = [os.path.dirname(self.path), *sys.path]
+        try:
+            runpy.run_path(self.path, run_name="__main__")
+        except SystemExit as leave:
+            # Only the script's own: what leaves because of a notice is of another class.
+            if type(leave) is not SystemExit or leave.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path = before
+
+    @property
+    def checkpoint(self) -> Callable[..., Any] | None:
+        """By submitit's protocol; None where the script asks for notices itself, and saves at a step of its own."""
+        return None if heartbeat.asks_for_notices() else self._again
+
+    def _again(self, *args: object) -> Any:
+        try:
+            from submitit.core.utils import DelayedSubmission
+        except ImportError:  # a worker needs no submitit
+            return Call(self, args)
+        return DelayedSubmission(self, *args)

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.attempts import begun_attempts
-from hpc_elastic.run_paths import AttemptPaths, RunPaths
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.submission import places
-from hpc_elastic.submission.call import Call, CallTerms
-from hpc_elastic.submission.objects import UnreadableObjectError, read_head, read_object, write_object
+from hpc_elastic.submission.call import Call, CallTerms, UnreadableObjectError, read_head, read_object, write_object
 
 _SURE_SHARE = 0.8
 _SURE_MINUTES = 10.0

@@ -1,4 +1,7 @@
-"""``submitit.JobEnvironment()`` in a worker of ours."""
+"""submitit's `JobPaths` of a run: the names that programs know, and where those things are here.
+
+``submitit.JobEnvironment()`` in a worker of ours.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,65 @@ from pathlib import Path
 from typing import ClassVar
 
 from submitit.core.job_environment import JobEnvironment
+from submitit.core.utils import JobPaths
 
-from hpc_elastic.submission.job_paths import ElasticJobPaths
-from hpc_elastic.submission.worker_place import FOLDER_VARIABLE, JOB_VARIABLE
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.submission import places
+from hpc_elastic.submission.places import FOLDER_VARIABLE, JOB_VARIABLE
+
+
+class ElasticJobPaths(JobPaths):  # type: ignore[misc]
+    """Of one rank (`task_id`) of a job. What changes with a restart is looked up when it is asked for."""
+
+    def __init__(self, folder: Path | str, job_id: str, task_id: int | None = None, *, run_dir: Path | None) -> None:
+        """Args:
+        folder: The executor's, with ``%j`` and the like.
+        job_id: The job's.
+        task_id: The rank; None: 0.
+        run_dir: None: by the link that `remember` made.
+        """
+        super().__init__(folder, job_id=job_id, task_id=task_id)
+        self.run_dir = Path(os.path.realpath(self._link)) if run_dir is None else run_dir
+
+    @property
+    def run(self) -> RunPaths:
+        return RunPaths(self.run_dir)
+
+    @property
+    def _link(self) -> Path:
+        return Path(self.folder) / f"{self.job_id}_run"
+
+    def remember(self) -> None:
+        """Make the job's folder, and in it a link by which the run is found by the job's id."""
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        self._link.unlink(missing_ok=True)  # ids come back
+        self._link.symlink_to(self.run_dir)
+
+    @property
+    def submission_file(self) -> Path:
+        return self.run.script
+
+    @property
+    def submitted_pickle(self) -> Path:
+        return places.call_file(self.run)
+
+    @property
+    def result_pickle(self) -> Path:
+        return places.result_file(self._rank_dir)
+
+    @property
+    def stdout(self) -> Path:
+        return self._rank_dir / "stdout.log"
+
+    @property
+    def stderr(self) -> Path:
+        return self._rank_dir / "stderr.log"
+
+    @property
+    def _rank_dir(self) -> Path:
+        """Of the newest round; of the first one before there is any."""
+        place = places.newest_round(self.run)
+        return self.run.attempt(0).rank(0, self.task_id).root if place is None else place.rank_dir(self.task_id)
 
 
 class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
@@ -43,9 +102,9 @@ class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
     @property
     def hostnames(self) -> list[str]:
         """The nodes of this round, that of rank 0 first."""
-        from hpc_elastic.clock import SystemClock
-        from hpc_elastic.reading.run_status import read_status
-        from hpc_elastic.run_paths import RunPaths
+        from hpc_elastic.base.clock import SystemClock
+        from hpc_elastic.launch.run_status import read_status
+        from hpc_elastic.run.paths import RunPaths
 
         run_dir = os.environ.get("HPC_ELASTIC_RUN_DIR")
         if run_dir is None or "SLURM_JOB_ID" not in os.environ:

@@ -1,4 +1,11 @@
-"""`ElasticExecutor`: submitit's executor, with agents under the function.
+"""``cluster="debug"``: the call in this process, when its result is asked for.
+
+What ``submitit.AutoExecutor`` (1.5) hands its executor, and what it keeps to itself: ``slurm_*``.
+
+An AutoExecutor drops, without a word, what has another executor's prefix. A program that says ``slurm_partition`` and
+moves to ``cluster="elastic"`` means it all the same; so it is read where the AutoExecutor, which is calling, holds it.
+
+`ElasticExecutor`: submitit's executor, with agents under the function.
 
 ``submitit.AutoExecutor(folder, cluster="elastic")`` finds it by the entry points in pyproject.toml.
 """
@@ -6,23 +13,96 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from submitit.core.core import Executor, Job
 from submitit.core.utils import DelayedSubmission, JobPaths
+from submitit.local.debug import DebugJob
 
-from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.run_request import check_values, cluster_here
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.run_request import check_values, cluster_here
+from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.submission import parameters
 from hpc_elastic.submission import parameters as names
-from hpc_elastic.submission.auto_executor import ParameterNames, slurm_arguments
 from hpc_elastic.submission.call import Call, CallTerms, function_name, own_sys_path
-from hpc_elastic.submission.debug_job import ElasticDebugJob
 from hpc_elastic.submission.job import ElasticJob
 from hpc_elastic.submission.requests import Request, submit_here, submit_to_slurm
+
+R = TypeVar("R", covariant=True)
+
+
+class ElasticDebugJob(DebugJob):  # type: ignore[misc]
+    """submitit's own debug job, a world of one rank: what it raises comes out as it is, in a debugger first."""
+
+    def __init__(self, folder: Path, submission: DelayedSubmission) -> None:
+        super().__init__(folder, submission)
+        self.environ.update(_world_of_one())
+
+    def report(self) -> str:
+        """There is none."""
+        return ""
+
+
+def _world_of_one() -> dict[str, str]:
+    """What an agent would give the only worker, so that torch's ``env://`` works."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    zeros = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+    ones = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
+    return {**zeros, **ones, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+_MODULE = "submitit.auto.auto"
+_PREFIX = "slurm_"
+_FRAMES = 4
+
+
+def slurm_arguments() -> dict[str, Any]:
+    """The ``slurm_*`` arguments, without the prefix, of the AutoExecutor's call that is under way; empty for none."""
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        found = frame.f_back
+        if found is None:
+            return {}
+        frame = found
+        is_call = frame.f_code.co_name in ("flexible_init", "_internal_update_parameters")
+        if is_call and frame.f_globals.get("__name__") == _MODULE:
+            given = frame.f_locals.get("kwargs", {})
+            return {name[len(_PREFIX) :]: value for name, value in given.items() if name.startswith(_PREFIX)}
+    return {}
+
+
+class ParameterNames(frozenset[str]):
+    """The executor's names, as an AutoExecutor looks at them.
+
+    It asks whether a name is one: what is none is refused here, with the nearest one that there is. And it lists them,
+    to learn what `partition=` without a prefix means on *every* cluster, where the last executor that has the name
+    wins: so only those are listed that are ours alone.
+    """
+
+    def __contains__(self, name: object) -> bool:
+        if super().__contains__(name):
+            return True
+        raise parameters.unknown(str(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(name for name in super().__iter__() if name not in _OF_OTHERS))
+
+
+def _others() -> frozenset[str]:
+    from submitit.local.local import LocalExecutor
+    from submitit.slurm.slurm import SlurmExecutor
+
+    return frozenset(SlurmExecutor._valid_parameters() | LocalExecutor._valid_parameters())
+
+
+_OF_OTHERS = _others()
+
 
 _GIGABYTE = 1 << 30
 

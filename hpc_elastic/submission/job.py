@@ -1,4 +1,7 @@
-"""`ElasticJob`: a submitit job whose truth is the run's directory."""
+"""What Slurm says of jobs, asked for all of them at once and seldom: submitit's watcher, through our Slurm client.
+
+`ElasticJob`: a submitit job whose truth is the run's directory.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,98 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from submitit.core.core import Job
+from submitit.core.core import InfoWatcher, Job
 from submitit.core.utils import DelayedSubmission
 
-from hpc_elastic.atomic_file import read_bytes
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.launch.attempts import begun_attempts
-from hpc_elastic.launch.job_now import job_now
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.launch.attempts import begun_attempts, job_now
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.submission import local_process, outcome_files, places
-from hpc_elastic.submission.call import read_call
-from hpc_elastic.submission.job_errors import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
-from hpc_elastic.submission.job_paths import ElasticJobPaths
-from hpc_elastic.submission.job_states import (
-    FORGOTTEN,
-    ElasticWatcher,
-    is_over,
-    is_over_before_it_began,
-    slurm_client,
-)
-from hpc_elastic.submission.objects import UnreadableObjectError
+from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.submission import local_process, outcome, places
+from hpc_elastic.submission.call import UnreadableObjectError, read_call
+from hpc_elastic.submission.environment import ElasticJobPaths
+from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
+
+SLURM_SECONDS = 30.0
+FORGOTTEN = "UNKNOWN"
+"""Slurm does not know the job (any more), or could not be asked."""
+_WITHOUT_A_START = frozenset(("CANCELLED", "DEADLINE", "REVOKED"))
+
+
+def slurm_client() -> SlurmClient:
+    """This cluster's."""
+    return CommandSlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=SLURM_SECONDS)
+
+
+class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
+    """One for all jobs of a program. Asks 2 s, 4 s, 8 s … after the last submission, then once a minute."""
+
+    def __init__(self, delay_s: int = 60) -> None:
+        super().__init__(delay_s)
+        self._asked_about: dict[str, int] = {}
+        """How often Slurm has answered about each."""
+
+    def update(self) -> None:
+        """Ask for every job that is not known to have ended."""
+        wanted = sorted(self._registered - self._finished)
+        if not wanted:
+            return
+        self._num_calls += 1
+        try:
+            states = slurm_client().queue_states([JobId(job_id) for job_id in wanted])
+        except SlurmError:
+            return  # the controller restarts, say: what was known holds, and the next look asks again
+        finally:
+            self._last_status_check = time.time()
+        told = {state.job_id: state for state in states}
+        for job_id in wanted:
+            self._asked_about[job_id] = self._asked_about.get(job_id, 0) + 1
+            self._info_dict[job_id] = _info(job_id, told.get(job_id) or _of_pending_array(job_id, states))
+            if told.get(job_id) is not None and told[job_id].phase is JobPhase.FINISHED:
+                self._finished.add(job_id)
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        """Slurm's word; `FORGOTTEN` where it has none."""
+        return str(self.get_info(job_id, mode=mode).get("State") or FORGOTTEN)
+
+    def answers_about(self, job_id: str) -> int:
+        """How often Slurm has answered, be it that it does not know the job. A look that failed is no answer."""
+        return self._asked_about.get(job_id, 0)
+
+    def look_again_at(self, job_id: str) -> None:
+        """It was taken to have ended, and may be back in the queue."""
+        self._finished.discard(job_id)
+
+
+def is_over(state: str) -> bool:
+    """Whether a job of which Slurm says this has ended."""
+    return JobState(job_id="", state=state, reason="").phase is JobPhase.FINISHED
+
+
+def is_over_before_it_began(state: str) -> bool:
+    """Whether a job of which Slurm says this, and nothing is known besides, has never run."""
+    return state in _WITHOUT_A_START
+
+
+def _info(job_id: str, state: JobState | None) -> dict[str, str]:
+    if state is None:
+        return {"JobID": job_id, "State": FORGOTTEN}
+    return {"JobID": job_id, "State": state.state, "NodeList": ",".join(state.nodes), "Reason": state.reason}
+
+
+def _of_pending_array(job_id: str, states: tuple[JobState, ...]) -> JobState | None:
+    """Tasks that wait have one line together: ``70_[3-7%2]``."""
+    array, _, task = job_id.partition("_")
+    if not task:
+        return None
+    return next((state for state in states if state.job_id.startswith(f"{array}_[")), None)
+
 
 R = TypeVar("R", covariant=True)
 
@@ -105,7 +178,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Ranks: of the newest round; before the first, as many as there are to be."""
         if self._rank is not None:
             return 1
-        return outcome_files.world_size(self._run) or self._planned_ranks()
+        return outcome.world_size(self._run) or self._planned_ranks()
 
     @property
     def task_id(self) -> int | None:
@@ -134,7 +207,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     @property
     def state(self) -> str:
         """Slurm's words, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
-        end = outcome_files.find_end(self._run)
+        end = outcome.find_end(self._run)
         if end is not None:
             return end.state
         if self.cluster != "slurm":
@@ -151,7 +224,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if self.cluster != "slurm":
             return {"JobID": self.job_id, "State": self.state}
         info = dict(self.watcher.get_info(self._job_now, mode=mode))
-        end = outcome_files.find_end(self._run)
+        end = outcome.find_end(self._run)
         return info if end is None else {**info, "JobID": self.job_id, "State": end.state}
 
     def done(self, force_check: bool = False) -> bool:
@@ -160,7 +233,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         Args:
             force_check: Ask Slurm now; else it is asked seldom, and the run's files are looked at.
         """
-        if outcome_files.find_end(self._run) is not None:
+        if outcome.find_end(self._run) is not None:
             return True
         if not self._is_over_elsewhere(force=force_check):
             self._over_since = None
@@ -174,7 +247,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         # Slurm is asked seldom, and may have the job in its queue again.
         answers = self._answers()
         is_over_now = self._is_over_elsewhere(force=True)
-        if outcome_files.find_end(self._run) is not None:
+        if outcome.find_end(self._run) is not None:
             return True
         if is_over_now:
             # Where it did not answer, all that is known is what it said before: the next look asks again.
@@ -222,13 +295,13 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if self._rank is not None:
             return [self.result()]
         first = self.result()
-        count = outcome_files.results_count(self._run) or self.num_tasks
+        count = outcome.results_count(self._run) or self.num_tasks
         return [first, *(self._value(rank) for rank in range(1, count))]
 
     def exception(self) -> ElasticJobFailedError | ElasticJobUncompletedError | None:
         """What `result` would raise, or None. Waits."""
         self.wait()
-        end = outcome_files.find_end(self._run)
+        end = outcome.find_end(self._run)
         if end is not None and end.succeeded:
             return None
         return self._failure(end)
@@ -245,7 +318,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         deadline = time.monotonic() + (_SETTLE_SECONDS if self.cluster == "slurm" else 0.0)
         while True:
             try:
-                return outcome_files.read_result(self._run, rank)
+                return outcome.read_result(self._run, rank)
             except UnreadableObjectError as error:
                 if error.errno is None or time.monotonic() >= deadline:
                     raise
@@ -256,9 +329,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if error is not None:
             raise error
 
-    def _failure(self, end: outcome_files.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
+    def _failure(self, end: outcome.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
         told = self._awaited_report()
-        raised = outcome_files.read_exception(self._run)
+        raised = outcome.read_exception(self._run)
         if not told and raised is not None:
             told = str(raised[1].get("traceback", ""))  # whoever writes the report was too slow, or is gone
         report = "\n".join(filter(None, (told, self._where())))
@@ -277,9 +350,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def _awaited_report(self) -> str:
         """The report, which is written just after the end is."""
         deadline = time.monotonic() + (_REPORT_SECONDS if begun_attempts(self._run) else 0.0)
-        while not (text := outcome_files.report_text(self._run)) and time.monotonic() < deadline:
+        while not (text := outcome.report_text(self._run)) and time.monotonic() < deadline:
             if self.cluster != "slurm" and not local_process.lives(self._run):
-                return outcome_files.report_text(self._run)
+                return outcome.report_text(self._run)
             time.sleep(_FIRST_LOOK)
         return text
 
@@ -297,8 +370,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return self._output("stderr")
 
     def _output(self, stream: str) -> str | None:
-        ranks = range(outcome_files.world_size(self._run) or 0) if self._rank is None else (self._rank,)
-        texts = [outcome_files.output(self._run, rank, stream) for rank in ranks]
+        ranks = range(outcome.world_size(self._run) or 0) if self._rank is None else (self._rank,)
+        texts = [outcome.output(self._run, rank, stream) for rank in ranks]
         found = [text for text in texts if text is not None]
         return "\n".join(found) if found else None
 
@@ -311,7 +384,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def report(self) -> str:
         """The report of the newest attempt that has ended: who failed first and why; empty where there is none yet."""
-        return outcome_files.report_text(self._run)
+        return outcome.report_text(self._run)
 
     # -- what can be done to it -------------------------------------------------------------------------------------
 
@@ -348,7 +421,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             self.cancel(check=False)
 
     def _is_known_to_have_ended(self) -> bool:
-        return outcome_files.find_end(self._run) is not None
+        return outcome.find_end(self._run) is not None
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

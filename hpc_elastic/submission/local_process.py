@@ -14,14 +14,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc_elastic.atomic_file import read_json, write_json
-from hpc_elastic.host_facts import command_line
+from hpc_elastic.base.files import read_json, write_json
+from hpc_elastic.base.host_facts import command_line
+from hpc_elastic.base.self_command import module_command
 from hpc_elastic.launch.attempts import begun_attempts
-from hpc_elastic.processes import tree
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.self_command import module_command
-from hpc_elastic.slurm.sbatch import ScriptLines
+from hpc_elastic.options.sbatch import ScriptLines
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import places
+from hpc_elastic.workers import tree
 
 _MODULE = "hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
@@ -120,7 +120,7 @@ class _TimeLimit(threading.Thread):
         self._seconds = seconds
 
     def run(self) -> None:
-        from hpc_elastic.clock import SystemClock
+        from hpc_elastic.base.clock import SystemClock
 
         clock, never = SystemClock(), threading.Event()
         attempt, due = -1, 0.0

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hpc_elastic.configuration.all_options import ALL_OPTIONS, YIELDS
-from hpc_elastic.configuration.keys import texts_of
-from hpc_elastic.configuration.option_table import Option, Parsed
-from hpc_elastic.configuration.resolve import resolve
-from hpc_elastic.configuration.run_request import current_directory
-from hpc_elastic.configuration.spellings import nearest
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.sbatch import ScriptLines
+from hpc_elastic.options.all_options import ALL_OPTIONS, YIELDS
+from hpc_elastic.options.resolve import resolve
+from hpc_elastic.options.run_request import current_directory
+from hpc_elastic.options.sbatch import ScriptLines
+from hpc_elastic.options.table import Option, Parsed, nearest, texts_of
 
 GENERIC = (
     "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",

@@ -8,19 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.configuration import run_request
-from hpc_elastic.configuration.option_table import Parsed, explaining
-from hpc_elastic.configuration.slurm_job import slurm_job
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.self_command import worker_arguments
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.submit_job import MessageHints, Submission, submission_client, submit_job
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
-from hpc_elastic.self_command import worker_arguments
-from hpc_elastic.slurm.node_range import parse_nodes
-from hpc_elastic.slurm.sbatch import ScriptLines
-from hpc_elastic.slurm.time_limit import check_time_option
+from hpc_elastic.options import run_request
+from hpc_elastic.options.run_request import slurm_job
+from hpc_elastic.options.sbatch import ScriptLines, check_time_option, parse_nodes
+from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.submission import local_process, places
 from hpc_elastic.submission.call import Call, CallTerms, function_name, write_call
 

@@ -17,15 +17,14 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from hpc_elastic import worker_heartbeat
-from hpc_elastic.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.failures.error_handler import ErrorHandler
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import call as call_module
+from hpc_elastic.submission import call as script_module
 from hpc_elastic.submission import places
-from hpc_elastic.submission import script as script_module
-from hpc_elastic.submission.call import Call, CallTerms, read_call, read_terms
+from hpc_elastic.submission.call import Call, CallTerms, read_call, read_terms, write_object
 from hpc_elastic.submission.checkpointing import (
     JobNotRequeuedError,
     NoticeAction,
@@ -37,8 +36,8 @@ from hpc_elastic.submission.checkpointing import (
     save_state,
     with_state,
 )
-from hpc_elastic.submission.objects import write_object
-from hpc_elastic.submission.worker_place import WorkerPlace, submitit_variables
+from hpc_elastic.submission.places import WorkerPlace, submitit_variables
+from hpc_elastic.worker_api import heartbeat
 
 NOTICE_SIGNAL = signal.SIGUSR2
 """submitit's own default; NCCL may use SIGUSR1."""
@@ -107,7 +106,7 @@ class _Worker:
             print(f"going on from what checkpoint() gave in attempt {state.attempt.number}", flush=True)
             forget_states(self._paths, rank=self._place.rank, before=state.attempt)
         signal.signal(NOTICE_SIGNAL, self._on_notice)
-        if worker_heartbeat.notice_is_there():  # the signal came before it could be heard
+        if heartbeat.notice_is_there():  # the signal came before it could be heard
             self._on_notice(NOTICE_SIGNAL, None)
 
     def _head(self) -> dict[str, Any]:
@@ -127,7 +126,7 @@ class _Worker:
                 limit=self._terms.timeout_min * 60,
                 timeouts_left=self._terms.timeouts_left,
                 has_checkpoint=self._call.checkpoint is not None,
-                asks_itself=worker_heartbeat.asks_for_notices(),
+                asks_itself=heartbeat.asks_for_notices(),
             )
         )
         if decision.action is NoticeAction.GO_ON:
@@ -146,7 +145,7 @@ class _Worker:
                 raise _Leave(self._fail(error, ExitCode.WORKERS_FAILED)) from None
         if reason:
             raise _Leave(self._fail(JobNotRequeuedError(reason=reason), ExitCode.NOT_RETRYABLE))
-        worker_heartbeat.checkpoint_done()  # what is left to end may take its time
+        heartbeat.checkpoint_done()  # what is left to end may take its time
         raise _Leave(0)
 
     def _save(self, state: Call, timeouts_left: int) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.processes.guardian import GUARDIAN_NAME
+from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from tests.rigs.local_run import LocalRun
 from tests.rigs.many_restarts import restart
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
-from hpc_elastic.heartbeat_record import VARIABLE
+from hpc_elastic.worker_api.heartbeat_record import VARIABLE
 
 MOST_MICROSECONDS = 5.0
 """The target for one `heartbeat`."""

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.poll_intervals import poll_intervals
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import Status
 from tests.bench import scale_compare
 from tests.bench.scale_plot import Panel

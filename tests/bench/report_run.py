@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.paths import RunPaths
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 
 TRAIN_SECONDS = 600.0

@@ -19,14 +19,13 @@ from pathlib import PurePosixPath
 from typing import Any
 from unittest import mock
 
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import round_log
+from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.poll_intervals import poll_intervals
-from hpc_elastic.rendezvous.restart_decision import RestartDecision
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status
-from hpc_elastic.rendezvous.uid import new_uid
-from hpc_elastic.store import file_store, record_log
+from hpc_elastic.rendezvous.schedule import poll_intervals
+from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status, new_uid
+from hpc_elastic.store import file_store
 from tests.bench.scale_server import Client, ClientClock, ModelOs, Server
 
 ROOT = "/runs/20260101-120000-train/attempt-000/store"
@@ -160,7 +159,7 @@ class World:
         patch(mock.patch.object(file_store, "os", self._os))
         patch(mock.patch.object(file_store, "make_private_dir", lambda root: self._os._client.walk(str(root))))
         # All have the same records: to decode each of them thousands of times would measure this process, not them.
-        patch(mock.patch.object(record_log, "_decode", functools.lru_cache(maxsize=64)(record_log._decode)))
+        patch(mock.patch.object(round_log, "_decode", functools.lru_cache(maxsize=64)(round_log._decode)))
         decode, known = round_log.decode_record, {}
 
         def decode_once(number: int, value: Mapping[str, Any], **more: Any) -> RoundRecord:

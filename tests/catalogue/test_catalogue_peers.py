@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.failures.failure_patterns import LOST_PEER
+from hpc_elastic.failures.classify import LOST_PEER
 from tests.rigs.failure_catalogue import MEET, Catalogue, Told
 from tests.rigs.local_run import LocalRun
 from tests.rigs.wrong_clocks import node_0_coordinates

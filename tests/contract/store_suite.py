@@ -19,11 +19,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.rendezvous.failure_detector import Heartbeat, HeartbeatAges
+from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.key_value import KeyValueStore
-from hpc_elastic.store.lease import Heartbeat, HeartbeatAges
-from hpc_elastic.store.record_log import RecordLog
 
 SLACK = 15.0
 """Seconds that a busy machine may add to a bound that is not 0."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
@@ -21,8 +21,8 @@ from hpc_elastic.slurm.errors import (
     SubmissionRefusedError,
     UnknownJobError,
 )
-from hpc_elastic.slurm.hostlist import HostlistError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.slurm.notation import HostlistError
 from tests.rigs.captures import VERSIONS
 from tests.rigs.fake_slurm import FakeSlurm
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.store import file_store
 from hpc_elastic.store.base import StoreError, StoreFullError, fits_key
@@ -490,7 +490,7 @@ def test_invalidating_changes_the_folders_time_and_leaves_nothing(fs: Filesystem
 def test_text_is_utf8_on_disk_whatever_the_locale(tmp_path: Path) -> None:
     """Two nodes may have different ones."""
     code = (
-        "import sys; from pathlib import Path; from hpc_elastic.clock import SystemClock\n"
+        "import sys; from pathlib import Path; from hpc_elastic.base.clock import SystemClock\n"
         "from hpc_elastic.store.file_store import FileStore\n"
         "store = FileStore(Path(sys.argv[1]), clock=SystemClock())\n"
         "assert store.get('kv/a') == 'gr\\u00fc\\u00dfe', ascii(store.get('kv/a'))\n"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.store.base import StoreError
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject
 from tests.rigs.rendezvous_world import World

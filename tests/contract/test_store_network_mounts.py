@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject

@@ -13,9 +13,9 @@ import pytest
 
 from hpc_elastic.cli import config
 from hpc_elastic.cli import main as cli
-from hpc_elastic.cli.arguments import argument_parser
-from hpc_elastic.configuration import job_options, option_table, worker_options
+from hpc_elastic.cli.run_argument import argument_parser
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options import job_options, table, worker_options
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.sh")])
@@ -70,7 +70,7 @@ def parse(command: str) -> None:
     assert name in cli._SUBCOMMANDS, f"{name} is no subcommand"
     if name in ("submit", "run", "config"):
         options = config.OPTIONS if name == "config" else RUN_OPTIONS
-        option_table.parse(argv, options, refused=worker_options.REFUSED, env={})
+        table.parse(argv, options, refused=worker_options.REFUSED, env={})
         return
     module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
     if argv and hasattr(module, "add_arguments"):

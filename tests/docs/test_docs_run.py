@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 import hpc_elastic
-from hpc_elastic import run_index
-from hpc_elastic.atomic_file import make_private_dir
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.cli import main as cli
-from hpc_elastic.configuration.all_options import ALL_OPTIONS
-from hpc_elastic.configuration.keys import Keys
-from hpc_elastic.configuration.settings_file import read_settings
-from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.options.all_options import ALL_OPTIONS
+from hpc_elastic.options.config_files import read_settings
+from hpc_elastic.options.table import Keys
+from hpc_elastic.run import index as run_index
+from hpc_elastic.run.result import StoredResult
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine, memory_readings, memory_watched
 
 pytestmark = pytest.mark.gpu

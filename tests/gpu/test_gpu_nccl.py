@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine, ask_ras
 from tests.rigs.inprocess_ranks import free_ports
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.run_spec import load_run_spec
+from hpc_elastic.run.spec import load_run_spec
 from tests.rigs.captures import captured
 
 PYTHON = str(Path(sys.executable))

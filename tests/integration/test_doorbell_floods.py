@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.store.doorbell import MOST_REJECTED, MOST_TOLD, PERIOD
+from hpc_elastic.store.notifier import MOST_REJECTED, MOST_TOLD, PERIOD
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.network_nodes.network import NETNS_FOLDER
 from tests.rigs.network_nodes.nodes import seconds_to_stop

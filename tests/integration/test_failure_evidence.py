@@ -16,11 +16,11 @@ import pytest
 
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
-from hpc_elastic.failures.process_failure import ProcessFailure
+from hpc_elastic.failures.recording import ProcessFailure
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
-from hpc_elastic.processes.cgroup import oom_kill_count
 from hpc_elastic.report.write import write_report
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.workers.cgroup import oom_kill_count
 
 FACTS = ExitFacts(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic import host_lock as module
-from hpc_elastic import node_records
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.host_lock import host_lock, host_lock_path
+from hpc_elastic.base import host_lock as module
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.host_lock import host_lock, host_lock_path
 from hpc_elastic.launch import node_claims
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
-from hpc_elastic.node_records import account_evidence, forget, remember
-from hpc_elastic.node_score import Evidence, EvidenceKind
+from hpc_elastic.run import node_records
+from hpc_elastic.run.node_records import account_evidence, forget, remember
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
 
 NOW = 1_800_000_000 * 10**9
 EVIDENCE = [Evidence(node=node, kind=EvidenceKind.LOST, at_ns=NOW, why="lost") for node in ("n1", "n2", "n3")]

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.processes.tags import TAG_VARIABLE
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.workers.tags import TAG_VARIABLE
 from tests.rigs.local_run import LocalRun, Process
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 

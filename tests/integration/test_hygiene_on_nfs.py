@@ -6,14 +6,13 @@ import os
 import threading
 from pathlib import Path
 
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
-from hpc_elastic.rendezvous.closing import close_run
-from hpc_elastic.rendezvous.run_folder import RunFolder
+from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.run_folder import RunFolder, remove_epoch
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS, Sweep
-from hpc_elastic.rendezvous.sweep_epochs import remove_epoch
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from tests.rigs.fake_clock import FakeClock

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 from hpc_elastic.agent import LocalElasticAgent, WorkerSpec
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import config_from_url

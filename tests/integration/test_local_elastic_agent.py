@@ -20,7 +20,7 @@ from hpc_elastic.agent import LocalElasticAgent, WorkerGroupFailureError, Worker
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import config_from_url
-from hpc_elastic.run_spec import EntryKind, Entrypoint
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 
 
 def handler_at(folder: Path, run_id: str = "run", nodes: str = "min_workers=1") -> FileRendezvousHandler:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.processes.guardian import GUARDIAN_NAME
+from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from tests.rigs.local_run import LocalRun
 
 SECONDS = 3.0
@@ -27,7 +27,7 @@ MEGABYTES = 32.0
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which all is compiled, as installed: who compiles grows by it."""
     env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("cache"))}
-    code = "import hpc_elastic.agent.main, hpc_elastic.agent.later as later; later.import_what_failures_need()"
+    code = "import hpc_elastic.agent.main, hpc_elastic.agent.local_workers as later; later.import_what_failures_need()"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
     return env
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import LocalElasticAgent, WorkerGroupFailureError, WorkerSpec
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.failures import ChildFailedError, ErrorHandler, record
-from hpc_elastic.outcome import ExitCode
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import config_from_url
 from tests.rigs.local_run import LocalRun

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun, Process
 
 # Every rank tells that it is here and waits for the others, so that a failure never meets a rank that still starts.

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.heartbeats import PREFIX
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
 # Rank 2 stays in step 4 while the others have got to step 5, where they wait for it as in a collective.

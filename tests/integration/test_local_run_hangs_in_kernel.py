@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.agent_stand_in import is_alive, until
 from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import require_fuse

@@ -12,9 +12,9 @@ import pytest
 from hpc_elastic.agent.health import Check, GpuDevice, GpuFacts, HealthPlan, HealthVerdict
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.processes.spawn import Inherited
-from hpc_elastic.self_command import module_command
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.self_command import module_command
+from hpc_elastic.workers.spawn import Inherited
 
 # Signatures and codes as in NVIDIA's nvml.h (API 12). FAKE_NVML: "index:key=value,...;index:..." with keys ecc, pages,
 # pending, failed, handle (a code) and uuid; FAKE_NVML_INIT: what nvmlInit_v2 returns, or "hang".

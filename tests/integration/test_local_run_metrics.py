@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
 _TRAINS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun, peak_memory_mib
 
 AGENT_LIMIT_MIB = 60.0

@@ -10,9 +10,9 @@ import sys
 import threading
 from pathlib import Path
 
-from hpc_elastic.log_pieces import find_pieces, piece_path
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.processes.std_streams import Std, parse_local_ranks, parse_std_streams, shown_in_job_log
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.options.worker_values import Std, parse_local_ranks, parse_std_streams, shown_in_job_log
+from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from tests.rigs.local_run import ROOT, LocalRun
 
 WORKERS = 8
@@ -205,7 +205,7 @@ def test_an_agent_used_from_python_rotates_too(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from hpc_elastic.agent import LocalElasticAgent, WorkerSpec
-from hpc_elastic.log_pieces import PieceLimit
+from hpc_elastic.run.log_pieces import PieceLimit
 from tests.integration.test_local_elastic_agent import handler_at
 
 folder = Path(sys.argv[1])

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.log_pieces import PieceLimit, piece_path
-from hpc_elastic.log_times import times_path
-from hpc_elastic.processes.log_clock import TimesFile
-from hpc_elastic.processes.log_files import LogFile
-from hpc_elastic.reading.log_streams import streams_of
-from hpc_elastic.reading.output_reader import OutputReader
-from hpc_elastic.reading.stream_marks import read_round_marks
-from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.output.log_files import LogFile
+from hpc_elastic.output.log_reader import OutputReader
+from hpc_elastic.output.log_streams import read_round_marks, streams_of
+from hpc_elastic.output.log_times import TimesFile, times_path
+from hpc_elastic.run.log_pieces import PieceLimit, piece_path
+from hpc_elastic.run.paths import AttemptPaths
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
 MINUTE = MountSettings(attributes=60, directories=60)

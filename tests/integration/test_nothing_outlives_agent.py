@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.outcome import ExitCode
+from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import ROOT, LocalRun
 
 _FAMILY = """
@@ -80,7 +80,7 @@ def test_agent_without_memory_leaves_evidence_and_no_worker(tmp_path: Path) -> N
 
 def test_thread_that_fails_takes_the_agent_along(tmp_path: Path) -> None:
     """The one that moves the output: without it workers would stand still at their next print, for ever."""
-    run, flag = _crashing_run(tmp_path, "hpc_elastic.processes.logs", "LogPump", "_move")
+    run, flag = _crashing_run(tmp_path, "hpc_elastic.output.pump", "LogPump", "_move")
     run.script_path.write_text(run.script_path.read_text().replace('wait_for("never")', 'wait_for("print"); print(1)'))
     with run:
         run.wait_moments("here", count=2, round_index=0)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode
-from hpc_elastic.processes.guardian import GUARDIAN_NAME
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from tests.rigs.agent_stand_in import is_alive, until
 from tests.rigs.local_run import LocalRun
 

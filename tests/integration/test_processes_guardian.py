@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.processes.guardian import GUARDIAN_NAME
+from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
 
 # An agent with a guardian, a worker, and the daemon that the worker made.

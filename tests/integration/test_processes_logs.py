@@ -10,7 +10,7 @@ from tests.rigs.agent_stand_in import run_stand_in
 
 _LOGS = """
 from hpc_elastic.processes import job_log, log_files, logs
-from hpc_elastic.processes.std_streams import Std
+from hpc_elastic.options.worker_values import Std
 WHERE = Path(os.environ["WHERE"])
 
 def rss(key):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.processes.spawn import Inherited, start_worker
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.workers.spawn import Inherited, start_worker
 from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
 
 _LOOK_AT_YOURSELF = r"""
@@ -158,7 +158,7 @@ def test_who_has_no_descriptor_left_still_sees_and_ends_all() -> None:
     """A look into /proc that fails for want of a descriptor must not read as "nobody is there"."""
     facts = run_stand_in(
         """
-        from hpc_elastic.processes.spare_fd import SPARE
+        from hpc_elastic.workers.linux import SPARE
         workers = [start(DAEMON) for _ in range(2)]
         daemons = [int(read_line(worker.stdout_fd)) for worker in workers]
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import ExitCode, Outcome
+from hpc_elastic.base.outcome import ExitCode, Outcome
 from tests.integration.test_hung_mount import MountedRun, run_on
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse

@@ -18,20 +18,20 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic import atomic_file
+from hpc_elastic.base import files
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import UsageError
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import errors, handler, run_folder
-from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
-from hpc_elastic.rendezvous.seat import Seat
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.membership import Membership
+from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store import file_store
 from hpc_elastic.store.memory_store import MemoryStore
-from hpc_elastic.store.record_log import RecordLog
 from tests.rigs.rendezvous_handlers import HandlerRig, until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rendezvous.md"
@@ -67,15 +67,15 @@ def test_the_deadline_holds_alone_and_with_one_that_does_not_confirm(
     assert -0.1 <= overshoot(0.4, alone.next_rendezvous) <= 1
 
     one, silent = rig.make(2, timeout=1.0, heartbeat_ttl=60.0), rig.make(2, timeout=30.0, heartbeat_ttl=60.0)
-    advance, frozen = Seat.advance, threading.Event()
+    advance, frozen = Membership.advance, threading.Event()
 
-    def never_confirm(seat: Seat, record: RoundRecord, open_master: Callable[[], str]) -> bool:
+    def never_confirm(seat: Membership, record: RoundRecord, open_master: Callable[[], str]) -> bool:
         if seat is silent._seat and record.status is Status.FROZEN:
             frozen.set()
             return False
         return advance(seat, record, open_master)
 
-    monkeypatch.setattr(Seat, "advance", never_confirm)
+    monkeypatch.setattr(Membership, "advance", never_confirm)
     waits = rig.start(silent)
     assert -0.1 <= overshoot(1.0, one.next_rendezvous) <= 1
     assert frozen.is_set(), "it was in the frozen state that it waited"
@@ -167,7 +167,7 @@ def test_a_shutdown_that_fails_says_false_and_warns(
             return False
         raise OSError(5, how)
 
-    leave = Seat.leave
+    leave = Membership.leave
     monkeypatch.setattr(handler, "_SHUTDOWN_SECONDS", 0.3)
     if how == "could not close":
         monkeypatch.setattr(handler, "close_if_last", fail)
@@ -234,7 +234,7 @@ def test_only_rendezvous_errors_come_out_of_a_filesystem_that_fails_now_and_then
     rig: HandlerRig, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     chaos = Chaos(seed, 0.12)
-    for module in (file_store, run_folder, atomic_file):
+    for module in (file_store, run_folder, files):
         monkeypatch.setattr(module, "os", chaos)
     nodes = [rig.make(2, timeout=8.0) for _ in range(3)]
     worked = 0
@@ -270,7 +270,7 @@ def test_a_filesystem_that_always_fails_ends_each_call_in_time(
     node = rig.make(timeout=0.3)
     monkeypatch.setattr(handler, "_SHUTDOWN_SECONDS", 0.3)
     chaos = Chaos(1, 2.0)
-    for module in (file_store, run_folder, atomic_file):
+    for module in (file_store, run_folder, files):
         monkeypatch.setattr(module, "os", chaos)
     for call in (
         node.next_rendezvous,

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
-from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status, new_uid
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.rendezvous_world import settle_always_restarting

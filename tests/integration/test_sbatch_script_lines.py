@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.sbatch import SbatchOptions, ScriptLines
 from hpc_elastic.slurm.batch_script import render_script
-from hpc_elastic.slurm.sbatch import SbatchOptions, ScriptLines
 
 
 def script(tmp_path: Path, lines: ScriptLines | None, *command: str, template: str | None = None) -> str:

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import SystemClock
-from hpc_elastic.launch.batch import slurm_site
-from hpc_elastic.launch.launcher import AgentEnded
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.launch.site import AgentEnded
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.launch.slurm_site import slurm_site
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.captures import DATA, VERSIONS
 
 NODES = ["n1", "n2", "n3", "n4"]

@@ -18,9 +18,8 @@ from typing import Any
 import pytest
 
 import hpc_elastic
-from hpc_elastic.atomic_file import write_json
-from hpc_elastic.processes import tree
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.base.files import write_json
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import (
     ElasticExecutor,
     ElasticJob,
@@ -30,7 +29,8 @@ from hpc_elastic.submission import (
     local_process,
     places,
 )
-from hpc_elastic.submission.job_errors import WorkerRaisedError
+from hpc_elastic.submission.outcome import WorkerRaisedError
+from hpc_elastic.workers import tree
 from tests.rigs import submitted_functions as functions
 
 PATIENCE = 120.0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from tests.rigs.nfs_emulator import NfsEmulator, require_fuse

@@ -11,8 +11,7 @@ import pytest
 
 from hpc_elastic.agent.supervision import TRANSITIONS, Event, Phase
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.rendezvous.growth import GrowPolicy
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings
 from hpc_elastic.rendezvous.state import Member, Outcome, RoundRecord, Status
 from tests.rigs.agent_world import AgentNode, AgentWorld
 

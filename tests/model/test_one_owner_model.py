@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.supersede import AgentState, EarlierAttempt
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.poll_intervals import poll_intervals
+from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import Status
 from tests.model.test_agent_model import SETTINGS as AGENT_SETTINGS
 from tests.model.test_agent_model import meddle

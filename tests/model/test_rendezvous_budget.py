@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from tests.bench.rendezvous_scale import Measured, measure
 from tests.bench.scale_world import World
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, NodeFailure, Outcome, Status
 from tests.rigs.rendezvous_world import Node, World
 
 SETTINGS = RendezvousSettings(

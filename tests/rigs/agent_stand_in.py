@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _PREAMBLE = '''
 import json, os, resource, select, signal, subprocess, sys, textwrap, threading, time
 from pathlib import Path
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.processes import guardian, linux, spawn, stop, tags, tree
 
 def report(**facts):

@@ -27,19 +27,19 @@ from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.processes.spawn import Inherited
-from hpc_elastic.processes.stop import Stopped
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.slots import RankLayout
+from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run_paths import AttemptPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.workers.spawn import Inherited
+from hpc_elastic.workers.stop import Stopped
 from tests.rigs.rendezvous_world import Crash, Node, World
 
 LOOKS_TO_STOP = 2

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess import store as ring_store
-from hpc_elastic.inprocess.heartbeat_watch import HeartbeatWatch
+from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch
 from tests.rigs.inprocess_phases import PATIENT
 from tests.rigs.inprocess_scenarios import Options, short_timeouts, store_of
 

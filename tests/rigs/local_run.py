@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.events import read_events
-from hpc_elastic.processes.environments import read_all
-from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
-from hpc_elastic.run_paths import AttemptPaths, RankPaths, RunPaths
+from hpc_elastic.run.events import read_events
+from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
+from hpc_elastic.workers.tree import read_all
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.errors import RendezvousClosedError
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
-from hpc_elastic.rendezvous.settings import RendezvousSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

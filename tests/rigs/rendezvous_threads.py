@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
-from hpc_elastic.rendezvous.uid import new_uid
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status, new_uid
 from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.notifier import Notifier
 from tests.rigs.rendezvous_world import settle_always_restarting
 
 HOME = "127.0.0.1"
@@ -31,7 +30,7 @@ class ThreadNode:
         self.index = index
         self.final: RoundRecord | None = None
         self._running = -1
-        self._bell = Doorbell(secret=b"s" * 32, run_uid="threads", uid=uid, host=HOME) if settings.doorbell else None
+        self._bell = Notifier(secret=b"s" * 32, run_uid="threads", uid=uid, host=HOME) if settings.doorbell else None
         self.info = NodeInfo(
             uid=uid,
             node=index,

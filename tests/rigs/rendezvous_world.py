@@ -12,22 +12,24 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
+from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.restart_decision import RestartDecision
 from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import (
+    OBSERVER_PLACE,
     FailureMemory,
     NodeFailure,
     NodeInfo,
     RoundRecord,
     Status,
     decode_record,
+    new_uid,
+    supersedes,
 )
-from hpc_elastic.rendezvous.uid import OBSERVER_PLACE, new_uid, supersedes
-from hpc_elastic.store.doorbell import Address
 from hpc_elastic.store.memory_store import MemoryStore
+from hpc_elastic.store.notifier import Address
 from tests.rigs.fake_clock import FakeClock
 
 

@@ -18,8 +18,13 @@ package = types.ModuleType("hpc_elastic.inprocess")
 package.__path__ = [str(ROOT / "hpc_elastic" / "inprocess")]
 sys.modules["hpc_elastic.inprocess"] = package  # its own __init__ imports torch
 
-from hpc_elastic.inprocess.async_exception import async_raise, reraise_if_unraisable  # noqa: E402
-from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart, SignalHandler  # noqa: E402
+from hpc_elastic.inprocess.interrupt import (  # noqa: E402  # noqa: E402
+    Interruptible,
+    RankShouldRestart,
+    SignalHandler,
+    async_raise,
+    reraise_if_unraisable,
+)
 from hpc_elastic.inprocess.progress_watchdog import _bytecode_probe  # noqa: E402
 
 LONG = 60.0

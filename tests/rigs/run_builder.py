@@ -9,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from hpc_elastic.atomic_file import make_private_dir, write_json
-from hpc_elastic.events import EventLog
+from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.paths import RunPaths
 
 START_NS = 1_795_000_000_000_000_000
 UPTIME_NS = 5_000_000_000_000

@@ -36,9 +36,9 @@ while renameat2(-100, one, -100, other, 2) == 0:
 _RESOLVE = """
 import os, time
 from pathlib import Path
-from hpc_elastic.configuration.all_options import ALL_OPTIONS
-from hpc_elastic.configuration.option_table import Parsed
-from hpc_elastic.configuration.resolve import resolve
+from hpc_elastic.options.all_options import ALL_OPTIONS
+from hpc_elastic.options.table import Parsed
+from hpc_elastic.options.resolve import resolve
 from hpc_elastic.errors import UsageError
 refused, deadline = 0, time.monotonic() + 2
 while time.monotonic() < deadline:

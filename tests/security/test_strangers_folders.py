@@ -35,7 +35,7 @@ def test_a_strangers_rendezvous_folder_is_refused(attacker: User, victim: User, 
     done = victim.python(
         """
         import sys
-        from hpc_elastic.clock import SystemClock
+        from hpc_elastic.base.clock import SystemClock
         from hpc_elastic.rendezvous.run_folder import RunFolder
         RunFolder(sys.argv[1], "job", prefix="", job="", clock=SystemClock()).enter(1)
         """,

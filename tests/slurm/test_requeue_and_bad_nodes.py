@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.slurm.hostlist import expand
+from hpc_elastic.slurm.notation import expand
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
 from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient, CommandTimeoutError
 from hpc_elastic.slurm.commands import command_environment
 from tests.contract import test_slurm_client as contract

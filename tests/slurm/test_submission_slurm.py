@@ -46,8 +46,8 @@ def test_submitits_examples_come_out_the_same_with_either_executor(cluster: Slur
 
 ONLY_HERE = """
 import json, os, signal, sys, time, submitit
-from hpc_elastic.node_records import remember
-from hpc_elastic.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.node_records import remember
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
 
 def where():
     env = submitit.JobEnvironment()

@@ -17,27 +17,26 @@ from typing import Any
 import pytest
 
 import hpc_elastic
+from hpc_elastic.base.outcome import GivenUp, Outcome
 from hpc_elastic.cli.list_runs import status_line
 from hpc_elastic.cli.status_text import status_json, status_lines
-from hpc_elastic.events import read_events
-from hpc_elastic.failures.kinds import Category, FailureClass
-from hpc_elastic.failures.worker_failure import EvidenceSource
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.outcome import GivenUp, Outcome
-from hpc_elastic.reading.event_text import describe_event
-from hpc_elastic.reading.run_status import RunState, read_status
+from hpc_elastic.failures.worker_failure import Category, EvidenceSource, FailureClass
+from hpc_elastic.launch.requeue import RequeueAction
+from hpc_elastic.launch.run_status import RunState, read_status
 from hpc_elastic.report import render_html as render_html_module
 from hpc_elastic.report import render_json as render_json_module
 from hpc_elastic.report import render_text as render_text_module
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.outages import OutageKind, describe_outages, outages_json, read_outage
+from hpc_elastic.report.event_text import describe_event
+from hpc_elastic.report.incidents import OutageKind, describe_outages, outages_json, read_outage
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import Subject, choose_subject
 from hpc_elastic.report.verdict import Cause, Confidence
-from hpc_elastic.requeue import RequeueAction
-from hpc_elastic.submission.outcome_files import RunEnd
+from hpc_elastic.run.events import read_events
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.submission.outcome import RunEnd
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 PACKAGE = Path(hpc_elastic.__file__).parent

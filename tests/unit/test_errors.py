@@ -11,7 +11,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError, UnsafePathError, UsageError
-from hpc_elastic.failures.process_failure import ChildFailedError, ProcessFailure
+from hpc_elastic.failures.recording import ChildFailedError, ProcessFailure
 
 NEEDS_OTHERS = ("hpc_elastic.__main__", "hpc_elastic.pytorch", "hpc_elastic.inprocess", "hpc_elastic.submission")
 """Not imported here: these need torch or submitit, or run."""

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic import run_index
-from hpc_elastic.atomic_file import write_json
-from hpc_elastic.attempt import UnreadableAttemptError, is_job_id, load_attempt
+from hpc_elastic.base.files import write_json
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.job_now import job_now
-from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.processes import tree
+from hpc_elastic.launch.attempts import job_now
 from hpc_elastic.report.collect import collect_attempt
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run import index
+from hpc_elastic.run.attempt import UnreadableAttemptError, is_job_id, load_attempt
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult, load_result
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import parse_dependents, parse_show_job, parse_squeue
 from hpc_elastic.submission import local_process, places
-from tests.unit.reading.test_reading_run_status import RUN_ID, Run
+from hpc_elastic.workers import tree
+from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
 GOOD = ["7", "4294967295", "70_3", "70_4294967294", "70+1"]
 BAD: list[Any] = [
@@ -91,11 +91,11 @@ def test_what_is_no_id_is_taken_from_no_file(tmp_path: Path, value: object) -> N
 
 @pytest.mark.parametrize("value", BAD, ids=lambda value: repr(value)[:20])
 def test_the_index_has_no_other_ids(tmp_path: Path, value: object) -> None:
-    assert run_index.record(cluster="c", job_id="7", submitted_ns=1, run_dir=tmp_path / "r") is None
-    assert len(run_index.jobs_of(str(tmp_path / "r"))) == 1
+    assert index.record(cluster="c", job_id="7", submitted_ns=1, run_dir=tmp_path / "r") is None
+    assert len(index.jobs_of(str(tmp_path / "r"))) == 1
     for path in (tmp_path / "state").rglob("*.json"):
         change(path, job_id=value)
-    assert run_index.jobs_of(str(tmp_path / "r")) == []
+    assert index.jobs_of(str(tmp_path / "r")) == []
 
 
 @pytest.mark.parametrize("name", ["cancel", "requeue", "status"])

@@ -44,7 +44,7 @@ def test_all_that_are_used_are_right() -> None:
     lazy = lazy_pattern._Lazy
     found = 0
     for module in pkgutil.walk_packages(hpc_elastic.__path__, "hpc_elastic."):
-        if module.name.partition(".")[2].startswith(("processes", "log_", "agent.metrics", "slurm", "run_paths")):
+        if module.name.partition(".")[2].startswith(("workers", "output", "run", "agent.metrics", "slurm", "base")):
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, lazy):
                     found += 1

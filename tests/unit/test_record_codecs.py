@@ -22,19 +22,20 @@ from typing import Any
 import pytest
 
 import hpc_elastic
-from hpc_elastic import heartbeat_record, node_records, run_index
 from hpc_elastic.agent import health_gpu
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence
 from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
-from hpc_elastic.heartbeat_record import HeartbeatRecord, NoticeRecord
-from hpc_elastic.node_records import NodeRecord
-from hpc_elastic.node_score import Evidence
 from hpc_elastic.rendezvous.state import RoundRecord, decode_record
-from hpc_elastic.run_index import JobEntry
+from hpc_elastic.run import index, node_records
+from hpc_elastic.run.index import JobEntry
+from hpc_elastic.run.node_records import NodeRecord
+from hpc_elastic.run.node_score import Evidence
 from hpc_elastic.submission import call
 from hpc_elastic.submission.call import CallTerms
+from hpc_elastic.worker_api import heartbeat_record
+from hpc_elastic.worker_api.heartbeat_record import HeartbeatRecord, NoticeRecord
 
 PACKAGE = Path(hpc_elastic.__file__).parent
 WRITERS = ("to_json", "encode", "save")
@@ -182,8 +183,8 @@ def evidence_there_and_back(record: Evidence, folder: Path) -> Evidence:
 def job_there_and_back(record: JobEntry, folder: Path) -> JobEntry:
     env = {"XDG_STATE_HOME": str(folder)}
     values = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
-    assert run_index.record(**values, env=env) is None
-    (found,) = run_index.known_jobs(env=env)
+    assert index.record(**values, env=env) is None
+    (found,) = index.known_jobs(env=env)
     return found
 
 

@@ -11,14 +11,14 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from hpc_elastic.launch.result import load_result
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.processes import tree
-from hpc_elastic.processes.guardian import GUARDIAN_NAME
-from hpc_elastic.processes.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
-from hpc_elastic.processes.tree import Proc
 from hpc_elastic.rendezvous.run_folder import safe_name
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.run.result import load_result
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.guardian import GUARDIAN_NAME
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
+from hpc_elastic.workers.tree import Proc
 from tests.rigs.chaos.clocks import set_clock, with_clock
 from tests.rigs.chaos.places import Place
 from tests.rigs.chaos.schedule import Plan

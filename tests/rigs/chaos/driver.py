@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_elastic.processes import tree
-from hpc_elastic.processes.guardian import GUARDIAN_NAME
-from hpc_elastic.processes.tree import Proc
 from hpc_elastic.rendezvous.state import Status
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.guardian import GUARDIAN_NAME
+from hpc_elastic.workers.tree import Proc
 from tests.rigs.chaos.clusters import AgentCluster, Cluster, HandlerCluster
 from tests.rigs.chaos.evidence import Deed, Evidence, Recorder, host_node, now, read_journals, told_records
 from tests.rigs.chaos.judge import complaints

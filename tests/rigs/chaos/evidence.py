@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.rendezvous.state import RoundRecord, decode_record
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.chaos.schedule import Action, Schedule

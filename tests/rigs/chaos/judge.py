@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from hpc_elastic.rendezvous.settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from tests.rigs.chaos.evidence import Deed, Evidence, Work, host_node, told_records
 from tests.rigs.chaos.schedule import Kind

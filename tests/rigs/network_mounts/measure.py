@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store.file_store import FileStore
 
 _TIMES = 8

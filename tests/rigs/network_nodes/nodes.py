@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.atomic_file import make_private_dir
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.events import read_events
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.processes.tags import NODE_TAG_VARIABLE
-from hpc_elastic.run_paths import AttemptPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.events import read_events
+from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 

@@ -22,10 +22,10 @@ from hpc_elastic.agent import (
     WorkerSpec,
     WorkerState,
 )
-from hpc_elastic.agent.group_ranks import GroupFacts, restarts_after, worker_places
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.agent.worker_spec import GroupFacts, restarts_after, worker_places
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run_spec import EntryKind, Entrypoint
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 
 
 class MemoryRoundStore:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from hpc_elastic.agent.growth import CheckpointStatus, CheckpointWatch
+from hpc_elastic.agent.checkpoints import CheckpointStatus, CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.rendezvous.growth import GrowPolicy
+from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from tests.rigs.fake_clock import FakeClock
 

@@ -8,11 +8,11 @@ from tempfile import mkdtemp
 import pytest
 
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.agent.hang_evidence import HungWorker, describe_hang, rank_stacks, read_stacks
+from hpc_elastic.agent.hang_stop import HungWorker, describe_hang, rank_stacks, read_stacks
 from hpc_elastic.failures.classify import Category, FailureClass
-from hpc_elastic.failures.process_state import ProcessState, Whereabouts
+from hpc_elastic.failures.stacks import ProcessState, Whereabouts
 from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
-from hpc_elastic.run_paths import RankPaths
+from hpc_elastic.run.paths import RankPaths
 
 DUMP = """\
 Fatal Python error: Aborted

@@ -11,10 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from hpc_elastic.agent import health_facts
-from hpc_elastic.agent.health import MemoryFacts, RoomFacts
-from hpc_elastic.agent.health_facts import measure_memory, measure_room, measure_shared
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.agent import health
+from hpc_elastic.agent.health import MemoryFacts, RoomFacts, measure_memory, measure_room, measure_shared
+from hpc_elastic.base.clock import SystemClock
 from tests.rigs.fake_clock import FakeClock
 
 MIB = 1 << 20
@@ -143,7 +142,7 @@ def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, co
 
 
 def test_what_is_read_back_must_be_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_facts.os, "pread", lambda fd, count, offset: b"\0" * 32)
+    monkeypatch.setattr(health.os, "pread", lambda fd, count, offset: b"\0" * 32)
     facts = measure_shared(tmp_path / "health" / "node-0", SystemClock())
     assert facts.error == "what was written is not what is read back"
 

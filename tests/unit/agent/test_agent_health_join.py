@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
+from hpc_elastic.agent.ending import leave_run
 from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.last_duties import leave_run
 from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.outcome import UNHEALTHY_CODE, Outcome
+from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from tests.unit.agent.test_agent_node_agent import (  # noqa: F401
     START,
     Play,

@@ -16,9 +16,9 @@ from hpc_elastic.agent import heartbeats
 from hpc_elastic.agent.hang import SectionTimeouts
 from hpc_elastic.agent.hang_watch import SUMMARY_SECONDS, HangWatch
 from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, filesystem_type, open_folder
-from hpc_elastic.file_thread import FileThread
-from hpc_elastic.heartbeat_record import FILE_BYTES, VARIABLE, write_record
+from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_record
 from tests.rigs.fake_clock import FakeClock
 
 MOUNTS = """\

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_elastic.agent.local_workers import LocalWorkers, _Slot
-from hpc_elastic.agent.node_failure import sum_up
+from hpc_elastic.agent.restart_policy import sum_up
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.processes.spawn import ExitStatus
-from hpc_elastic.run_paths import AttemptPaths
+from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.workers.spawn import ExitStatus
 from tests.rigs.fake_clock import FakeClock
 
 ROOT, SYMPTOM, MACHINE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.local_world_size import local_world_size
+from hpc_elastic.agent.rendezvous_session import local_world_size
 from hpc_elastic.errors import UsageError
 from tests.rigs.captures import VERSIONS, captured
 

@@ -13,27 +13,25 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent import last_duties, node_agent
+from hpc_elastic.agent import ending, node_agent
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
-from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.agent.worker import WorkerState
-from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.agent.supervision import Phase, WorkerState
+from hpc_elastic.base.outcome import UNCONFIRMED_CODE, Outcome
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.outcome import UNCONFIRMED_CODE, Outcome
-from hpc_elastic.processes.command_path import WorkerStartError
-from hpc_elastic.processes.spawn import Inherited
-from hpc_elastic.processes.stop import Stopped, Survivor
 from hpc_elastic.rendezvous.notice import Notice
 from hpc_elastic.rendezvous.state import HangMark, Member, NodeInfo, RoundRecord, Status
-from hpc_elastic.run_paths import AttemptPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.base import StoreError
+from hpc_elastic.workers.spawn import Inherited, WorkerStartError
+from hpc_elastic.workers.stop import Stopped, Survivor
 from tests.rigs.fake_clock import FakeClock
 
 ME = "00000-n0-0000000000000005-aaaa"
@@ -848,7 +846,7 @@ def test_the_end_is_this_agents_where_no_process_has_claimed_it(
         tried.append(confirmed)
         return codes[len(tried) - 1]
 
-    monkeypatch.setattr(last_duties, "finish_attempt", finish)
+    monkeypatch.setattr(ending, "finish_attempt", finish)
     p = play()
     p.script.ends = heard
     p.run([START], [replace(START, number=9, status=Status.CLOSED, outcome=Outcome.FAILED, reason="x")])

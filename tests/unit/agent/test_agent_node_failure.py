@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.node_failure import early_failure
+from hpc_elastic.agent.restart_policy import early_failure
 
 
 @pytest.mark.parametrize("final", [False, True])

@@ -7,11 +7,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from hpc_elastic.agent.checkpoints import NoticeWatch
 from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.agent.notice_watch import NoticeWatch
-from hpc_elastic.heartbeat_record import NO_STEP, STEP_PENDING
 from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 from tests.rigs.fake_clock import FakeClock
 
 FINAL = RoundRecord(

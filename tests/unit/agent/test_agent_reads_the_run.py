@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import atomic_file
 from hpc_elastic.agent import main
-from hpc_elastic.atomic_file import make_private_dir, read_bytes
-from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.base import files
+from hpc_elastic.base.files import make_private_dir, read_bytes
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.fake_clock import FakeClock
 
 SPEC = RunSpec(
@@ -57,8 +57,8 @@ def test_a_fault_of_the_filesystem_is_waited_out_and_no_other(
             raise OSError(errno.EIO, "Input/output error", str(path))
         return read_bytes(path, limit=limit)
 
-    monkeypatch.setattr(atomic_file, "read_bytes", read)
-    monkeypatch.setattr(atomic_file, "ask_about", lambda folder: False)
+    monkeypatch.setattr(files, "read_bytes", read)
+    monkeypatch.setattr(files, "ask_about", lambda folder: False)
     if why == "missing":
         wanted.unlink()
     elif why == "cut off":
@@ -79,7 +79,7 @@ def test_a_fault_that_passes_costs_an_agent_only_time(paths: RunPaths, monkeypat
             raise faults.pop()
         return read_bytes(path, limit=limit)
 
-    monkeypatch.setattr(atomic_file, "read_bytes", read)
+    monkeypatch.setattr(files, "read_bytes", read)
     clock = FakeClock()
     began = clock.monotonic()
     assert main._load(paths, 0, clock) == (SPEC, ATTEMPT)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent.rendezvous_session import RendezvousSession, prepare_session
-from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from tests.rigs.fake_clock import FakeClock
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.restart_policy import RestartPolicy
-from hpc_elastic.rendezvous.restart_decision import RestartDecision
+from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord, Status
 
 POLICY = RestartPolicy(max_restarts=3, max_same_failures=2, restart_window=600.0)

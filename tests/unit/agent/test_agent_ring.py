@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
-from hpc_elastic.agent.ring import DeadWorker, NoRing, RingWatch, keep_apart, why_not
+from hpc_elastic.agent.restart_group import DeadWorker, NoRing, RingWatch, keep_apart, why_not
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.ring_record import LINE_LIMIT, REPLACES, REPORTS, WAIT, RestartWith, RingEvent, RingLine, decode
+from hpc_elastic.worker_api.restart_group import (
+    LINE_LIMIT,
+    REPLACES,
+    REPORTS,
+    WAIT,
+    RestartWith,
+    RingEvent,
+    RingLine,
+    decode,
+)
 
 DEAD = DeadWorker(local_rank=1, rank=5, pid=100, exitcode=-9)
 

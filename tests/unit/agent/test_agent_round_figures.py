@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import threading
 
-from hpc_elastic.agent.round_figures import RoundFigures
-from hpc_elastic.agent.worker import WorkerState
+from hpc_elastic.agent.metrics import RoundFigures
+from hpc_elastic.agent.supervision import WorkerState
 from tests.rigs.fake_clock import FakeClock
 
 

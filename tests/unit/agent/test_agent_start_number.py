@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.agent.start_number import PATIENCE, next_start_number
+from hpc_elastic.agent.rendezvous_session import START_NUMBER_SECONDS, next_start_number
 from hpc_elastic.store.base import StoreFullError
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
@@ -66,4 +66,4 @@ def test_a_filesystem_that_goes_on_refusing_is_told_of() -> None:
     clock = FakeClock()
     with pytest.raises(OSError, match="Input/output"):
         next_start_number(lambda: Refusing(fails=10**6), 0, clock=clock)
-    assert clock.now - 1000.0 >= PATIENCE
+    assert clock.now - 1000.0 >= START_NUMBER_SECONDS

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.agent.supervision import TRANSITIONS, WORKER_STATE, Event, Phase, next_phase
-from hpc_elastic.agent.worker import WorkerGroupFailureError, WorkerGroupFailureException, WorkerState
+from hpc_elastic.agent.supervision import (
+    TRANSITIONS,
+    WORKER_STATE,
+    Event,
+    Phase,
+    WorkerGroupFailureError,
+    WorkerGroupFailureException,
+    WorkerState,
+    next_phase,
+)
 from hpc_elastic.errors import IllegalTransitionError
 
 P, E = Phase, Event

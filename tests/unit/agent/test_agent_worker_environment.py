@@ -10,9 +10,9 @@ import pytest
 
 from hpc_elastic.agent import worker_environment as module
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
-from hpc_elastic.processes import tags
-from hpc_elastic.rendezvous.slots import RankLayout
+from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.slurm.job_environment import without_run_variables
+from hpc_elastic.workers import tags
 
 DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"
 LAYOUT = RankLayout(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)

@@ -12,19 +12,18 @@ from types import ModuleType
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli import cancel, follow, list_runs, requeue, run_job, status, status_array
-from hpc_elastic.cli.arguments import argument_parser
-from hpc_elastic.cli.job_lookup import run_of_job
-from hpc_elastic.cli.run_argument import asked_run, find_run_dir
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.cli.run_argument import argument_parser, asked_run, find_run_dir
+from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.result import StoredResult
 from hpc_elastic.launch.run_directory import create_run, create_tasks
-from hpc_elastic.reading.run_status import RunState
-from hpc_elastic.run_index import UnknownRunError, find, record
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.index import UnknownRunError, find, record
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import JobState, parse_show_job, parse_squeue

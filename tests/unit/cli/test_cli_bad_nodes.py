@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.node_records import NodeRecord, account_evidence, load_record, remember, save_record
-from hpc_elastic.node_score import Evidence, EvidenceKind
-from tests.unit.reading.test_reading_run_status import RUN_ID, Run
+from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, remember, save_record
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
 
 def test_an_account_shows_and_forgets_what_it_knows(

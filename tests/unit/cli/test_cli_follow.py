@@ -10,15 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.cli import follow as follow_module
 from hpc_elastic.cli.follow import follow, how_it_ended
 from hpc_elastic.cli.main import main
-from hpc_elastic.launch.result import StoredResult
 from hpc_elastic.launch.run_directory import create_run, create_tasks
-from hpc_elastic.run_index import record
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.index import record
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmUnavailableError

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli import events as events_module
-from hpc_elastic.cli.log_choice import LogChoice
+from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.log_follow import LogFollower
-from hpc_elastic.cli.log_printer import LogPrinter, LogStyle
-from hpc_elastic.cli.report_follow import ReportFollower
+from hpc_elastic.cli.logs import LogChoice, LogPrinter, LogStyle
+from hpc_elastic.cli.report import ReportFollower
 from hpc_elastic.cli.run_argument import AskedRun
-from hpc_elastic.cli.run_end import RunEnd
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import RunBuilder
 

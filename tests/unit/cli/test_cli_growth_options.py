@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.cli.run import nodes_of
-from hpc_elastic.configuration import job_options, worker_options
-from hpc_elastic.configuration.option_table import Parsed, parse
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rendezvous.growth import GrowPolicy
-from hpc_elastic.run_spec import RunSpec
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.rendezvous_settings import GrowPolicy
+from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.run.spec import RunSpec
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.configuration.option_table import parse
-from hpc_elastic.configuration.worker_options import OPTIONS, REFUSED, worker_fields
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.table import parse
+from hpc_elastic.options.worker_options import OPTIONS, REFUSED, worker_fields
 
 
 def fields(*argv: str) -> dict[str, object]:

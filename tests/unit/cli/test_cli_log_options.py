@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.configuration.option_table import parse
-from hpc_elastic.configuration.worker_options import OPTIONS, REFUSED, worker_fields
 from hpc_elastic.errors import UsageError
-from hpc_elastic.log_pieces import PieceLimit
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from hpc_elastic.options.table import parse
+from hpc_elastic.options.worker_options import OPTIONS, REFUSED, worker_fields
+from hpc_elastic.run.log_pieces import PieceLimit
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 
 
 def fields(*argv: str) -> dict[str, object]:

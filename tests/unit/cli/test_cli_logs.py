@@ -11,10 +11,9 @@ import pytest
 
 from hpc_elastic.cli import logs as logs_module
 from hpc_elastic.cli.main import main
-from hpc_elastic.log_times import STDERR, STDOUT, times_path
-from hpc_elastic.processes.log_clock import TimesFile
-from hpc_elastic.processes.log_files import LogFile
-from hpc_elastic.reading.event_text import describe_time
+from hpc_elastic.output.log_files import LogFile
+from hpc_elastic.output.log_times import STDERR, STDOUT, TimesFile, times_path
+from hpc_elastic.report.event_text import describe_time
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 

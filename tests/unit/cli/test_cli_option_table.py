@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.configuration.option_table import Option, Parsed, parse, render_help
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.table import Option, Parsed, parse, render_help
 
 TABLE = (
     Option(names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N", help="nodes", env="PET_NNODES", group="g"),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.configuration import job_options, worker_options
-from hpc_elastic.configuration.all_options import ALL_OPTIONS
-from hpc_elastic.configuration.option_table import Option, parse
-from hpc_elastic.configuration.run_request import build_spec, notice_seconds
-from hpc_elastic.run_spec import RunSpec, load_run_spec
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.all_options import ALL_OPTIONS
+from hpc_elastic.options.run_request import build_spec, notice_seconds
+from hpc_elastic.options.table import Option, parse
+from hpc_elastic.run.spec import RunSpec, load_run_spec
 
 FIELDS = {each.name: each for each in dataclasses.fields(RunSpec)}
 TRAVELS_AS = {

@@ -12,8 +12,8 @@ import pytest
 
 from hpc_elastic.cli.follow import LogTail
 from hpc_elastic.cli.main import main
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.submission import outcome_files
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.submission import outcome
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 
@@ -77,13 +77,13 @@ def test_no_file_that_is_a_fifo_is_waited_for(built: RunBuilder, argv: list[str]
 def test_what_a_program_reads_of_its_job_waits_for_none(built: RunBuilder, capfd: pytest.CaptureFixture[str]) -> None:
     paths = RunPaths(built.root)
     rank = paths.attempt(0).rank(0, 1)
-    assert outcome_files.report_text(paths) == "last words"
-    assert outcome_files.output(paths, 1, "stdout") == "last words\n"
+    assert outcome.report_text(paths) == "last words"
+    assert outcome.output(paths, 1, "stdout") == "last words\n"
     for path in (rank.stdout, paths.attempt(0).report_text, paths.job_log):
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
-    assert outcome_files.report_text(paths) == ""
-    assert outcome_files.output(paths, 1, "stdout") is None
+    assert outcome.report_text(paths) == ""
+    assert outcome.output(paths, 1, "stdout") is None
     LogTail(str(paths.job_log)).show()
     assert capfd.readouterr().out == ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.rank_set import check_ranks, parse_numbers
+from hpc_elastic.cli.run_argument import check_ranks, parse_numbers
 from hpc_elastic.errors import UsageError
 
 

@@ -7,14 +7,14 @@ from typing import cast
 
 import pytest
 
-from hpc_elastic.cli.run_end import SILENT_SECONDS, RunEnd, RunWatch
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.run_index import record
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.cli.follow import SILENT_SECONDS, RunEnd, RunWatch
+from hpc_elastic.run.index import record
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
-from tests.unit.reading.test_reading_run_status import Run
+from tests.unit.launch.test_launch_run_status import Run
 
 
 def store(paths: RunPaths, attempt: int, code: int, outcome: str = "failed") -> None:

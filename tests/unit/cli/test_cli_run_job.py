@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import run_index
 from hpc_elastic.cli.cancel import cancel
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.requeue import requeue
 from hpc_elastic.cli.run_job import RunJob, find_run_job
 from hpc_elastic.errors import UsageError
-from hpc_elastic.reading.run_status import RunState
-from hpc_elastic.run_index import record
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.run import index
+from hpc_elastic.run.index import record
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import RequeueDisabledError, SlurmError, SlurmPermissionError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobState
 from tests.unit.cli.test_cli_status import status
-from tests.unit.reading.test_reading_run_status import RUN_ID, Run
+from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
 
 class Client:
@@ -131,7 +131,7 @@ def test_a_run_whose_job_can_not_run_again_goes_on_in_another_job(
     job = "43_3" if extra else "43"
     assert said.startswith(f"job {job} goes on from the last checkpoint")
     assert str(refusal.facts["why"]) in said
-    assert [entry.run_dir for entry in run_index.entries(job)] == [script.parent]
+    assert [entry.run_dir for entry in index.entries(job)] == [script.parent]
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED", "NODE_FAIL", "COMPLETED"])

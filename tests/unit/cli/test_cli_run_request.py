@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.configuration import job_options, worker_options
-from hpc_elastic.configuration.option_table import Parsed, parse
-from hpc_elastic.configuration.run_request import (
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.run_request import (
     asked_cluster,
     build_spec,
     notice_seconds,
     runs_directory,
     working_directory,
 )
-from hpc_elastic.errors import UsageError
-from hpc_elastic.run_spec import EntryKind, RunSpec
-from hpc_elastic.slurm.sbatch import SbatchOptions
+from hpc_elastic.options.sbatch import SbatchOptions
+from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.run.spec import EntryKind, RunSpec
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.atomic_file import json_text
+from hpc_elastic.base.files import json_text
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.screen import print_note
 from tests.rigs.run_builder import RunBuilder, make_failure

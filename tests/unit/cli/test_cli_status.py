@@ -13,12 +13,12 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_job import ends_by_slurm
 from hpc_elastic.cli.status import seconds_left
 from hpc_elastic.cli.status_text import status_lines
-from hpc_elastic.reading.run_status import RunState, RunStatus
-from hpc_elastic.run_index import jobs_of, record
+from hpc_elastic.launch.run_status import RunState, RunStatus
+from hpc_elastic.run.index import jobs_of, record
 from hpc_elastic.slurm.errors import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
-from tests.unit.reading.test_reading_run_status import RUN_ID, Run
+from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
 
 def listed(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[list[str], str]:

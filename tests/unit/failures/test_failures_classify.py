@@ -9,16 +9,17 @@ import pytest
 
 from hpc_elastic.failures.classify import (
     CATEGORY_TABLE,
+    PATTERNS,
     Category,
     Classification,
     FailureClass,
     category_of,
     classify,
+    find_pattern,
     signal_name,
     signal_of,
 )
 from hpc_elastic.failures.evidence import ExitFacts, describe_failure
-from hpc_elastic.failures.failure_patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"

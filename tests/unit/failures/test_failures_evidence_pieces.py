@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
-from hpc_elastic.log_pieces import piece_path
+from hpc_elastic.run.log_pieces import piece_path
 
 _TRACEBACK = """\
 Traceback (most recent call last):

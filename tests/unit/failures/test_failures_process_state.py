@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures import process_state
-from hpc_elastic.failures.process_state import look_at_process, syscall_name
+from hpc_elastic.failures import stacks
+from hpc_elastic.failures.stacks import look_at_process, syscall_name
 
 
 def put(proc: Path, pid: int, *, state: str, wchan: str = "", syscall: str = "", children: str = "") -> None:
@@ -30,7 +30,7 @@ def test_this_process_as_the_kernel_sees_it() -> None:
 
 
 def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_state.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(stacks.platform, "machine", lambda: "x86_64")
     put(tmp_path, 42, state="D (disk sleep)", wchan="rpc_wait_bit_killable", syscall="262 0xffffff9c 0x7f 0x0")
     state = look_at_process(42, proc=str(tmp_path))
     assert state.is_uninterruptible
@@ -45,7 +45,7 @@ def test_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_child_that_does_not_come_to_its_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent of a vfork waits in D state too: the child is where it hangs."""
-    monkeypatch.setattr(process_state.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(stacks.platform, "machine", lambda: "x86_64")
     put(tmp_path, 42, state="D (disk sleep)", wchan="kernel_clone", syscall="58 0x0", children="50 7")
     put(tmp_path, 7, state="S (sleeping)")
     put(tmp_path, 50, state="S (sleeping)", wchan="request_wait_answer", syscall="59 0x1")
@@ -59,14 +59,14 @@ def test_a_child_that_does_not_come_to_its_program_is_named(tmp_path: Path, monk
 
 
 def test_a_child_is_not_blamed_for_what_its_parent_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_state.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(stacks.platform, "machine", lambda: "x86_64")
     put(tmp_path, 42, state="D (disk sleep)", wchan="x", syscall="0 0x3", children="50")
     put(tmp_path, 50, state="D (disk sleep)")
     assert look_at_process(42, proc=str(tmp_path)).hung_child is None
 
 
 def test_who_is_kept_from_its_call_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_state, "_SYSCALL_SECONDS", 0.05)
+    monkeypatch.setattr(stacks, "_SYSCALL_SECONDS", 0.05)
     put(tmp_path, 42, state="S (sleeping)", wchan="w")
     pipe = tmp_path / "42" / "task" / "42" / "syscall"
     pipe.unlink()

@@ -15,7 +15,7 @@ import pytest
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess import sockets
-from hpc_elastic.inprocess.parameters import with_value_for
+from hpc_elastic.inprocess.settings import with_value_for
 from hpc_elastic.inprocess.tools.inject_fault import Fault, planned
 
 pytestmark = pytest.mark.torch

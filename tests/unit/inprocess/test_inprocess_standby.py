@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from hpc_elastic.inprocess import standby as module
 from hpc_elastic.inprocess.exception import InternalError
-from hpc_elastic.inprocess.meeting import Arrival, Meeting, decide, may_stay
 from hpc_elastic.inprocess.sockets import notice_silence
-from hpc_elastic.inprocess.standby import MET, Refuge, Standby, is_candidate, knock
+from hpc_elastic.inprocess.standby import MET, Arrival, Meeting, Refuge, Standby, decide, is_candidate, knock, may_stay
 from hpc_elastic.inprocess.store import PrefixStore
 
 pytestmark = pytest.mark.torch

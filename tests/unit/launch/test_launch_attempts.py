@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo, load_attempt
 from hpc_elastic.launch import attempts
 from hpc_elastic.launch.attempts import claim_attempt, slurm_job_ids
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.attempt import AttemptInfo, load_attempt
+from hpc_elastic.run.paths import RunPaths
 
 
 def test_numbers_follow_each_other_and_latest_follows_them(tmp_path: Path) -> None:

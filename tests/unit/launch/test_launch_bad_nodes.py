@@ -11,10 +11,10 @@ import pytest
 
 from hpc_elastic.launch.bad_nodes import checked, keep_evidence, next_nodes, nodes_needed
 from hpc_elastic.launch.site import EligibleNodes
-from hpc_elastic.node_records import NodeRecord, account_evidence, load_record, save_record
-from hpc_elastic.node_score import Evidence, EvidenceKind
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, save_record
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 NOW = 1_800_000_000 * 10**9
 HOUR = 3600 * 10**9

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.events import EventLog, read_events
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
-from hpc_elastic.launch.result import StoredResult, load_result
-from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import EligibleNodes
 from hpc_elastic.launch.supervisor import AttemptResult
-from hpc_elastic.node_records import load_record
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.requeue import RequeueAction, RequeueDecision, RequeueWay
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.run.node_records import load_record
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult, load_result
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.errors import SlurmError
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import run_index
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.launch.earlier import earlier_run
-from hpc_elastic.launch.result import StoredResult
+from hpc_elastic.launch.attempts import earlier_run
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run import index
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment
 
 SPEC = RunSpec(
@@ -59,7 +59,7 @@ def test_it_is_found_in_the_runs_folder_from_another_home(tmp_path: Path, env: d
 
 def test_it_is_found_by_the_index_wherever_it_lies(tmp_path: Path, env: dict[str, str]) -> None:
     run = make(tmp_path / "elsewhere", "20261121-b")
-    assert run_index.record(cluster="", job_id="7", submitted_ns=1, run_dir=run, env=env) is None
+    assert index.record(cluster="", job_id="7", submitted_ns=1, run_dir=run, env=env) is None
     assert earlier_run(job(1), SPEC, tmp_path / "runs", env) == run
 
 

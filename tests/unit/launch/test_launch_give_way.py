@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
 from hpc_elastic.launch.attempts import YOUNG_SECONDS, RunElsewhereError, claim_attempt, give_way
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.run_paths import AttemptPaths, RunPaths
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.result import StoredResult
 from tests.rigs.fake_clock import FakeClock
 
 RESULT = StoredResult(outcome="failed", reason="", exit_code=75, action="requeue", decision="")

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from hpc_elastic.events import EventLog
 from hpc_elastic.launch.job_watch import (
     LOOK_SECONDS,
     RETRY_SECONDS,
@@ -18,6 +17,7 @@ from hpc_elastic.launch.job_watch import (
     NodesDiffer,
     nodes_differ,
 )
+from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError

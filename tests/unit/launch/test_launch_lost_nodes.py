@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.launch.lost_nodes import FIRST_TRIAL, LONGEST_PAUSE, MAX_TRIALS, LostNodes
+from hpc_elastic.launch.agents import FIRST_TRIAL, LONGEST_PAUSE, MAX_TRIALS, LostNodes
 
 
 def test_a_lost_node_is_tried_once_it_has_had_the_time_to_come_back_by_itself() -> None:

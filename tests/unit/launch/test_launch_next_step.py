@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.next_step import decide_next
-from hpc_elastic.launch.result import StoredResult, load_result
+from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision
 from hpc_elastic.launch.supervisor import AttemptResult
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.requeue import RequeueAction, RequeueDecision
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult, load_result
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 SPEC = RunSpec(
     run_id="run",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.launch.requeue_job import (
     CONTROLLER_PATIENCE,
     GONE_SECONDS,
@@ -18,7 +19,6 @@ from hpc_elastic.launch.requeue_job import (
     NextAttempt,
     follow_on_arguments,
 )
-from hpc_elastic.requeue import RequeueWay
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
     InvalidNodeError,

@@ -10,7 +10,7 @@ import pytest
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_directory
 from hpc_elastic.launch.run_directory import create_run, why_not_shared
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 
 MOUNTS = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw

@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.launch.signal_resolver import EARLY_NOTICE, SILENT_RETRY, SignalResolver
-from hpc_elastic.launch.signal_table import HeardBy, JobCondition, Meaning, SlurmAnswer
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.launch.signals import (
+    EARLY_NOTICE,
+    SILENT_RETRY,
+    HeardBy,
+    JobCondition,
+    Meaning,
+    SignalResolver,
+    SlurmAnswer,
+)
 from tests.rigs.fake_clock import FakeClock
 
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from hpc_elastic.launch.job_condition import slurm_answer
-from hpc_elastic.launch.signal_table import (
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.launch.signals import (
     TABLE,
     Call,
     HeardBy,
@@ -20,7 +20,7 @@ from hpc_elastic.launch.signal_table import (
     call_of,
     decide_signal,
 )
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.launch.slurm_site import slurm_answer
 from hpc_elastic.slurm.job_state import parse_show_job
 
 W, BATCH, AGENTS = JobCondition, HeardBy.BATCH, HeardBy.AGENTS

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.batch import SlurmSite, run_of_this_job
+from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.launch.signal_table import JobCondition
+from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Allocation, EligibleNodes
-from hpc_elastic.requeue import RequeueWay
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.launch.slurm_site import SlurmSite, run_of_this_job
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic import run_index
-from hpc_elastic.configuration.job_options import OPTIONS
-from hpc_elastic.configuration.option_table import parse
-from hpc_elastic.configuration.slurm_job import slurm_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import MessageHints, Submission, dry_run, submit_job
-from hpc_elastic.node_records import load_record, remember
-from hpc_elastic.node_score import Evidence, EvidenceKind
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import load_run_spec
+from hpc_elastic.options.job_options import OPTIONS
+from hpc_elastic.options.run_request import slurm_job
+from hpc_elastic.options.sbatch import ScriptLines
+from hpc_elastic.options.table import parse
+from hpc_elastic.run import index
+from hpc_elastic.run.node_records import load_record, remember
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient
 from hpc_elastic.slurm.errors import SubmissionRefusedError
-from hpc_elastic.slurm.sbatch import ScriptLines
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
 
@@ -83,7 +83,7 @@ def test_a_job(site: Site) -> None:
     assert f'--comment="hpc-elastic {paths.root}"' in submission.script
     assert {stat.S_IMODE(os.stat(path).st_mode) for path in paths.root.iterdir()} == {0o600}
     assert {path.name for path in paths.root.iterdir()} == {"run.json", "secret", "job.sbatch", "job.log"}
-    assert run_index.find(job, env=site.env) == paths.root
+    assert index.find(job, env=site.env) == paths.root
     assert site.told == []
 
 
@@ -198,7 +198,7 @@ def test_a_ctrl_c_takes_effect_when_the_job_is_known(site: Site) -> None:
     with pytest.raises(KeyboardInterrupt):
         submit_job(submission, client, clock=site.clock, env=site.env, tell=site.told.append)
     (job,) = site.slurm.jobs
-    assert run_index.find(job, env=site.env) == submission.paths.root
+    assert index.find(job, env=site.env) == submission.paths.root
     assert submission.paths.script.is_file()
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.configuration.slurm_job import SlurmJob
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.submit_nodes import bad_nodes, check_node_count, eligible_partitions, users_excluded
-from hpc_elastic.node_records import remember
-from hpc_elastic.node_score import Evidence, EvidenceKind
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.launch.submit_job import bad_nodes, check_node_count, eligible_partitions, users_excluded
+from hpc_elastic.options.run_request import SlurmJob
+from hpc_elastic.options.sbatch import SbatchOptions
+from hpc_elastic.run.node_records import remember
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmUnavailableError
-from hpc_elastic.slurm.sbatch import SbatchOptions
 
 NOW = 1_800_000_000 * 10**9
 NAMES = frozenset({"n1", "n2", "n3", "n4", "n5", "n6"})

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.file_thread import FileThread, is_refusal
+from hpc_elastic.base.file_executor import FileThread, is_refusal
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.attempts import claim_attempt
-from hpc_elastic.launch.result import StoredResult, load_result
 from hpc_elastic.launch.run_attempt import StartInterruptedError, _end_earlier
 from hpc_elastic.launch.supersede import (
     END_SECONDS,
@@ -24,16 +23,17 @@ from hpc_elastic.launch.supersede import (
     agent_state,
     why_safe,
 )
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.closing import close_run
 from hpc_elastic.rendezvous.ending import claim_end, goodbye_key
+from hpc_elastic.rendezvous.failure_detector import Heartbeat
 from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.proposals import close_run
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult, load_result
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.lease import Heartbeat
 from tests.rigs.fake_clock import FakeClock
 
 ANSWER, LEASE = 4.4, 20.0

@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.attempt_result import AttemptResult
-from hpc_elastic.launch.end_claim import EndClaim
-from hpc_elastic.launch.launcher import AgentEnded
-from hpc_elastic.launch.signal_resolver import SignalResolver
-from hpc_elastic.launch.signal_table import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import Allocation
+from hpc_elastic.launch.job_watch import EndClaim
+from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
+from hpc_elastic.launch.site import AgentEnded, Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
@@ -32,16 +30,14 @@ from hpc_elastic.launch.supervisor import (
     SILENT_SECONDS,
     Supervisor,
 )
-from hpc_elastic.outcome import STORE_LOST_CODE, Outcome
-from hpc_elastic.rendezvous.closing import close_run
-from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.coordination import Coordination, Refusal
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
 from hpc_elastic.rendezvous.notice import NoticeStatus
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.refusal import Refusal
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status
-from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status, new_uid
+from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.store.base import StoreError, StoreWipedError
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 
+from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
-from hpc_elastic.outcome import UNHEALTHY_CODE, Outcome
 from tests.unit.launch.test_launch_supervisor import Stage, stage  # noqa: F401
 
 

@@ -7,8 +7,7 @@ import pytest
 from hpc_elastic.rendezvous.cache_invalidator import FIRST_SECONDS, LAST_SECONDS, CacheInvalidator
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import Proposal, rests_on_absence
-from hpc_elastic.rendezvous.state import Member, NodeFailure, Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.state import Member, NodeFailure, Outcome, RoundEvent, RoundRecord, Status
 from hpc_elastic.store.memory_store import MemoryStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.peers import BeatPlan
-from hpc_elastic.rendezvous.poll_intervals import poll_intervals
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import StoreError, StoreFullError
-from hpc_elastic.store.doorbell import Doorbell
+from hpc_elastic.store.notifier import Notifier
 
 RECORD = RoundRecord(number=1, epoch="e", term=1, leader="a", round=0, status=Status.JOINABLE)
 HOME = "127.0.0.1"
@@ -84,7 +84,7 @@ class Stepped:
 class Started:
     """What a test gets: a coordination that runs, and its participant."""
 
-    def __init__(self, coordination: Coordination, participant: Stepped, bell: Doorbell | None) -> None:
+    def __init__(self, coordination: Coordination, participant: Stepped, bell: Notifier | None) -> None:
         self.coordination = coordination
         self.participant = participant
         self.bell = bell
@@ -98,11 +98,11 @@ class Started:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Started]]:
     made: list[Coordination] = []
-    bells: list[Doorbell] = []
+    bells: list[Notifier] = []
 
     def build(do: Callable[[int], float | None] | None = None, *, bell: bool = False) -> Started:
         participant = Stepped(do)
-        doorbell = Doorbell(secret=b"s", run_uid="r", uid="a", host=HOME) if bell else None
+        doorbell = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME) if bell else None
         bells.extend([doorbell] if doorbell else [])
         coordination = Coordination(lambda _: participant, doorbell=doorbell, clock=SystemClock())  # type: ignore[arg-type,return-value]
         made.append(coordination)
@@ -153,7 +153,7 @@ def test_ten_thousand_notices_block_nobody(start: Callable[..., Started]) -> Non
 def test_a_ring_brings_the_next_step_at_once(start: Callable[..., Started]) -> None:
     running = start(bell=True)
     assert running.bell is not None
-    other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
+    other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
     try:
         for steps in (2, 3):
             other.ring([(HOME, running.bell.port)], f"log/{steps}")
@@ -167,7 +167,7 @@ def test_forged_rings_bring_none(start: Callable[..., Started]) -> None:
     """Or anybody on the network could have a thousand agents list folders without end."""
     running = start(bell=True)
     assert running.bell is not None
-    forger = Doorbell(secret=b"other", run_uid="r", uid="b", host=HOME)
+    forger = Notifier(secret=b"other", run_uid="r", uid="b", host=HOME)
     try:
         for count in range(1, 6):
             forger.ring([(HOME, running.bell.port)])
@@ -319,7 +319,7 @@ def test_stopping_what_never_started_is_nothing() -> None:
 def test_a_beat_is_passed_on_and_ends_no_wait(start: Callable[..., Started]) -> None:
     running = start(bell=True)
     assert running.bell is not None
-    other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
+    other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
     try:
         other.beat([(HOME, running.bell.port)])
         participant = running.participant
@@ -332,12 +332,12 @@ def test_a_beat_is_passed_on_and_ends_no_wait(start: Callable[..., Started]) -> 
 
 def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
     """A mount that does not answer must not make its node silent."""
-    other = Doorbell(secret=b"s", run_uid="r", uid="b", host=HOME)
+    other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
     release = threading.Event()
     try:
         participant = Stepped(lambda n: None if n == 1 else (release.wait(20), None)[1])
         participant.beaten_to = [(HOME, other.port)]
-        doorbell = Doorbell(secret=b"s", run_uid="r", uid="a", host=HOME)
+        doorbell = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
         coordination = Coordination(
             lambda _: participant,  # type: ignore[arg-type,return-value]
             doorbell=doorbell,

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, next_proposal
-from hpc_elastic.rendezvous.growth import GrowPolicy
-from hpc_elastic.rendezvous.restart_decision import RestartDecision
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.coordinator import Proposal, RestartDecision, closed_after, next_proposal
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -21,11 +19,11 @@ from hpc_elastic.rendezvous.state import (
     NodeFailure,
     NodeInfo,
     Outcome,
+    RoundEvent,
     RoundRecord,
     Status,
     decode_record,
 )
-from hpc_elastic.rendezvous.transitions import RoundEvent
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_elastic.outcome import Outcome
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.ending import (
     END_ASKED,
     END_PATIENCE,

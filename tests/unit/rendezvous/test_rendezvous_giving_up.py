@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import next_proposal
-from hpc_elastic.rendezvous.restart_decision import RestartDecision
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
 from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeInfo, Outcome, RoundRecord, Status
 from tests.rigs.rendezvous_world import World
 

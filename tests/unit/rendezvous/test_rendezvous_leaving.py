@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hpc_elastic.rendezvous.claims import ClaimKind, ClaimReader, claim_key, decode_reason, read_claims
 from hpc_elastic.rendezvous.coordinator import next_proposal
-from hpc_elastic.rendezvous.state import Outcome, Status
-from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.rendezvous.state import Outcome, RoundEvent, Status
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, record, uid, view
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.heartbeat_record import NO_STEP
 from hpc_elastic.rendezvous.coordinator import next_proposal, noticed_after
 from hpc_elastic.rendezvous.notice import (
     Notice,
@@ -20,9 +19,9 @@ from hpc_elastic.rendezvous.notice import (
     notice_to_json,
     seconds_to_save,
 )
-from hpc_elastic.rendezvous.state import NodeFailure, Outcome, Status, decode_record
+from hpc_elastic.rendezvous.state import NodeFailure, Outcome, RoundEvent, Status, decode_record
 from hpc_elastic.rendezvous.to_all import WordsToAll
-from hpc_elastic.rendezvous.transitions import RoundEvent
+from hpc_elastic.worker_api.heartbeat_record import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
 
 NOTICE = Notice("SIGUSR2 on n0", 85.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpc_elastic.rendezvous.packet_silence import PacketSilence
+from hpc_elastic.rendezvous.failure_detector import PacketSilence
 
 
 def test_who_was_never_heard_is_not_silent() -> None:

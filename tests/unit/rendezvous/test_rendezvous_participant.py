@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.rendezvous.closing import close_run
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.restart_decision import RestartDecision
-from hpc_elastic.rendezvous.settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, Outcome, RoundRecord, Status
-from hpc_elastic.rendezvous.uid import new_uid
+from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, Outcome, RoundRecord, Status, new_uid
 from hpc_elastic.store.base import StoreWipedError
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock

@@ -9,8 +9,8 @@ import pytest
 from hpc_elastic.rendezvous.peers import DIRECT_RINGS, Peers, addresses_of, announcement, bell_of
 from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.store.base import fits_key
-from hpc_elastic.store.doorbell import MOST_FORWARDED, Address
 from hpc_elastic.store.memory_store import MemoryStore
+from hpc_elastic.store.notifier import MOST_FORWARDED, Address
 
 
 def info(node: int, *, port: int = 7000, addresses: tuple[str, ...] | None = None, host: str = "") -> NodeInfo:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.rendezvous.slots import rank_layout
+from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import Member
 
 

@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from hpc_elastic.file_thread import is_refusal
-from hpc_elastic.rendezvous.refusal import ALONE_SECONDS, RefusalWatch
+from hpc_elastic.base.file_executor import is_refusal
+from hpc_elastic.rendezvous.coordination import ALONE_SECONDS, RefusalWatch
 from hpc_elastic.store.base import StoreFullError
 
 EACCES = OSError(errno.EACCES, "Permission denied", b"/runs/store/hb/1")

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from hpc_elastic.rendezvous.cache_invalidator import MOST, PendingNotifications, record_name
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
-from hpc_elastic.rendezvous.rung_about import MOST, RungAbout, record_name
 
 JOIN = claim_key(4, ClaimKind.JOIN, "00001-n1-aa")
 FAIL = claim_key(3, ClaimKind.FAIL, "00001-n1-aa")
 
 
 def hidden(*keys: str, newest: int = 7, claims: dict[int, dict[str, list[str]]] | None = None) -> set[str]:
-    about = RungAbout()
+    about = PendingNotifications()
     about.add(keys)
     found = about.take_hidden(newest=newest, claims=claims or {})
     assert about.take_hidden(newest=newest, claims=claims or {}) == set(), "once"
@@ -41,6 +41,6 @@ def test_nonsense_is_ignored() -> None:
 
 
 def test_the_list_has_an_end() -> None:
-    about = RungAbout()
+    about = PendingNotifications()
     about.add(record_name(number) for number in range(10 * MOST))
     assert len(about.keys) == MOST

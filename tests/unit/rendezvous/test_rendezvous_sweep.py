@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.rendezvous.sweep import (
     GONE_SECONDS,

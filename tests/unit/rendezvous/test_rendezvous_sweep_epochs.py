@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import Outcome
-from hpc_elastic.rendezvous.closing import close_run
-from hpc_elastic.rendezvous.run_folder import RunFolder
-from hpc_elastic.rendezvous.sweep_epochs import (
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.run_folder import (
     ABANDONED_SECONDS,
     CLOSED_SECONDS,
     KEPT_EPOCHS,
     OUTLIVED_SECONDS,
     REMOVALS_PER_SECOND,
     WATCH_SECONDS,
+    EpochAges,
     EpochFacts,
     EpochSweep,
-    Watch,
+    RunFolder,
     remove_epoch,
     why_remove,
 )
@@ -51,7 +51,7 @@ def test_when_an_epoch_may_go(closed: bool, followers: int, unchanged: float, go
 
 
 def test_a_change_and_an_absence_start_the_watch_anew() -> None:
-    watch = Watch()
+    watch = EpochAges()
     assert watch.look({1: "a"}, 100.0) == {1: 0.0}
     assert watch.look({1: "a"}, 100.0 + WATCH_SECONDS) == {1: WATCH_SECONDS}
     assert watch.look({1: "b"}, 100.0 + 2 * WATCH_SECONDS) == {1: 0.0}

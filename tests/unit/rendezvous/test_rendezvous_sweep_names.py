@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.events import read_events
 from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
+from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
 from hpc_elastic.rendezvous.run_folder import RunFolder
-from hpc_elastic.rendezvous.settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS
-from hpc_elastic.run_paths import RunPaths, attempt_number, rank_index, round_index
+from hpc_elastic.run.events import read_events
+from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from hpc_elastic.store.memory_store import MemoryStore
-from hpc_elastic.store.record_log import KEPT_RECORDS, RecordLog
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.rendezvous_world import World
 

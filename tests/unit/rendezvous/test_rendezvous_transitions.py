@@ -13,8 +13,7 @@ from hpc_elastic.rendezvous.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
-from hpc_elastic.rendezvous.state import Status
-from hpc_elastic.rendezvous.transitions import TRANSITIONS, RoundEvent, next_status
+from hpc_elastic.rendezvous.state import TRANSITIONS, RoundEvent, Status, next_status
 
 J, Z, F, C = Status.JOINABLE, Status.FROZEN, Status.FINAL, Status.CLOSED
 E = RoundEvent

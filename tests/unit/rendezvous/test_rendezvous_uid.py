@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from hpc_elastic.rendezvous.uid import new_uid, node_of, supersedes
+from hpc_elastic.rendezvous.state import new_uid, node_of, supersedes
 from hpc_elastic.store.base import fits_key
 from tests.rigs.fake_clock import FakeClock
 

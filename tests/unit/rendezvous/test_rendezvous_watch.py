@@ -6,18 +6,17 @@ import random
 
 import pytest
 
-from hpc_elastic.rendezvous.poll_intervals import poll_intervals
-from hpc_elastic.rendezvous.settings import RendezvousSettings
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.watch import Watch
 
 PACE = poll_intervals(RendezvousSettings(expected_nodes=2, poll_interval=1.0))
 FINAL = RoundRecord(number=3, epoch="e", term=1, leader="a", bell="", round=0, status=Status.FINAL, reason="")
 
 
-def asleep() -> Watch:
+def asleep() -> Schedule:
     """A coordinator's that has just looked at everything, at 100.0, while workers run."""
-    watch = Watch(PACE, random.Random(1), 0.0, observes=False)
+    watch = Schedule(PACE, random.Random(1), 0.0, observes=False)
     assert watch.look_now(100.0, rung=False, connected=False)
     assert watch.survey_now(100.0, rung=False)
     assert watch.wait(100.0, FINAL, leads=True, connected=False, ending=None) == pytest.approx(1.0)
@@ -58,7 +57,7 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
 def test_many_nodes_are_looked_at_as_rarely_as_their_number_asks_for() -> None:
     def worth(nodes: int) -> bool:
         intervals = poll_intervals(RendezvousSettings(expected_nodes=nodes))
-        return Watch(intervals, random.Random(1), 0.0, observes=False).may_rest
+        return Schedule(intervals, random.Random(1), 0.0, observes=False).may_rest
 
     assert worth(2)
     assert worth(2048)

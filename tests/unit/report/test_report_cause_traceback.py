@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc_elastic.report.render_text_cause import _traceback
+from hpc_elastic.report.render_text import _traceback
 from tests.rigs.run_builder import make_failure
 
 FRAMES = [

@@ -10,26 +10,26 @@ import pytest
 
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.report import collect_evidence
+from hpc_elastic.report import collect
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import RoundHistory
 from hpc_elastic.report.subject import verdict_of
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
-ALIKE = collect_evidence.OF_EACH_KIND
+ALIKE = collect.OF_EACH_KIND
 
 
 @pytest.fixture
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ranks whose error files were looked for."""
     found: list[int] = []
-    real = collect_evidence.read_failure
+    real = collect.read_failure
 
     def counted(path: Path, **options: object) -> WorkerFailure | None:
         found.append(int(Path(path).parent.name.removeprefix("rank-")))
         return real(path, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(collect_evidence, "read_failure", counted)
+    monkeypatch.setattr(collect, "read_failure", counted)
     return found
 
 
@@ -132,9 +132,9 @@ def test_no_folder_is_looked_into_where_all_is_told(
     tmp_path: Path, looked_at: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed: list[str] = []
-    real = collect_evidence._indices
+    real = collect._indices
     monkeypatch.setattr(
-        collect_evidence, "_indices", lambda folder, parse: [listed.append(Path(folder).name), *real(folder, parse)][1:]
+        collect, "_indices", lambda folder, parse: [listed.append(Path(folder).name), *real(folder, parse)][1:]
     )
     builder = begun(tmp_path)
     for rank in (1, 3):

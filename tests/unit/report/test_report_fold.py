@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.failures.classify import FailureClass
-from hpc_elastic.failures.failure_patterns import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
+from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES, FailureClass
 from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run

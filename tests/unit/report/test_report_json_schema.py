@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.node_records import NodeRecord, save_record
-from hpc_elastic.node_score import Evidence, EvidenceKind
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_json import VERSION, json_report
+from hpc_elastic.run.node_records import NodeRecord, save_record
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
 from tests.browser.sample_runs import agents, hung_run, requeued_run
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 

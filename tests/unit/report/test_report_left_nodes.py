@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.outcome import UNHEALTHY_CODE
+from hpc_elastic.base.outcome import UNHEALTHY_CODE
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpc_elastic.failures.evidence import ExitFacts, describe_failure, read_failure, write_evidence
-from hpc_elastic.report.render_text_cause import describe_class
+from hpc_elastic.report.render_text import describe_class
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 

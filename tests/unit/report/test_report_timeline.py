@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline
-from hpc_elastic.report.timeline_axis import make_axis
-from hpc_elastic.report.timeline_goodput import goodput_of
-from hpc_elastic.report.timeline_spans import State
+from hpc_elastic.report.goodput import goodput_of
+from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline, make_axis
+from hpc_elastic.report.timeline_attempt import State
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, RunBuilder, make_failure
 
 SECOND = 1_000_000_000

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.hostlist import HostlistError
+from hpc_elastic.slurm.notation import HostlistError
 from tests.rigs.captures import DATA
 
 FLAGS = ["--ntasks-per-node=1", "--overlap", "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]

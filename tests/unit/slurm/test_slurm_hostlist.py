@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.hostlist import MAX_HOSTS, HostlistError, compress, expand
+from hpc_elastic.slurm.notation import MAX_HOSTS, HostlistError, compress, expand
 
 DATA = Path(__file__).parents[2] / "data" / "slurm"
 VERSIONS = ("20.11.4", "22.05.8", "24.11.5", "26.05.5")

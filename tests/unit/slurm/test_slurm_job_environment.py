@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.hostlist import expand
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
+from hpc_elastic.slurm.notation import expand
 
 DATA = Path(__file__).parents[2] / "data" / "slurm"
 ALL = sorted(DATA.glob("*/env-*.txt"))

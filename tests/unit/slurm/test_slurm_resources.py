@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.resources import MAX_ITEMS, device_count, expand_counts, gpu_count
+from hpc_elastic.slurm.notation import MAX_ITEMS, device_count, expand_counts, gpu_count
 
 
 @pytest.mark.parametrize(

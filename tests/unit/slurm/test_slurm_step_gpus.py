@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.slurm.commands import scrubbed_environment
-from hpc_elastic.slurm.step_gpus import step_gpu_flags
+from hpc_elastic.slurm.commands import scrubbed_environment, step_gpu_flags
 from tests.rigs.captures import DATA, VERSIONS
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n1"}

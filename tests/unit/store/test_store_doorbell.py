@@ -15,31 +15,31 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpc_elastic.clock_offset import PeerClock
-from hpc_elastic.store.doorbell import (
+from hpc_elastic.base.clock_offset import PeerClock
+from hpc_elastic.store.notifier import (
     MAX_DATAGRAM,
     MOST_FORWARDED,
     MOST_REJECTED,
     MOST_TOLD,
     PERIOD,
-    Doorbell,
-    open_doorbell,
+    Notifier,
+    open_notifier,
 )
 from tests.rigs.fake_clock import FakeClock
 
 SECRET = b"s" * 32
 HOME = "127.0.0.1"
-MakeBell = Callable[..., Doorbell]
+MakeBell = Callable[..., Notifier]
 
 
 @pytest.fixture
 def make_bell() -> Iterator[MakeBell]:
-    made: list[Doorbell] = []
+    made: list[Notifier] = []
 
     def make(
         uid: str = "a", *, secret: bytes = SECRET, run_uid: str = "run", clock: FakeClock | None = None
-    ) -> Doorbell:
-        made.append(Doorbell(secret=secret, run_uid=run_uid, uid=uid, host=HOME, clock=clock))
+    ) -> Notifier:
+        made.append(Notifier(secret=secret, run_uid=run_uid, uid=uid, host=HOME, clock=clock))
         return made[-1]
 
     yield make
@@ -53,14 +53,14 @@ def stranger() -> Iterator[socket.socket]:
         yield sock
 
 
-def heard(bell: Doorbell) -> bool:
+def heard(bell: Notifier) -> bool:
     """Whether a valid ring has come; waits for the datagram that a test has just sent."""
     ready, _, _ = select.select([bell], [], [], 5)
     assert ready, "no datagram came"
     return bell.drain().rung
 
 
-def at(bell: Doorbell) -> tuple[str, int]:
+def at(bell: Notifier) -> tuple[str, int]:
     return HOME, bell.port
 
 
@@ -378,14 +378,14 @@ def test_a_ring_that_a_beat_overtook_still_rings(make_bell: MakeBell, stranger: 
 def test_where_there_can_be_no_bell_one_line_says_so(
     host: str, addresses: list[str], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert open_doorbell(secret=SECRET, run_uid="run", uid="a", host=host, addresses=addresses) is None
+    assert open_notifier(secret=SECRET, run_uid="run", uid="a", host=host, addresses=addresses) is None
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert why in caplog.text
     assert "looking at the files alone" in caplog.text
 
 
 def test_a_bell_that_can_be_is_opened(caplog: pytest.LogCaptureFixture) -> None:
-    bell = open_doorbell(secret=SECRET, run_uid="run", uid="a", host="0.0.0.0", addresses=["10.0.0.7"])
+    bell = open_notifier(secret=SECRET, run_uid="run", uid="a", host="0.0.0.0", addresses=["10.0.0.7"])
     assert bell is not None
     assert bell.port > 0
     bell.close()

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store import key_value
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError

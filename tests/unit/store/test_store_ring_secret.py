@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.store.ring_secret import read_secret
+from hpc_elastic.store.notifier import read_secret
 
 TEXT = "ab" * 32
 

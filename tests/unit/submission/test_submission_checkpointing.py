@@ -12,7 +12,7 @@ import pytest
 from submitit.core import job_environment, utils
 from submitit.helpers import Checkpointable, DelayedSubmission
 
-from hpc_elastic.run_paths import RunPaths
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import Call, CallTerms
 from hpc_elastic.submission.checkpointing import (

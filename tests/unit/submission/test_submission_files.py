@@ -13,17 +13,28 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.submission import objects, outcome_files, places
-from hpc_elastic.submission.call import Call, CallTerms, function_name, own_sys_path, read_call, read_terms, write_call
-from hpc_elastic.submission.job_errors import (
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.submission import call, outcome, places
+from hpc_elastic.submission.call import (
+    Call,
+    CallTerms,
+    UnreadableObjectError,
+    function_name,
+    own_sys_path,
+    read_call,
+    read_head,
+    read_object,
+    read_terms,
+    write_call,
+    write_object,
+)
+from hpc_elastic.submission.outcome import (
     ElasticJobFailedError,
     ElasticJobUncompletedError,
     WorkerRaisedError,
     as_cause,
 )
-from hpc_elastic.submission.objects import UnreadableObjectError, read_head, read_object, write_object
 
 TERMS = CallTerms(name="f", folder="/f", timeout_min=1.5, timeouts_left=2, sys_path=("/a", "/b"))
 
@@ -114,7 +125,7 @@ def test_where_inodes_do_not_last_the_path_counts(
 ) -> None:
     path = tmp_path / "result.pkl"
     write_object(path, {}, 7)
-    monkeypatch.setattr(objects, "filesystem_type", lambda _: kind)
+    monkeypatch.setattr(call, "filesystem_type", lambda _: kind)
     renumbered = path.read_bytes().replace(f'"inode": {path.stat().st_ino}'.encode(), b'"inode": 1')
     path.write_bytes(renumbered)
     if is_read:
@@ -164,14 +175,14 @@ def end(run: RunPaths, attempt: int, **facts: Any) -> None:
 
 
 def test_the_end_is_that_of_the_newest_attempt(run: RunPaths) -> None:
-    assert outcome_files.find_end(run) is None
+    assert outcome.find_end(run) is None
     make_round(run, 0, 0, 1)
     end(run, 0, outcome="preempted", action="requeue", exit_code=75)
-    assert outcome_files.find_end(run) is None, "it comes back"
+    assert outcome.find_end(run) is None, "it comes back"
     make_round(run, 1, 0, 1)
-    assert outcome_files.find_end(run) is None, "it runs"
+    assert outcome.find_end(run) is None, "it runs"
     end(run, 1, outcome="cancelled", exit_code=143)
-    found = outcome_files.find_end(run)
+    found = outcome.find_end(run)
     assert found is not None
     assert (found.state, found.succeeded, found.reason) == ("CANCELLED", False, "why")
 
@@ -181,10 +192,10 @@ def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
         place = make_round(run, 0, number, 2)
         for rank in range(2):
             write_object(places.result_file(place.rank_dir(rank)), {}, (number, rank))
-    assert [outcome_files.read_result(run, rank) for rank in range(2)] == [(1000, 0), (1000, 1)]
-    assert outcome_files.world_size(run) == 2
+    assert [outcome.read_result(run, rank) for rank in range(2)] == [(1000, 0), (1000, 1)]
+    assert outcome.world_size(run) == 2
     with pytest.raises(UnreadableObjectError, match="rank 2 ended without returning anything"):
-        outcome_files.read_result(run, 2)
+        outcome.read_result(run, 2)
 
 
 def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) -> None:
@@ -193,31 +204,31 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
         head = {"type": "ValueError", "message": str(rank), "traceback": f"line {rank}"}
         write_object(places.exception_file(place.rank_dir(rank)), head, ValueError(rank))
         os.utime(places.exception_file(place.rank_dir(rank)), ns=(10 - rank, 10 - rank))
-    assert outcome_files.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
+    assert outcome.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
     verdict = '{"verdict": {"attempt": 0, "round": 1, "failure": {"global_rank": 1}}}'
     run.attempt(0).report_json.write_text(verdict)
-    assert outcome_files.read_exception(run)[1]["message"] == "1"  # type: ignore[index]
+    assert outcome.read_exception(run)[1]["message"] == "1"  # type: ignore[index]
     run.attempt(0).report_json.write_text('{"verdict": {"attempt": null, "round": 1, "failure": null}}')
-    assert outcome_files.read_exception(run)[1]["message"] == "2"  # type: ignore[index]
+    assert outcome.read_exception(run)[1]["message"] == "2"  # type: ignore[index]
 
 
 def test_the_exception_in_a_copied_run_is_text(run: RunPaths) -> None:
     path = places.exception_file(make_round(run, 0, 0, 1).rank_dir(0))
     write_object(path, {"type": "ValueError", "message": "m"}, ValueError("m"))
     path.write_bytes(path.read_bytes().replace(b'"inode": ', b'"inode": 1'))
-    found = outcome_files.read_exception(run)
+    found = outcome.read_exception(run)
     assert found is not None
     assert (found[0], found[1]["message"]) == (None, "m")
 
 
 def test_output_is_that_of_all_attempts_and_rounds(run: RunPaths) -> None:
-    assert outcome_files.output(run, 0, "stdout") is None
+    assert outcome.output(run, 0, "stdout") is None
     for attempt, number in ((0, 0), (0, 1), (1, 0)):
         place = make_round(run, attempt, number, 1)
         (place.rank_dir(0) / "stdout.log").write_text(f"{attempt}.{number}\n")
     (place.rank_dir(0) / "stdout.log.000").write_text("rotated\n")
-    assert outcome_files.output(run, 0, "stdout") == "0.0\n0.1\nrotated\n1.0\n"
-    assert outcome_files.output(run, 0, "stderr") is None
+    assert outcome.output(run, 0, "stdout") == "0.0\n0.1\nrotated\n1.0\n"
+    assert outcome.output(run, 0, "stderr") is None
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.attempt import AttemptInfo
-from hpc_elastic.launch.result import StoredResult
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.submission import job as job_module
 from hpc_elastic.submission import places
-from hpc_elastic.submission.job import ElasticJob
-from hpc_elastic.submission.job_errors import ElasticJobFailedError, ElasticJobUncompletedError
-from hpc_elastic.submission.job_states import FORGOTTEN
-from hpc_elastic.submission.objects import write_object
+from hpc_elastic.submission.call import write_object
+from hpc_elastic.submission.job import FORGOTTEN, ElasticJob
+from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError
 
 
 class Slurm:

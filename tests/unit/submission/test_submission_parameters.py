@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.configuration.option_table import Parsed
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.table import Parsed
 from hpc_elastic.submission.parameters import UnknownParameterError, normalized, parsed_options
 
 ENV = {"PATH": "/bin", "HPC_ELASTIC_SITE_CONFIG": "", "HPC_ELASTIC_USER_CONFIG": "", "HPC_ELASTIC_PROJECT_CONFIG": ""}

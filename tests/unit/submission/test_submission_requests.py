@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic import run_index
-from hpc_elastic.clock import SystemClock
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import Submission
-from hpc_elastic.node_records import load_record, remember
-from hpc_elastic.node_score import Evidence, EvidenceKind
-from hpc_elastic.run_paths import RunPaths
-from hpc_elastic.run_spec import load_run_spec
+from hpc_elastic.run import index
+from hpc_elastic.run.node_records import load_record, remember
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.errors import SubmissionRefusedError
 from hpc_elastic.submission import ElasticExecutor, requests
@@ -68,7 +68,7 @@ def test_a_bad_node_of_other_jobs_is_left_out(
     assert sbatch(slurm) == ["--exclude=n2"]
     assert "n2 is left out: node n2 was lost" in caplog.messages
     assert load_record(RunPaths(job.run_dir).nodes_json).excluded == ("n2",)
-    assert run_index.find(job.job_id) == job.run_dir
+    assert index.find(job.job_id) == job.run_dir
 
 
 def test_so_it_is_for_each_task_of_an_array(slurm: FakeSlurm, tmp_path: Path) -> None:

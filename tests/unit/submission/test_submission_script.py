@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic import worker_heartbeat
 from hpc_elastic.errors import UsageError
 from hpc_elastic.submission import Script
 from hpc_elastic.submission.call import Call, function_name
 from hpc_elastic.submission.checkpointing import next_call
+from hpc_elastic.worker_api import heartbeat
 
 
 def script(folder: Path, text: str) -> Script:
@@ -78,11 +78,11 @@ def test_what_leaves_because_of_a_notice_is_not_taken_for_the_scripts_end(
 def test_it_begins_anew_after_a_notice_unless_it_asks_for_notices_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_heartbeat, "asks_for_notices", lambda: False)
+    monkeypatch.setattr(heartbeat, "asks_for_notices", lambda: False)
     call = Call(script(tmp_path, ""), ("--epochs", 90))
     assert call.checkpoint is not None
     again = next_call(call)
     assert again is not None
     assert (again.function, again.args, dict(again.kwargs)) == (call.function, ("--epochs", 90), {})
-    monkeypatch.setattr(worker_heartbeat, "asks_for_notices", lambda: True)
+    monkeypatch.setattr(heartbeat, "asks_for_notices", lambda: True)
     assert call.checkpoint is None

@@ -1,0 +1,240 @@
+"""Tells the coordinator of this node's checkpoints, while nodes wait to be taken in after one.
+
+The notice that the job is going to be ended, on one node: handed to the workers, answered when they have saved.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection
+
+from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.local_workers import LocalWorkers
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.options.rendezvous_settings import GrowPolicy
+from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeStatus, seconds_to_save
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
+
+CHECKPOINT_LOOK_SECONDS = 1.0
+"""Between two looks at the workers' heartbeats, while nodes wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointStatus:
+    """What this node reports about a checkpoint."""
+
+    round: int
+    serial: int
+    age: float | None
+    """Seconds since it was complete; None: workers here are writing one."""
+
+    def send(self, participant: Participant) -> None:
+        """Report it to the coordinator through `participant`."""
+        if self.age is None:
+            participant.report_saving(self.round, self.serial)
+        else:
+            participant.report_saved(self.round, self.serial, self.age)
+
+
+class CheckpointWatch:
+    """One agent's. All methods are for its main thread, and none waits.
+
+    In each period in which nodes wait, a node says at most three things: that its last checkpoint was so long ago, that
+    it is writing one, and that this one is complete.
+    """
+
+    def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
+        """Args:
+        watch: Reads the workers' heartbeats.
+        spec: Says whether anybody waits for a checkpoint, and at how many members no one is taken in.
+        clock: The heartbeats'.
+        """
+        self._watch = watch
+        self._is_asked_for = spec.grow == GrowPolicy.CHECKPOINT.value
+        self._max_nodes = spec.max_nodes
+        self._clock = clock
+        self._round = -1
+        self._serial = 0
+        self._before: int | None = None
+        """Checkpoints completed when this period began; None: it has yet to be looked at."""
+        self._has_told_of_saving = False
+        self._is_waiting = False
+        self._due: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: there is nothing to look for."""
+        return self._due
+
+    def on_record(self, record: RoundRecord) -> None:
+        """A newer record: does it say that nodes wait?"""
+        if record.round != self._round:
+            self._round, self._serial, self._is_waiting = record.round, 0, False
+        waiting = record.status is Status.FINAL and record.waiting > 0 and len(record.members) < self._max_nodes
+        if waiting and not self._is_waiting and self._is_asked_for:
+            self._before, self._has_told_of_saving = None, False
+            self._due = self._clock.monotonic()
+        elif not waiting:
+            self._due = None
+        self._is_waiting = waiting
+
+    def look(self, running: Collection[int]) -> CheckpointStatus | None:
+        """Read the heartbeats if it is time to.
+
+        Args:
+            running: Local ranks whose worker has not ended.
+        """
+        now = self._clock.monotonic()
+        if self._due is None or now < self._due:
+            return None
+        self._due = now + CHECKPOINT_LOOK_SECONDS
+        beats = self._watch.read()
+        completed = sum(beat.checkpoints for beat in beats)
+        age = max(0.0, now - max((beat.saved_at for beat in beats), default=0.0))
+        if self._before is None:
+            self._before = completed
+            return self._completed(age) if completed else None
+        if any(beat.section == CHECKPOINT and beat.local_rank in running for beat in beats):
+            if self._has_told_of_saving:
+                return None
+            self._has_told_of_saving = True
+            return CheckpointStatus(round=self._round, serial=self._serial, age=None)
+        if completed > self._before:
+            self._due = None
+            return self._completed(age)
+        return None
+
+    def _completed(self, age: float) -> CheckpointStatus:
+        status = CheckpointStatus(round=self._round, serial=self._serial, age=age)
+        self._serial += 1
+        return status
+
+
+NOTICE_LOOK_SECONDS = 0.2
+"""Between two looks at the workers' pages, while a checkpoint is waited for."""
+
+
+def notice_of(spec: RunSpec, reason: str) -> Notice:
+    """The notice of a signal that an agent received itself: nobody has told it how much time is left."""
+    return Notice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeReply:
+    """What this node reports: where its workers stand, or, without a status, that they have saved."""
+
+    round: int
+    status: NoticeStatus | None = None
+
+    def send(self, participant: Participant) -> None:
+        """Report it to the coordinator through `participant`."""
+        if self.status is not None:
+            participant.report_noted(self.round, self.status)
+        else:
+            participant.report_kept(self.round)
+
+
+class NoticeWatch:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
+        """Args:
+        watch: Reads and writes the workers' pages.
+        spec: Says whether workers are sent a signal, and so follow notices whatever their pages say.
+        clock: The pages'.
+        """
+        self._watch = watch
+        self._clock = clock
+        self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None
+        self._notice: Notice | None = None
+        self._round = -1
+        self._deadline = 0.0
+        self._began: tuple[float, list[RankBeat]] | None = None
+        """When the workers' steps were read first, and what was found."""
+        self._has_noted = False
+        self._has_kept = False
+        self._due: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to say."""
+        return self._due
+
+    def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
+        """A newer record: does it tell of a notice, of one that leaves less time, or of the step that is agreed?
+
+        Args:
+            record: The record.
+            workers: Those that run.
+        """
+        if record.notice is None or record.status is not Status.FINAL or record.notice == self._notice:
+            return
+        is_new = self._notice is None
+        now = self._clock.monotonic()
+        if is_new:
+            self._round, self._deadline, self._due = record.round, now + record.notice.seconds, now
+        elif not record.notice.is_given_as(self._notice):
+            self._deadline = min(self._deadline, now + record.notice.seconds)
+        self._notice = record.notice
+        self._watch.deliver_notice(deadline=self._deadline, step=record.notice.step)
+        if is_new and workers is not None and self._signal is not None:
+            workers.send(self._signal)
+
+    def look(self, running: Collection[int]) -> NoticeReply | None:
+        """Read the workers' pages if it is time to.
+
+        Args:
+            running: Local ranks whose worker has not ended.
+        """
+        now = self._clock.monotonic()
+        if self._due is None or now < self._due:
+            return None
+        self._due = now + NOTICE_LOOK_SECONDS
+        beats = self._watch.read()
+        if self._began is None:
+            self._began = now, beats
+        if not self._has_noted:
+            began, before = self._began
+            has_steps = any(beat.step is not None for beat in beats)
+            if has_steps and now - began < MEASURE_SECONDS:
+                return None
+            self._has_noted = True
+            return NoticeReply(round=self._round, status=self._status(beats, before, now - began))
+        if self._notice is not None and self._notice.is_agreed and self._have_saved(beats, running):
+            return self._kept()
+        return None
+
+    def ended(self) -> NoticeReply | None:
+        """All workers here have ended with 0: because of the notice, or since they had no more to do?"""
+        if self._notice is None or self._has_kept:
+            return None
+        beats = self._watch.read()
+        return self._kept() if self._signal is not None or any(beat.is_told for beat in beats) else None
+
+    def _kept(self) -> NoticeReply:
+        self._has_kept, self._due = True, None
+        return NoticeReply(round=self._round)
+
+    def _heeds(self, beat: RankBeat) -> bool:
+        return self._signal is not None or beat.heeds_notices
+
+    def _status(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> NoticeStatus:
+        heeds = any(map(self._heeds, beats))
+        steps = [beat.step for beat in beats if beat.step is not None]
+        if not steps:
+            return NoticeStatus(heeds=heeds)
+        then = [beat.step for beat in before if beat.step is not None]
+        walked = max(steps) - max(then, default=max(steps))
+        return NoticeStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
+
+    def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
+        """Whether all workers that follow the notice have reported a checkpoint since, or ended with 0."""
+        assert self._began is not None
+        before = {beat.local_rank: beat.checkpoints for beat in self._began[1]}
+        awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]
+        return all(beat.checkpoints > before[beat.local_rank] for beat in awaited)

@@ -1,0 +1,271 @@
+"""Signals that an agent hears: under Slurm it tells all at once, and the supervisor finds out what they mean.
+
+When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script, so the agents
+hear of it first; but a SIGTERM may as well be a cancel. An agent that gets no answer goes by the signal alone.
+
+What an agent does about the run's end where the supervisor can't: see `rendezvous.ending` and `launch.finish`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+
+from hpc_elastic.agent.checkpoints import notice_of
+from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import (
+    REFUSED_CODE,
+    STORE_LOST_CODE,
+    UNCONFIRMED_CODE,
+    UNHEALTHY_CODE,
+    ExitCode,
+    Outcome,
+)
+from hpc_elastic.base.self_command import own_command
+from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED
+from hpc_elastic.rendezvous.notice import Notice
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
+
+ANSWER_SECONDS = 4.0
+"""How long the supervisor's answer is waited for at most: it asks Slurm for 2 s."""
+KILL_RESERVE = 2.0
+"""Seconds kept of what Slurm leaves for writing evidence, and for the requeue, after the workers have ended."""
+KILL_WAIT_SHARE = 0.2
+"""The same as a share of KillWait, where that is more: on a crowded node two seconds were not enough for the report."""
+LEAST_GRACE = 0.5
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class HeardSignals:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self.ended_by: signal.Signals | None = None
+        """The signal that ends this node, where nobody has said that it means something else."""
+        self.due: float | None = None
+        """When the answer to the first signal is overdue, monotonic; None: none is waited for."""
+        self._asked: signal.Signals | None = None
+        self._notice: Notice | None = None
+        """The answer, or what came without being asked for."""
+        self._kill_from: float | None = None
+        """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
+        self._ends_at: float | None = None
+        """When the job is ended from outside, by the notice."""
+
+    def hear(self, number: signal.Signals) -> bool:
+        """Take a signal in. Slurm sends it twice at a limit, and at both ends of a preemption's grace.
+
+        Returns:
+            Whether it ends this node now.
+        """
+        is_slurm = self._context.attempt.cluster == "slurm"
+        if number is signal.SIGUSR2:
+            if is_slurm:
+                self._ask(number)
+            else:
+                self._give_notice(number)
+            return False
+        if number not in _ENDING_SIGNALS or self.ended_by is not None:
+            return False
+        if number is signal.SIGTERM and is_slurm:
+            self._kill_from = self._context.clock.monotonic()
+            self._ask(number)
+            return False
+        self._end(number)
+        return True
+
+    def on_record(self, record: RoundRecord) -> None:
+        """A newer record: is it the answer, or does it leave less time than was thought?"""
+        notice = record.notice
+        is_new = notice is not None and not notice.is_given_as(self._notice)
+        if record.status is not Status.CLOSED and not is_new:
+            return
+        self.due = None
+        if record.status is Status.CLOSED and self._kill_from is not None:
+            self.ended_by = self.ended_by or signal.SIGTERM  # Slurm ends the job, and sees to the rest
+        if notice is not None and is_new:
+            self._notice = notice
+            self._kill_from = None  # it was the notice: what comes after it is the end
+            if notice.left is not None:
+                ends_at = self._context.clock.monotonic() + notice.left
+                self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
+
+    def overdue(self) -> signal.Signals | None:
+        """The signal that ends this node after all, since nobody has answered what it means."""
+        if self.due is None or self._context.clock.monotonic() < self.due:
+            return None
+        self.due, number = None, self._asked
+        if number is signal.SIGUSR2:
+            self._give_notice(number)
+            return None
+        assert number is not None
+        self._end(number)
+        return number
+
+    def is_ending(self) -> bool:
+        """Whether a signal has come that may end this node: handled already, or the next thing to be."""
+        return self.ended_by is not None or self._context.signals.holds(_ENDING_SIGNALS)
+
+    def grace(self) -> float:
+        """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
+        context = self._context
+        grace, now, kill_wait = context.spec.shutdown_timeout, context.clock.monotonic(), context.attempt.kill_wait
+        if self._kill_from is not None and kill_wait is not None:
+            reserve = max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait)
+            grace = min(grace, max(LEAST_GRACE, self._kill_from + kill_wait - now - reserve))
+        if self._ends_at is not None:
+            grace = min(grace, max(LEAST_GRACE, self._ends_at - now - KILL_RESERVE))
+        return grace
+
+    def _ask(self, number: signal.Signals) -> None:
+        """Slurm sends SIGTERM when a preemption begins, whatever notice there is, and again when its grace is over."""
+        if self._asked in (number, signal.SIGTERM) or (self._notice is not None and number is not signal.SIGTERM):
+            return
+        if self._asked is None and self._notice is None:
+            kill_wait = self._context.attempt.kill_wait
+            patience = ANSWER_SECONDS if kill_wait is None else min(ANSWER_SECONDS, kill_wait / 2)
+            self.due = self._context.clock.monotonic() + patience
+        self._asked = number
+        what = f"{number.name} on {self._context.place.host}"
+        self._context.coordination.ask(lambda participant: participant.report_signal(what))
+
+    def _give_notice(self, number: signal.Signals) -> None:
+        notice = notice_of(self._context.spec, f"{number.name} on {self._context.place.host}")
+        self._context.coordination.ask(lambda participant: participant.give_notice(notice))
+
+    def _end(self, number: signal.Signals) -> None:
+        self.ended_by = number
+        reason = f"{number.name} on {self._context.place.host}"
+        self._context.coordination.ask(lambda participant: participant.close(Outcome.CANCELLED, reason))
+
+
+logger = logging.getLogger(__name__)
+
+FINISH_SECONDS = 2400.0
+"""For what the supervisor would have done: the patience with a controller that is down, and the report."""
+_SPARE_SECONDS = 5.0
+
+
+def is_unclaimed(
+    coordination: Coordination, members: Sequence[Member], uid: str, clock: Clock, *, confirmed: bool
+) -> bool:
+    """Wait until a process claims the duty to finish the closed attempt, or this agent's turn to do it has come.
+
+    Args:
+        coordination: This agent's.
+        members: The last round's: their order is the order of turns.
+        uid: This agent's.
+        clock: For the deadline.
+        confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
+
+    Returns:
+        Whether it is this agent's turn. False too where the store does not answer in time.
+    """
+    uids = [member.uid for member in members]
+    turn = uids.index(uid) if uid in uids else len(uids)
+    coordination.ask(lambda participant: participant.await_end(turn, confirmed=confirmed))
+    deadline = clock.monotonic() + (END_ASKED if confirmed else END_UNCONFIRMED) + END_TURN * turn + _SPARE_SECONDS
+    while (left := deadline - clock.monotonic()) > 0:
+        wait_readable([coordination], left)
+        for notice in coordination.take():
+            if isinstance(notice, Exception) or (isinstance(notice, tuple) and notice[0] == "end_claimed"):
+                return False
+            if isinstance(notice, tuple) and notice[0] == "end_unclaimed":
+                return True
+    return False
+
+
+def exit_code(
+    *,
+    ended_by: signal.Signals | None,
+    failure: Exception | None,
+    unfit: HealthVerdict | None,
+    record: RoundRecord | None,
+) -> int:
+    """The agent's exit code.
+
+    Args:
+        ended_by: The signal that ended it.
+        failure: What ended it otherwise.
+        unfit: Why its node took itself out, where a health check failed.
+        record: The newest one.
+    """
+    if ended_by is not None:
+        return 128 + ended_by
+    if isinstance(failure, StoreWipedError):
+        return STORE_LOST_CODE
+    if isinstance(failure, StoreRefusedError) or (failure is None and unfit is not None and unfit.is_refusal):
+        return REFUSED_CODE
+    if failure is not None:
+        if not isinstance(failure, HpcElasticError):
+            logger.error("internal error: %r", failure)
+        return ExitCode.WORKERS_FAILED
+    if unfit is not None:
+        return UNHEALTHY_CODE
+    if record is not None and record.outcome in (Outcome.SUCCEEDED, Outcome.PREEMPTED):
+        return ExitCode.OK
+    return ExitCode.WORKERS_FAILED
+
+
+def leave_run(participant: Participant, reason: str) -> None:
+    """This node takes itself out, of the round that is open and of one that opens meanwhile."""
+    index = participant.record.round if participant.record is not None else 0
+    participant.leave(index, reason)
+    participant.leave(index + 1, reason)
+
+
+def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None, *, is_closing: bool = False) -> None:
+    """Make sure that a process writes the verdict and gives the allocation back.
+
+    When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
+    nothing would ever end it. The same holds where the batch host lives and Slurm has given it up.
+
+    Args:
+        context: The agent's.
+        record: The newest one; nothing is done where it does not close the run, and where a later attempt has
+            superseded this one, which then finishes it too.
+        is_closing: This agent has just asked for the run to be closed: the record that does so may not be here yet.
+    """
+    if record is None or (record.status is not Status.CLOSED and not is_closing):
+        return
+    if record.outcome is Outcome.SUPERSEDED:
+        return
+    for confirmed in (True, False):
+        if not is_unclaimed(context.coordination, record.members, context.info.uid, context.clock, confirmed=confirmed):
+            return
+        logger.warning("the supervisor on %s has not finished the attempt; trying it here", context.attempt.batch_host)
+        code = finish_attempt(context.run_dir, context.attempt.number, context.info.uid, context.environ, confirmed)
+        if code != UNCONFIRMED_CODE:
+            return
+
+
+def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, str], confirmed: bool) -> int | None:
+    """Have the supervisor's last duties done, in a process of their own: an agent runs none of Slurm's commands.
+
+    Returns:
+        Its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node belongs
+        to the job; None where it could not be run to its end.
+    """
+    import subprocess
+
+    how = "--finish" if confirmed else "--finish-unconfirmed"
+    argv = own_command("batch", how, str(attempt), uid, run_dir)
+    try:
+        process = subprocess.Popen(argv, env=dict(environ), stdin=subprocess.DEVNULL)
+        try:
+            return process.wait(FINISH_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()  # and not waited for: a hung mount holds it whatever it is sent
+            raise
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.error("finishing the attempt failed: %s", error)
+        return None

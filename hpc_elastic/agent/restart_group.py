@@ -1,0 +1,219 @@
+"""The in-process ring as its node's agent sees it: what the ranks tell, and who is put in a dead one's place.
+
+The ring restarts a function in the processes that are left; all this agent does for it is to start a fresh process, and
+to leave the others alone. Where that would not help, the agent does what it does without a ring: all start again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartWith, RingEvent, RingLine, decode
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 300.0
+"""For a fresh process to come to its ring: Python's start and the script's imports, from a slow filesystem."""
+_MOST_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadWorker:
+    """A worker that ended badly, and not by us."""
+
+    local_rank: int
+    rank: int
+    pid: int
+    exitcode: int
+
+    def __str__(self) -> str:
+        code = self.exitcode
+        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
+        return f"rank {self.rank} ended with {how}"
+
+
+class Workers(Protocol):
+    """What is needed of `agent.local_workers.LocalWorkers`."""
+
+    round: int
+
+    @property
+    def dead(self) -> list[DeadWorker]: ...
+
+    def replace(self, local_rank: int, extra: Mapping[str, str]) -> int: ...
+
+
+def why_not(dead: DeadWorker, *, word: RingEvent | None, used: int, limit: int) -> str:
+    """Why no fresh process is put in its place; "" where one is.
+
+    Args:
+        dead: Who ended.
+        word: What its process said of the ring last; None: nothing.
+        used: Processes that were replaced on this node in this round.
+        limit: How many may be.
+    """
+    if word is None:
+        return f"{dead} before it was in a wrapped call"
+    if word is RingEvent.ENDED:
+        return f"{dead} after its wrapped call"
+    if word is RingEvent.GAVE_UP:
+        return f"{dead}: the in-process ring gave up"
+    if used >= limit:
+        return f"{dead}, and {used} of {limit} replacements in this round are used"
+    return ""
+
+
+class RingWatch:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(self, *, folder: HeartbeatFolder, events: EventLog, policy: RestartWith, limit: int) -> None:
+        """Args:
+        folder: On this node; the named pipe is in it.
+        events: This agent's log.
+        policy: The run's.
+        limit: Replacements in a round.
+        """
+        self._events = events
+        self._policy = policy
+        self._limit = limit
+        self._round = -1
+        self._words: dict[int, RingEvent] = {}
+        self._used: dict[int, int] = {}
+        self._unread = b""
+        self._path = ""
+        self._fd = -1
+        if folder.path is not None:
+            path = str(folder.path / "ring")
+            try:
+                os.mkfifo(path, 0o600)
+                self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._path = path
+            except OSError as error:
+                logger.warning("nothing will be heard of in-process restarts: %s: %s", path, error.strerror)
+
+    def fileno(self) -> int:
+        """Readable when a rank has said something; -1: nothing can be heard."""
+        return self._fd
+
+    def environment(self, given: Mapping[str, str]) -> dict[str, str]:
+        """What all workers must find in theirs.
+
+        Args:
+            given: What the agent was started with: a wait that the user chose stays.
+        """
+        if not self._path:
+            return {}
+        found = {REPORTS: self._path}
+        if self._policy is RestartWith.IN_PROCESS:
+            found[WAIT] = given.get(WAIT) or f"{WAIT_SECONDS:g}"
+        return found
+
+    def handle(self, round_index: int) -> None:
+        """Take in what the ranks have said."""
+        if self._fd < 0:
+            return
+        try:
+            raw = os.read(self._fd, _MOST_AT_ONCE)
+        except BlockingIOError:
+            return
+        *lines, self._unread = (self._unread + raw).split(b"\n")
+        for raw_line in lines:
+            if (line := decode(raw_line)) is not None:
+                self._take(line, round_index)
+
+    def replace_dead(self, workers: Workers) -> bool:
+        """Put fresh processes in the places of all that ended badly.
+
+        Returns:
+            False where that is not to be done, or cannot: all workers are to start again.
+        """
+        if self._policy is not RestartWith.IN_PROCESS:
+            return False
+        if workers.round != self._round:
+            self._round, self._used = workers.round, {}
+        self.handle(workers.round)
+        dead = workers.dead
+        for each in dead:
+            why = why_not(each, word=self._words.get(each.pid), used=sum(self._used.values()), limit=self._limit)
+            if why:
+                return self._refuse(each, why, workers.round)
+        return all(self._replace(each, workers) for each in dead)
+
+    def _replace(self, dead: DeadWorker, workers: Workers) -> bool:
+        number = self._used.get(dead.local_rank, 0) + 1
+        self._used[dead.local_rank] = number
+        try:
+            pid = workers.replace(dead.local_rank, {REPLACES: str(number)})
+        except (HpcElasticError, OSError) as error:
+            return self._refuse(dead, f"{dead}, and no process can be started in its place: {error}", workers.round)
+        told = f"{dead}; {sum(self._used.values())} of {self._limit} replacements in this round are used"
+        logger.warning("a fresh process takes its place: %s", told)
+        self._events.write(
+            "worker_replaced",
+            round=workers.round,
+            rank=dead.rank,
+            local_rank=dead.local_rank,
+            exitcode=dead.exitcode,
+            old_pid=dead.pid,
+            pid=pid,
+            reason=told,
+        )
+        return True
+
+    def _refuse(self, dead: DeadWorker, why: str, round_index: int) -> bool:
+        logger.warning("not replaced: %s", why)
+        self._events.write("replacement_refused", round=round_index, rank=dead.rank, reason=why)
+        return False
+
+    def _take(self, line: RingLine, round_index: int) -> None:
+        if line.word is not RingEvent.RESTARTED:
+            self._words[line.pid] = line.word
+        if line.word is RingEvent.RESTARTED:
+            kinds = ", ".join(f"{name} on rank {rank}" for rank, name in line.interruptions)
+            logger.info(
+                "the function starts again (iteration %d) after %.2f s: %s", line.iteration, line.seconds, kinds
+            )
+            self._events.write(
+                "ring_restarted",
+                round=round_index,
+                iteration=line.iteration,
+                seconds=line.seconds,
+                world_size=line.world_size,
+                active_world_size=line.active_world_size,
+                interruptions=[list(each) for each in line.interruptions],
+                joined=list(line.joined),
+                reason=kinds,
+            )
+        elif line.word is RingEvent.LEFT:
+            self._events.write(
+                "ring_left", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
+            )
+        elif line.word is RingEvent.GAVE_UP:
+            self._events.write(
+                "ring_gave_up", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
+            )
+
+
+class NoRing(RingWatch):
+    """Where there is none to be heard of."""
+
+    def __init__(self) -> None:
+        self._fd = -1
+        self._policy = RestartWith.PROCESSES
+
+
+def keep_apart(error_file: Path, number: int) -> None:
+    """A dead worker's own words are not to be taken for those of the process in its place."""
+    try:
+        error_file.rename(error_file.with_name(f"{error_file.stem}-replaced-{number}{error_file.suffix}"))
+    except OSError:
+        pass  # it left none

@@ -1,0 +1,114 @@
+"""Facts of this host that psutil knows: addresses, free memory, and the arguments of processes.
+
+This module alone imports psutil. That takes 13 ms and 1.3 MB, so each function does it when it is called first. How
+processes are found and signalled, and why not with psutil, stands in `hpc_elastic.workers.tree`.
+
+By which addresses other nodes may reach this one, the likeliest first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from collections.abc import Collection, Iterable
+
+
+def interface_addresses() -> list[tuple[str, list[str]]]:
+    """The network interfaces and the IPv4 addresses of each, by name. Raises OSError."""
+    import psutil
+
+    return [
+        (name, [entry.address for entry in addresses if entry.family == socket.AF_INET])
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+    ]
+
+
+def available_memory() -> int | None:
+    """Bytes that programs can have without swapping, what the kernel keeps of files included; None: unreadable.
+
+    The node's: what a cgroup leaves of it, psutil does not know.
+    """
+    import psutil
+
+    try:
+        return psutil.virtual_memory().available
+    except (OSError, ValueError, KeyError, IndexError):  # the last three: a sandbox's /proc/meminfo
+        return None
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process; none where it is gone, another user's, or just being loaded."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).cmdline()
+    except (OSError, psutil.Error):
+        return []
+
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFFLAGS = 0x8913
+_IFF_RUNNING = 0x40
+"""The interface is up and, as far as its driver can tell, has a link: the far end of the cable answers."""
+
+
+def candidate_addresses(node_name: str) -> list[str]:
+    """IPv4 addresses of this host: what its name resolves to, then those of its interfaces; never the loopback.
+
+    A name that resolves to 127.0.1.1, as Debian's installer writes it, is of no use to others: it is left out.
+    """
+    found: dict[str, None] = {}
+    for name in (node_name, socket.gethostname()):
+        try:
+            for entry in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_DGRAM):
+                found.setdefault(str(entry[4][0]))
+        except (OSError, UnicodeError):
+            continue  # not every node name is a host name
+    for address in _interface_addresses():
+        found.setdefault(address)
+    return [address for address in found if not address.startswith("127.")]
+
+
+def choose_master_address(*, given: str | None, reached: Iterable[str], candidates: Iterable[str]) -> str:
+    """The address that workers on other nodes are told.
+
+    Args:
+        given: The user's own choice wins.
+        reached: Addresses at which another node's packet has arrived: proven, not believed.
+        candidates: `candidate_addresses`.
+    """
+    if given:
+        return given
+    for address in (*reached, *candidates):
+        return address
+    return LOOPBACK
+
+
+def links(addresses: Collection[str]) -> list[tuple[str, bool]]:
+    """The network interfaces that have one of these addresses, and whether each has a link.
+
+    Empty where there are none, as in a container whose interfaces are not the host's, or nothing can be read.
+    """
+    try:
+        names = [name for name, found in interface_addresses() if not set(addresses).isdisjoint(found)]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asked:
+            return [(name, _has_link(asked, name)) for name in names]
+    except OSError:
+        return []
+
+
+def _has_link(asked: socket.socket, name: str) -> bool:
+    # Not from /sys: that may be another network namespace's.
+    answer = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16sh14x", name.encode()[:15], 0))
+    flags: int = struct.unpack_from("h", answer, 16)[0]
+    return bool(flags & _IFF_RUNNING)
+
+
+def _interface_addresses() -> list[str]:
+    found = []
+    for name, addresses in interface_addresses():
+        if name == "lo" or name.startswith(("docker", "virbr", "veth", "br-")):
+            continue
+        found += addresses
+    return found

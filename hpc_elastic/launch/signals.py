@@ -1,0 +1,338 @@
+"""What a signal means for the attempt: one table of who heard what, and what Slurm says of the job then. Pure.
+
+Slurm signals the tasks alone when a preemption's grace time begins, and the batch script too when it is over (seen on
+22.05, as at a cancel, a requeue and the time limit): so a signal by itself says little. docs/reference/signals.md is
+generated from the table.
+
+A notice as whoever gave it remembers it: when the job ends by it, and when the run is to be closed at the latest.
+
+Where signals come in on the batch host: asks Slurm what they mean, by `signal_table`, and looks by itself in time.
+
+Slurm gives its notice once. It is lost on a batch script that can't hear yet, and nobody gives one in an allocation
+that was made without ``--signal``; so the limit is looked at from here too.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from types import MappingProxyType
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.notice import Notice, seconds_to_save
+from hpc_elastic.run.events import EventLog
+
+
+class Call(str, Enum):
+    """What was heard."""
+
+    NOTICE = "notice (SIGUSR2)"
+    END = "SIGTERM"
+    INTERRUPT = "SIGINT, SIGHUP"
+    LOOK = "no signal: a look at the job"
+    """When the supervisor starts, since Slurm may have called before it could hear, and when the limit is near."""
+
+
+class HeardBy(str, Enum):
+    """Who heard it."""
+
+    BATCH = "supervisor"
+    AGENTS = "agents alone"
+
+
+class JobCondition(str, Enum):
+    """What Slurm says of the job."""
+
+    RUNNING = "runs"
+    NEAR_LIMIT = "runs, its time limit is near"
+    PREEMPTING = "is preempted, its grace time runs"
+    PREEMPTED = "is ended by a preemption"
+    TIME_LIMIT = "is ended by its time limit"
+    REQUEUED = "is requeued"
+    ENDED = "is ended"
+    """By ``scancel``, most often."""
+    SILENT = "no answer in time"
+    NO_SLURM = "no Slurm here"
+
+
+class Meaning(str, Enum):
+    """What it comes to."""
+
+    PREEMPT = "preemption"
+    LIMIT = "time limit"
+    CANCEL = "cancel"
+    REQUEUE = "requeue"
+
+
+class Deadline(str, Enum):
+    """Until when."""
+
+    END_TIME = "the job's end as Slurm names it"
+    GRACE = "--grace"
+    KILL_WAIT = "KillWait"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a signal means. Until END_TIME and GRACE workers may save first; with KILL_WAIT everything ends at once."""
+
+    meaning: Meaning
+    deadline: Deadline
+
+    @property
+    def saves(self) -> bool:
+        return self.deadline is not Deadline.KILL_WAIT
+
+
+_ENDS: Mapping[JobCondition, Row] = {
+    JobCondition.PREEMPTED: Row(Meaning.PREEMPT, Deadline.KILL_WAIT),
+    JobCondition.TIME_LIMIT: Row(Meaning.LIMIT, Deadline.KILL_WAIT),
+    JobCondition.REQUEUED: Row(Meaning.REQUEUE, Deadline.KILL_WAIT),
+    JobCondition.ENDED: Row(Meaning.CANCEL, Deadline.KILL_WAIT),
+}
+"""Slurm has begun to end the job, whatever was heard: its SIGKILL is KillWait away."""
+_PREEMPTING: Mapping[JobCondition, Row] = {JobCondition.PREEMPTING: Row(Meaning.PREEMPT, Deadline.END_TIME)}
+_NEAR_LIMIT: Mapping[JobCondition, Row] = {JobCondition.NEAR_LIMIT: Row(Meaning.LIMIT, Deadline.END_TIME)}
+_CANCEL = Row(Meaning.CANCEL, Deadline.KILL_WAIT)
+_NOTICE: Mapping[JobCondition, Row] = {
+    **_ENDS,
+    **_PREEMPTING,
+    **_NEAR_LIMIT,
+    JobCondition.RUNNING: Row(Meaning.REQUEUE, Deadline.GRACE),  # by hand: hpc-elastic requeue
+    JobCondition.SILENT: Row(Meaning.LIMIT, Deadline.GRACE),
+    JobCondition.NO_SLURM: Row(Meaning.REQUEUE, Deadline.GRACE),
+}
+
+TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProxyType(
+    {
+        Call.NOTICE: {HeardBy.BATCH: _NOTICE, HeardBy.AGENTS: _NOTICE},
+        Call.END: {
+            HeardBy.BATCH: {
+                **_ENDS,
+                **_PREEMPTING,
+                JobCondition.RUNNING: _CANCEL,
+                JobCondition.NEAR_LIMIT: _CANCEL,
+                JobCondition.SILENT: _CANCEL,
+                JobCondition.NO_SLURM: _CANCEL,
+            },
+            HeardBy.AGENTS: {
+                **_ENDS,
+                **_PREEMPTING,
+                **_NEAR_LIMIT,  # a user's own --signal=TERM@60
+                JobCondition.RUNNING: _CANCEL,
+                # Of all that Slurm does, only a preemption's grace begins with the tasks alone.
+                JobCondition.SILENT: Row(Meaning.PREEMPT, Deadline.GRACE),
+                JobCondition.NO_SLURM: _CANCEL,
+            },
+        },
+        Call.INTERRUPT: {
+            HeardBy.BATCH: dict.fromkeys(JobCondition, _CANCEL),
+            HeardBy.AGENTS: dict.fromkeys(JobCondition, _CANCEL),
+        },
+        # What is being ended sends its signal as well, to whoever can hear it by then.
+        Call.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmAnswer:
+    """What Slurm said, and when the job ends by that."""
+
+    condition: JobCondition
+    seconds_left: float | None = None
+    """Until the end that Slurm names: the limit, or the grace time's end. None: unlimited, or not known."""
+    limit: float | None = None
+    """The job's time limit, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalDecision:
+    """What to do."""
+
+    meaning: Meaning
+    saves: bool
+    """Whether workers may save first; else everything ends at once."""
+    seconds: float
+    """Until the job is ended from outside."""
+    outcome: Outcome
+    """The attempt's, unless something else ends it first."""
+    requeued: bool
+    """Whether Slurm has put the job back into the queue."""
+
+
+def call_of(number: signal.Signals) -> Call:
+    """What a signal is, to the table."""
+    if number is signal.SIGUSR2:
+        return Call.NOTICE
+    return Call.END if number is signal.SIGTERM else Call.INTERRUPT
+
+
+def decide_signal(
+    call: Call, heard_by: HeardBy, answer: SlurmAnswer, *, grace: float, kill_wait: float | None
+) -> SignalDecision | None:
+    """Decide what a call means.
+
+    Args:
+        call: What was heard.
+        heard_by: Who heard it.
+        answer: What Slurm says of the job.
+        grace: ``--grace``, in seconds.
+        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None where unknown.
+
+    Returns:
+        What to do; None: nothing.
+    """
+    row = TABLE[call].get(heard_by, {}).get(answer.condition)
+    if row is None:
+        return None
+    seconds = {
+        Deadline.END_TIME: grace if answer.seconds_left is None else max(1.0, answer.seconds_left),
+        Deadline.GRACE: grace,
+        Deadline.KILL_WAIT: kill_wait or 0.0,
+    }[row.deadline]
+    return SignalDecision(
+        meaning=row.meaning,
+        saves=row.saves,
+        seconds=seconds,
+        outcome=_outcome(row),
+        requeued=answer.condition is JobCondition.REQUEUED,
+    )
+
+
+def _outcome(row: Row) -> Outcome:
+    if row.meaning is Meaning.CANCEL:
+        return Outcome.CANCELLED
+    return Outcome.TIMED_OUT if row.meaning is Meaning.LIMIT and not row.saves else Outcome.PREEMPTED
+
+
+NOTICE_SLACK = 5.0
+"""After the time in which workers may save: how long the nodes may take to close the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenNotice:
+    """On the giver's monotonic clock."""
+
+    notice: Notice
+    job_ends: float
+    """When the job is ended from outside."""
+    closed_by: float
+    """When the giver closes the run itself, since the nodes have not."""
+
+    @classmethod
+    def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> GivenNotice:
+        """Args:
+        reason: Who heard what, and what it means.
+        left: Seconds until the job is ended from outside.
+        shutdown_timeout: The workers' grace, in seconds.
+        now: The time.
+        """
+        seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
+        return cls(
+            notice=Notice(reason, seconds, left=left), job_ends=now + left, closed_by=now + seconds + NOTICE_SLACK
+        )
+
+
+EARLY_NOTICE = 75.0
+"""Seconds by which Slurm may give the notice too early (seen: up to 60)."""
+SILENT_RETRY = 60.0
+"""Between two looks at the limit where Slurm does not answer."""
+LATE_LOOK = 1.0
+"""Seconds for which Slurm's own notice goes first."""
+SOONER_SECONDS = 2.0
+"""By how much sooner than was known the job has to end for another notice to be news."""
+
+
+class SignalResolver:
+    """The supervisor's."""
+
+    def __init__(
+        self,
+        ask: Callable[[float], SlurmAnswer],
+        *,
+        grace: float,
+        kill_wait: float | None,
+        events: EventLog,
+        clock: Clock,
+    ) -> None:
+        """Args:
+        ask: What Slurm says of the job, in bounded time; given how near its limit is when it is near, in seconds.
+        grace: ``--grace``, in seconds.
+        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None where unknown.
+        events: For each decision.
+        clock: For the looks.
+        """
+        self._ask = ask
+        self._grace = grace
+        self._kill_wait = kill_wait
+        self._events = events
+        self._clock = clock
+        self.due: float | None = clock.monotonic()
+        """When `look` is to be called next, monotonic; None: never."""
+
+    def hear(
+        self, number: signal.Signals, heard_by: HeardBy, *, reason: str, ends_in: float | None = None
+    ) -> SignalDecision | None:
+        """What a signal means.
+
+        Args:
+            number: The signal.
+            heard_by: Who heard it.
+            reason: In words, for the event.
+            ends_in: Seconds until the job's end by the notice that the workers have already; None: they have none.
+
+        Returns:
+            What to do; None, which only a notice makes possible: it says nothing new, as most often. News is that the
+            job ends now, or sooner. The former is not taken from agents alone: the batch script is told as well.
+        """
+        call = call_of(number)
+        # A person at a terminal waits for nobody's answer.
+        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
+        decision = self._decide(call, heard_by, answer)
+        assert decision is not None, "the table has a row for each signal"
+        if ends_in is not None:
+            is_later = decision.saves and decision.seconds > ends_in - SOONER_SECONDS
+            if is_later or (heard_by is HeardBy.AGENTS and not decision.saves):
+                return None
+        return self._log(decision, call, heard_by, answer, reason)
+
+    def look(self) -> SignalDecision | None:
+        """Look at the job where it is time to. Returns what is to be done, if anything."""
+        if self.due is None or self._clock.monotonic() < self.due:
+            return None
+        answer = self._ask(0.0)
+        self.due = None
+        if answer.condition is JobCondition.SILENT:
+            self.due = self._clock.monotonic() + SILENT_RETRY
+        elif answer.condition in (JobCondition.RUNNING, JobCondition.NEAR_LIMIT) and answer.seconds_left is not None:
+            # A short job would be told to stop as it begins.
+            lead = self._grace if answer.limit is None else min(self._grace, answer.limit / 4)
+            if answer.seconds_left > lead:
+                self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
+                return None
+            answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
+        decision = self._decide(Call.LOOK, HeardBy.BATCH, answer)
+        return self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
+
+    def _decide(self, call: Call, heard_by: HeardBy, answer: SlurmAnswer) -> SignalDecision | None:
+        return decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
+
+    def _log(
+        self, decision: SignalDecision | None, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
+    ) -> SignalDecision | None:
+        if decision is not None:
+            self._events.write(
+                "signal_decided",
+                call=call.value,
+                heard_by=heard_by.value,
+                slurm=answer.condition.value,
+                meaning=decision.meaning.value,
+                saves=decision.saves,
+                seconds=round(decision.seconds, 1),
+                reason=reason,
+            )
+        return decision

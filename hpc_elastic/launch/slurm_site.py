@@ -1,0 +1,405 @@
+"""What Slurm's record of a job says to a signal that was heard. Pure.
+
+A job that is being ended is COMPLETING, whatever will stand there later (20.11 to 26.05): that it was its time limit is
+told by the reason alone, a preemption by its time, a requeue by the number of restarts. All of it tried on 22.05.
+
+The batch side of a Slurm job: ``exec``'d by the generated script. It owns all calls to Slurm.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from hpc_elastic.agent.main import node_key
+from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.self_command import own_command
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.job_watch import ControllerOutage
+from hpc_elastic.launch.output import WriteBack
+from hpc_elastic.launch.requeue import Arming, ArmingFacts, RequeueWay, decide_arming
+from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
+from hpc_elastic.launch.site import Allocation, EligibleNodes, SiteFacts
+from hpc_elastic.launch.slurm_launcher import SlurmLauncher
+from hpc_elastic.options.job_options import RequeueChoice
+from hpc_elastic.run import index
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths, task_index
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
+from hpc_elastic.slurm.commands import JobId, step_gpu_flags
+from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError, is_limit
+from hpc_elastic.slurm.job_environment import JobEnvironment
+from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
+from hpc_elastic.slurm.notation import compress
+from hpc_elastic.workers.linux import SignalQueue
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
+
+_LIMITS = ("TIMEOUT", "DEADLINE")
+_LIMIT_REASONS = ("TimeLimit", "DeadLine")
+
+
+def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: int) -> SlurmAnswer:
+    """What Slurm says of the job.
+
+    Args:
+        state: Its record; None where Slurm does not know the job (any more).
+        restarts: How often it had been requeued when this attempt began.
+        near: The limit is near when it is so many seconds away.
+        now_ns: This host's wall clock.
+    """
+    if state is None:
+        return SlurmAnswer(JobCondition.ENDED)
+    if state.restarts > restarts or state.phase is JobPhase.PENDING:
+        return SlurmAnswer(JobCondition.REQUEUED)
+    left = seconds_until_end(state, now_ns=now_ns)
+    if state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED):
+        if state.state in _LIMITS or state.reason in _LIMIT_REASONS:
+            return SlurmAnswer(JobCondition.TIME_LIMIT)
+        preempted = state.state == "PREEMPTED" or state.preempt_time is not None
+        return SlurmAnswer(JobCondition.PREEMPTED if preempted else JobCondition.ENDED)
+    if state.preempt_time is not None:
+        return SlurmAnswer(JobCondition.PREEMPTING, left)
+    is_near = left is not None and left <= near
+    limit = None if state.time_limit is None else float(state.time_limit)
+    return SlurmAnswer(JobCondition.NEAR_LIMIT if is_near else JobCondition.RUNNING, left, limit)
+
+
+def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Allocation:
+    """Whether a node still belongs to a job.
+
+    Args:
+        state: The job's record; None where Slurm does not know the job (any more).
+        restarts: How often it had been requeued when this attempt began.
+        node: Slurm's name of the node; empty where this is none of the job's (a login node's salloc).
+    """
+    if state is None or state.phase is JobPhase.FINISHED:
+        return Allocation.HELD  # nothing else can have the job
+    if state.restarts > restarts or state.phase is JobPhase.PENDING:
+        return Allocation.LOST
+    return Allocation.LOST if node and state.nodes and node not in state.nodes else Allocation.HELD
+
+
+logger = logging.getLogger(__name__)
+
+HURRIED_SECONDS = 2.0
+CONFIRM_SECONDS = 15.0
+"""A controller that is there may take as long; without munge a command would try for a minute."""
+
+
+class SlurmSite:
+    """The allocation that this process is in."""
+
+    def __init__(
+        self,
+        env: Mapping[str, str],
+        *,
+        client: SlurmClient,
+        hurried: SlurmClient,
+        confirming: SlurmClient | None = None,
+        clock: Clock,
+        umask: int,
+        script: Path | None = None,
+        nodes: Sequence[str] | None = None,
+        keep: Sequence[int] = (),
+    ) -> None:
+        """Args:
+        env: The batch script's environment.
+        client: For what has time.
+        confirming: For the question whether this node still belongs to the job; None: `client`.
+        hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
+        clock: For the patience with a controller that does not answer.
+        umask: The user's, for the workers.
+        script: What `submit` made and sbatch was given; None: the job's script is the user's own.
+        nodes: Those of the allocation that the run takes; None: all.
+        keep: Descriptors that each srun is to have: `NodeClaims`.
+        """
+        self._env = dict(env)
+        self._client = client
+        self._clock = clock
+        self._hurried = hurried
+        self._confirming = confirming or client
+        self._umask = umask
+        self._job = JobEnvironment.from_env(env)
+        self._nodes = self._job.nodes if nodes is None else tuple(nodes)
+        self._keep = tuple(keep)
+        self._id = JobId(self._job.requeue_id)
+        # A follow-on job of several components would get one list of options for all.
+        self._script = script if self._job.het_leader_id is None else None
+        self._requeuer = JobRequeuer(
+            client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
+        )
+
+    @property
+    def cluster_name(self) -> str:
+        return self._job.cluster or ""
+
+    def facts(self, spec: RunSpec) -> SiteFacts:
+        kill_wait, version, site_allows = None, "", True
+        try:
+            config = self._client.config()
+            kill_wait, version = float(config.kill_wait), ".".join(str(part) for part in config.version)
+            site_allows, self._requeuer.has_epilog = config.job_requeue, config.has_epilog
+        except SlurmError as error:
+            logger.warning("Slurm's settings can't be read: %s", error)
+        arming = self._arm(spec, site_allows=site_allows)
+        return SiteFacts(
+            cluster="slurm",
+            nodes=self._nodes,
+            job_id=self._job.requeue_id,
+            slurm_job_id=self._job.job_id,
+            restart_count=self._job.restart_count,
+            requeue_armed=arming.is_armed,
+            requeue_reason=arming.reason,
+            requeue_way=arming.way,
+            kill_wait=kill_wait,
+            version=version,
+        )
+
+    def _arm(self, spec: RunSpec, *, site_allows: bool) -> Arming:
+        state, problem = None, ""
+        try:
+            state = self._client.job_state(self._id)
+        except SlurmError as error:
+            problem = f"Slurm can't be asked: {error}"
+        arming = decide_arming(
+            ArmingFacts(
+                wanted=spec.requeue and spec.max_requeues > 0,
+                choice=RequeueChoice(spec.requeue_with),
+                has_batch_script=state is None or state.is_batch,
+                can_chain=self._script is not None,
+                known=state is not None,
+                problem=problem,
+                job_allows=state is not None and state.requeue,
+                site_allows=site_allows,
+            )
+        )
+        try:
+            if arming.way is RequeueWay.ALLOW:
+                self._requeuer.allow()
+                return Arming(way=RequeueWay.REQUEUE, reason=f"{arming.reason}; it was set for this job")
+            if arming.way is RequeueWay.CHAIN:
+                why = self._client.would_run(str(self._script))
+                if why is not None and is_limit(why):
+                    # Slurm took this very script: what is over its limit now is the number of jobs, which changes.
+                    reason = (
+                        f"{arming.reason}; a job more would be refused now, so it is tried at this one's end: {why}"
+                    )
+                    return Arming(way=arming.way, reason=reason)
+                if why is not None:
+                    return Arming(way=RequeueWay.NONE, reason=f"no job can be submitted from here: {why}")
+        except SlurmUnavailableError as error:
+            return Arming(way=arming.way, reason=f"{arming.reason}; not verified: {error}")
+        except SlurmError as error:
+            return Arming(way=RequeueWay.NONE, reason=f"{arming.reason}, and nothing else is possible: {error}")
+        return arming
+
+    def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> SlurmLauncher:
+        # The mark goes into the task's environment, not into srun's: a new agent on this host would take srun for a
+        # stranger's leftover. By a shell: env takes an interpreter's path with "=" in it for another variable.
+        mark = f"{spec.uid}:{node_key('slurm', 0)}"
+        export = f'export {NODE_TAG_VARIABLE}="$1"; shift; exec "$@"'
+        marked = ["/bin/sh", "-c", export, "hpc-elastic", mark]  # its name stands before its own messages
+        agent = own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number))
+        return SlurmLauncher(
+            attempt.nodes,
+            [*marked, *agent],
+            environment=self._env,
+            min_nodes=spec.min_nodes,
+            allocated=self._job.components or (self._job.nodes,),
+            is_het=bool(self._job.components),
+            keep=self._keep,
+            extra=(*step_gpu_flags(self._env), *spec.srun_args),
+            umask=self._umask,
+        )
+
+    def ask(self, *, near: float) -> SlurmAnswer:
+        try:
+            state = self._hurried.job_state(self._id)
+        except SlurmError:
+            return SlurmAnswer(JobCondition.SILENT)
+        return slurm_answer(state, restarts=self._job.restart_count, near=near, now_ns=self._clock.time_ns())
+
+    def allocation(self) -> Allocation:
+        try:
+            state = self._confirming.job_state(self._id)
+        except SlurmError:
+            return Allocation.UNKNOWN
+        return allocation_of(state, restarts=self._job.restart_count, node=self._env.get("SLURMD_NODENAME", ""))
+
+    def nodes_up(self) -> frozenset[str]:
+        try:
+            return frozenset().union(*(part.usable_names for part in self._hurried.partitions()))
+        except SlurmError:
+            return frozenset()
+
+    def how_script_ended(self) -> str | None:
+        """How this job's batch script ended; None where it has not as far as Slurm knows, or Slurm can't be asked."""
+        try:
+            state = self._hurried.job_state(self._id)
+        except SlurmError:
+            return None
+        ended = state is not None and state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED)
+        return state.how_it_ended if state is not None and ended and (state.reason or state.exit_signal) else None
+
+    def job_nodes(self) -> tuple[str, ...]:
+        states = self._client.queue_states([self._id])
+        return tuple(node for state in states if state.phase is JobPhase.RUNNING for node in state.nodes)
+
+    def is_running(self, job_id: str) -> bool:
+        try:
+            states = self._hurried.queue_states([JobId(job_id)])
+        except SlurmError:
+            return False
+        return any(state.phase is JobPhase.RUNNING for state in states)
+
+    def eligible_nodes(self) -> EligibleNodes | None:
+        if self._job.het_leader_id is not None:
+            return None  # each component has nodes and a list of its own
+        try:
+            state = self._hurried.job_state(self._id)
+            if state is None:
+                return None
+            partitions = self._hurried.partitions(state.partition)
+        except SlurmError as error:
+            logger.warning("the partition's nodes can't be asked for: %s", error)
+            return None
+        return EligibleNodes(
+            known=frozenset().union(*(part.names for part in partitions)),
+            usable=frozenset().union(*(part.usable_names for part in partitions)),
+            required=frozenset(state.required),
+            excluded=state.excluded,
+        )
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> str | None:
+        if self._script is None:
+            return None
+        try:
+            return why_not_without(self._hurried, str(self._script), f"--exclude={compress(nodes)}")
+        except SlurmError:
+            return None  # nobody knows; Slurm refuses a list that makes no sense
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
+        nodes = plan.nodes if self._job.het_leader_id is None else None  # of a het job each component has a number
+        done = self._requeuer.carry_out(replace(plan, script=self._script, nodes=nodes))
+        if done.next_job:
+            self._remember(done.next_job)
+        return done
+
+    def _remember(self, job_id: str) -> None:
+        """So that the run is found by the follow-on job's id too."""
+        problem = (
+            None
+            if self._script is None
+            else index.record(
+                cluster=self._job.cluster or "",
+                job_id=job_id,
+                submitted_ns=self._clock.time_ns(),
+                run_dir=self._script.parent,
+                env=self._env,
+            )
+        )
+        if problem is not None:
+            logger.warning("the run can't be found by job %s: %s", job_id, problem)
+
+    def end_job(self) -> None:
+        """Give the allocation back, where no batch script is left that could end by itself.
+
+        Nothing is done where the job has been requeued: its next attempt has the same id.
+
+        Raises:
+            SlurmError: Slurm did not take it.
+        """
+        if self.allocation() is Allocation.LOST:
+            logger.warning("job %s is no longer this attempt's; leaving it alone", self._id)
+            return
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._client.cancel(self._id)
+
+
+def run_batch(
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    clock: Clock | None = None,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> int:
+    """Supervise one attempt in this job; `nodes` and `keep` as for `SlurmSite`.
+
+    Returns:
+        The attempt's exit code; 75 where the job was requeued.
+
+    Raises:
+        UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
+    """
+    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    umask = os.umask(0o077)
+    log_to_stdout()
+    env = os.environ if env is None else env
+    clock = clock or RunClock()
+    WriteBack(1, clock).start()
+    paths, spec = load_run(run_dir)
+    site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
+    return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
+
+
+def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
+    """The run directory of this job: `run_dir`, or in it that of this task of an array.
+
+    Raises:
+        UsageError: `run_dir` can't be read from here; or the array and the job don't fit.
+    """
+    paths, spec = load_run(run_dir)
+    task = env.get("SLURM_ARRAY_TASK_ID")
+    if spec.array and (task is None or not task.isdecimal()):
+        raise UsageError(f"{paths.root} is an array of runs ({spec.array}), and this job is no task of one")
+    if not spec.array and task is not None:
+        raise UsageError(
+            f"{paths.root} is one run, and this job is task {task} of an array: all tasks would write to it; "
+            "submit with hpc-elastic submit --array"
+        )
+    return paths.task(int(task)).root if spec.array and task is not None else run_dir
+
+
+def slurm_site(
+    env: Mapping[str, str],
+    clock: Clock,
+    *,
+    umask: int,
+    paths: RunPaths,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> SlurmSite:
+    """The site of the job that `env` belongs to, and that runs what lies at `paths`; the rest as for `SlurmSite`.
+
+    Raises:
+        JobEnvironmentError: it belongs to none.
+    """
+    runner = SubprocessRunner(env)
+    hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+    client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
+    return SlurmSite(
+        env,
+        client=client,
+        hurried=hurried,
+        confirming=CommandSlurmClient(runner, clock, timeout=CONFIRM_SECONDS),
+        clock=clock,
+        umask=umask,
+        script=own_script(paths),
+        nodes=nodes,
+        keep=keep,
+    )
+
+
+def own_script(paths: RunPaths) -> Path | None:
+    """What `submit` made for this run, or for the array whose task it is; None where the job's script is not ours."""
+    if task_index(paths.root.name) is not None:
+        paths = RunPaths(paths.root.parent)
+    return paths.script if paths.script.is_file() else None

@@ -1,0 +1,386 @@
+"""The layers of the configuration: which files there are, and which of them gives each option its value.
+
+From the lowest: defaults, the site's file, the user's, the project's; a profile's tables of the same files; the
+environment; the command line, or a program's arguments.
+
+One configuration file: read, checked against the keys, and each value with its line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.base.files import TrustedFile
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.options.table import Keys, key_of, texts_of
+
+SITE_VARIABLE, USER_VARIABLE, PROJECT_VARIABLE = (f"HPC_ELASTIC_{name}_CONFIG" for name in ("SITE", "USER", "PROJECT"))
+PROFILE_VARIABLE = "HPC_ELASTIC_PROFILE"
+_OWN_NAME, _PYPROJECT = "hpc_elastic.toml", "pyproject.toml"
+_OWN_TABLE: tuple[tuple[str, ...], ...] = ((),)
+_PYPROJECT_TABLES = (("tool", "hpc-elastic"), ("tool", "hpc_elastic"))
+
+
+class Layer(str, Enum):
+    """Who gives a value; later ones win."""
+
+    DEFAULT = "default"
+    SITE = "site"
+    USER = "user"
+    PROJECT = "project"
+    ENVIRONMENT = "environment"
+    COMMAND_LINE = "command line"
+
+
+FILE_LAYERS = (Layer.SITE, Layer.USER, Layer.PROJECT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A file that may hold a layer."""
+
+    layer: Layer
+    path: Path
+    tables: tuple[tuple[str, ...], ...] = _OWN_TABLE
+    """As `settings_file.read_settings` takes them."""
+    required: bool = False
+    """Named by a variable: its absence is an error."""
+
+
+def candidates(env: Mapping[str, str], here: Path) -> list[Candidate]:
+    """The files that are looked at, lowest layer first; of the project's, from `here` upwards, the first counts.
+
+    Args:
+        env: For HOME, XDG_CONFIG_DIRS, XDG_CONFIG_HOME, and the variables that name a file (empty: none).
+        here: The working directory, absolute.
+    """
+    return [*_site(env), *_user(env), *_project(env, here)]
+
+
+def there(found: Sequence[Candidate]) -> list[Candidate]:
+    """Those that exist.
+
+    Raises:
+        UsageError: a file that a variable names is not there.
+    """
+    present = []
+    for candidate in found:
+        try:
+            os.stat(candidate.path)
+        except OSError as error:
+            if candidate.required:
+                variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
+                raise UsageError(f"{variable}={candidate.path}: {error.strerror}") from None
+            continue
+        present.append(candidate)
+    return present
+
+
+def is_trusted_by_name(candidate: Candidate) -> bool:
+    """Whether a file is obeyed whosever it is: a variable names it, so the user says so. Root trusts root's files only.
+
+    What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp anybody may plant a
+    file above the working directory.
+    """
+    return candidate.required and os.geteuid() != 0
+
+
+def way_out(candidate: Candidate, error: UnsafePathError) -> str:
+    """What lets a user go on who has such a file in the way."""
+    variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
+    leave_out = f"to leave it out, set {variable}= (empty)"
+    if "owner" not in error.facts:
+        return leave_out
+    if os.geteuid() == 0:
+        return f"root reads root's own files only; {leave_out}"
+    return f"if you trust it: export {variable}={candidate.path}; {leave_out}"
+
+
+def _site(env: Mapping[str, str]) -> list[Candidate]:
+    if SITE_VARIABLE in env:
+        return _named(env[SITE_VARIABLE], Layer.SITE)
+    folders = (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
+    for folder in folders:
+        path = Path(folder, "hpc_elastic", "config.toml")
+        if folder.startswith("/") and os.path.exists(path):
+            return [Candidate(layer=Layer.SITE, path=path)]
+    absolute = [folder for folder in folders if folder.startswith("/")]
+    return [Candidate(layer=Layer.SITE, path=Path(absolute[0], "hpc_elastic", "config.toml"))] if absolute else []
+
+
+def _user(env: Mapping[str, str]) -> list[Candidate]:
+    if USER_VARIABLE in env:
+        return _named(env[USER_VARIABLE], Layer.USER)
+    folder = env.get("XDG_CONFIG_HOME", "")
+    if not folder.startswith("/"):
+        home = env.get("HOME", "")
+        if not home.startswith("/"):
+            return []
+        folder = home + "/.config"
+    return [Candidate(layer=Layer.USER, path=Path(folder, "hpc_elastic", "config.toml"))]
+
+
+def _project(env: Mapping[str, str], here: Path) -> list[Candidate]:
+    """From `here` to the folder with the repository, the home folder or the root, all included."""
+    if PROJECT_VARIABLE in env:
+        return _named(env[PROJECT_VARIABLE], Layer.PROJECT)
+    found = []
+    home = env.get("HOME")
+    for folder in (here, *here.parents):
+        found.append(Candidate(layer=Layer.PROJECT, path=folder / _OWN_NAME))
+        found.append(Candidate(layer=Layer.PROJECT, path=folder / _PYPROJECT, tables=_PYPROJECT_TABLES))
+        if os.path.exists(folder / ".git") or str(folder) == home:
+            break
+    return found
+
+
+def _named(text: str, layer: Layer) -> list[Candidate]:
+    if not text:
+        return []
+    path = Path(os.path.abspath(text))
+    tables = _PYPROJECT_TABLES if path.name == _PYPROJECT else _OWN_TABLE
+    return [Candidate(layer=layer, path=path, tables=tables, required=True)]
+
+
+PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
+_MAX_BYTES = 256 << 10
+_MAX_SEARCHED = 4 << 20
+"""Bytes of a pyproject.toml that may not mention us."""
+_MAX_PARTS, _MAX_BRACKETS = 16, 64
+"""Of a dotted key, and open at once. tomllib keeps each beginning of a key: 20 kB of dots took 400 MB (Python 3.11)."""
+_TOKEN = re.compile(
+    r"""#[^\n]*|(?P<part>\"{3}(?:[^"\\]|\\.|"(?!""))*(?:"{3,5}|\Z)|'{3}(?:[^']|'(?!''))*(?:'{3,5}|\Z)"""
+    r"""|"(?:[^"\\\n]|\\.)*(?:"|$|\Z)|'[^'\n]*(?:'|$|\Z)|[A-Za-z0-9_-]+)|[ \t]+|.""",
+    re.DOTALL | re.MULTILINE,
+)
+"""Each begins where the one before ends, and one without an end goes on to the line's or the file's: so the search for
+them takes no longer than the text."""
+_PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+_COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value of a file."""
+
+    texts: tuple[str, ...]
+    """As on the command line; empty: as if it was given nowhere."""
+    called: str
+    """``/etc/hpc.toml:3: nodes =``: how a message about the value names it."""
+    where: str
+    """``/etc/hpc.toml:3``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingsFile:
+    """What a file says, by `Option.dest`."""
+
+    path: Path
+    base: Mapping[str, Setting] = field(default_factory=dict)
+    profiles: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    default_profile: str | None = None
+
+
+def read_settings(
+    path: Path,
+    keys: Keys,
+    *,
+    tables: tuple[tuple[str, ...], ...] = ((),),
+    any_owner: bool = False,
+) -> SettingsFile | None:
+    """Read a file. It is opened once, and not parsed before its owner is known.
+
+    Args:
+        path: Of a TOML file.
+        keys: What may stand in it.
+        tables: Where in the file our keys are, by the path of the table: the first that is there.
+        any_owner: As `TrustedFile` takes it.
+
+    Returns:
+        None where the file has no such table.
+
+    Raises:
+        UnsafePathError: it is not trusted, no regular file, or can't be read.
+        UsageError: it is no TOML, or says something that can't be right; with file and line.
+        FileNotFoundError: there is none.
+    """
+    data = _read(path, tables, any_owner=any_owner)
+    if data is None:
+        return None
+    value = _parse(path, data)
+    for table in tables:
+        found: Any = value
+        for name in table:
+            found = found.get(name) if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return _Reader(path, data.decode("utf-8"), keys, table).read(found)
+        if found is not None:
+            raise UsageError(f"{path}: {'.'.join(table)} is no table; write [{'.'.join(table)}]")
+    return None
+
+
+def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -> bytes | None:
+    """The file, which is no larger than a person writes; None: it does not mention us, so need not be understood."""
+    try:
+        with TrustedFile(path, any_owner=any_owner) as file:
+            if () in tables:
+                file.check()
+            data = file.read(limit=_MAX_SEARCHED + 1)
+            is_searched = len(data) <= _MAX_SEARCHED
+            if is_searched and not any(not table or table[-1].encode() in data for table in tables):
+                return None
+            try:
+                file.check()
+            except UnsafePathError:
+                if not _has_table(data, tables):
+                    return None  # our name is that of a dependency, say
+                raise
+    except UnsafePathError as error:
+        owner = {"owner": error.owner} if "owner" in error.facts else {}
+        raise UnsafePathError(f"the configuration {error}, so it is not read", **owner) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(str(path)) from None
+    except OSError as error:
+        raise UnsafePathError(f"the configuration {path} can't be read: {error.strerror}") from None
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"the configuration {path} is larger than {_MAX_BYTES} bytes")
+    return data
+
+
+def _has_table(data: bytes, tables: tuple[tuple[str, ...], ...]) -> bool:
+    """Whether one of the tables is there, as far as can be said of a file that is not parsed."""
+    keys = _lines_of_keys(data[:_MAX_BYTES].decode("utf-8", "replace"))
+    return any(key[: len(table)] == table for key in keys for table in tables)
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    import sys
+
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        text = data.decode("utf-8")
+        _check_depth(path, text)
+        value: dict[str, Any] = tomllib.loads(text)
+        return value
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}:{line}: no UTF-8, so no TOML") from None
+    except tomllib.TOMLDecodeError as error:
+        found = re.search(r" \(at line (\d+), column \d+\)", str(error))
+        where = f"{path}:{found[1]}" if found else str(path)
+        why = str(error)[: found.start()] if found else str(error)
+        raise UsageError(f"{where}: no TOML: {why}; strings stand in quotes") from None
+    except RecursionError:
+        raise UsageError(f"{path}: nested too deeply") from None
+
+
+def _check_depth(path: Path, text: str) -> None:
+    """Refuse what would take much memory to parse.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    parts = brackets = 0
+    after_dot = False
+    for token in _TOKEN.finditer(text):
+        word = token[0]
+        if token["part"] is not None:
+            parts, after_dot = (parts + 1 if after_dot else 1), False
+        elif word == "." and parts:
+            after_dot = True
+        elif not word.isspace() or word == "\n":
+            parts, after_dot = 0, False
+            brackets += (word in "[{") - (word in "]}")
+        if parts > _MAX_PARTS or brackets > _MAX_BRACKETS:
+            line = text.count("\n", 0, token.start()) + 1
+            what = f"a key has more than {_MAX_PARTS} parts" if parts > _MAX_PARTS else "[ and { in each other"
+            raise UsageError(f"{path}:{line}: nested too deeply: {what}")
+
+
+class _Reader:
+    def __init__(self, path: Path, text: str, keys: Keys, table: tuple[str, ...]) -> None:
+        self._path, self._keys, self._table = path, keys, table
+        self._lines = _lines_of_keys(text)
+
+    def read(self, value: Mapping[str, Any]) -> SettingsFile:
+        default = None
+        base: dict[str, Any] = {}
+        profiles: dict[str, Mapping[str, Setting]] = {}
+        for name, item in value.items():
+            plain = name.replace("_", "-")
+            if plain == DEFAULT_PROFILE:
+                if not (isinstance(item, str) and item):
+                    raise UsageError(f"{self._at((), name)}: {name} = {item}: give a profile's name")
+                default = item
+            elif plain == PROFILES:
+                profiles = self._profiles(name, item)
+            else:
+                base[name] = item
+        return SettingsFile(path=self._path, base=self._settings((), base), profiles=profiles, default_profile=default)
+
+    def _profiles(self, key: str, value: object) -> dict[str, Mapping[str, Setting]]:
+        where = self._at((), key)
+        if not isinstance(value, dict):
+            raise UsageError(f"{where}: {key} is no table; write [{'.'.join((*self._table, key))}.NAME]")
+        for name, item in value.items():
+            if not _PROFILE_NAME.match(name) or not isinstance(item, dict):
+                wrong = "its name has letters, digits, '.', '_' and '-'" if isinstance(item, dict) else "it is no table"
+                raise UsageError(f"{self._at((key,), name)}: {key}.{name}: {wrong}; write [{key}.NAME]")
+        return {name: self._settings((key, name), item) for name, item in value.items()}
+
+    def _settings(self, inner: tuple[str, ...], values: Mapping[str, Any]) -> dict[str, Setting]:
+        found: dict[str, Setting] = {}
+        for name, value in values.items():
+            where = self._at(inner, name)
+            option = self._keys.find(name)
+            if option is None:
+                others = () if inner else (PROFILES, DEFAULT_PROFILE)
+                nearest = self._keys.nearest(name, others)
+                hint = f"did you mean {nearest}?" if nearest else "hpc-elastic config --all lists them"
+                raise UsageError(f"{where}: unknown key {name}; {hint}")
+            if not option.in_files:
+                raise UsageError(f"{where}: {name} {_COMMAND_LINE_ONLY}")
+            if option.dest in found:
+                raise UsageError(f"{where}: {name} is {key_of(option)} once more; give one of them")
+            texts = texts_of(option, value, called=f"{where}: {name}")
+            found[option.dest] = Setting(texts=texts, called=f"{where}: {name} =", where=where)
+        return found
+
+    def _at(self, inner: tuple[str, ...], name: str) -> str:
+        line = self._lines.get((*self._table, *inner, name))
+        return f"{self._path}:{line}" if line else str(self._path)
+
+
+_HEADER = re.compile(r"\s*\[([^\[\]]+)\]\s*(#.*)?$")
+_KEY = re.compile(r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*=""")
+_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
+
+
+def _lines_of_keys(text: str) -> dict[tuple[str, ...], int]:
+    """Where each key stands: tomllib does not say. What is inside of a multi-line string may hide one, no more."""
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines(), 1):
+        header = _HEADER.match(line)
+        if header:
+            table = _parts(header[1])
+            for end in range(1, len(table) + 1):
+                lines.setdefault(table[:end], number)
+            continue
+        key = _KEY.match(line)
+        if key:
+            lines.setdefault((*table, *_parts(key[1])), number)
+    return lines
+
+
+def _parts(dotted: str) -> tuple[str, ...]:
+    return tuple(part[1] or part[2] or part[3] for part in _PART.finditer(dotted))

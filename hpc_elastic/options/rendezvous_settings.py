@@ -1,0 +1,188 @@
+"""Whether a round that goes well is ended so that nodes that wait come in: pure.
+
+The numbers of a rendezvous, the same on every node of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.light_dataclasses import dataclass, field_names, replace
+
+SETTLE_SECONDS = 2.5
+"""From the word that one node's checkpoint is complete until the others', which still write theirs, must have said so:
+an agent looks at its workers once a second."""
+
+
+class GrowPolicy(str, Enum):
+    """``--grow``: when a node that waits is taken into a healthy round that is smaller than MAX."""
+
+    CHECKPOINT = "checkpoint"
+    """After the next checkpoint that the script reports; at once where it has reported none for some minutes."""
+    NOW = "now"
+    NEVER = "never"
+    """Only where a new round begins for another reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrowthFacts:
+    """What the coordinator of a final round knows. Times in seconds, on its own monotonic clock."""
+
+    newcomers: int
+    """Nodes that wait, without those that were submitted as spares."""
+    spares: int
+    """Nodes that wait and were submitted as spares."""
+    free: int
+    """Places up to MAX."""
+    vacant: int
+    """Of them, those of lost members that nobody has taken since."""
+    since_final: float
+    """How long the round has run."""
+    since_waiting: float
+    """For how long nodes have waited."""
+    since_saved: float
+    """Since a checkpoint was completed in this round, on any node; infinite where none was."""
+    is_saving: bool
+    """Whether a node is still writing its part of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """What is decided about nodes that wait."""
+
+    takes_in: bool
+    why: str
+    """Follows their names."""
+
+
+def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, answer: float) -> Growth:
+    """Whether a new round is begun so that nodes that wait come in.
+
+    One that replaces a lost node comes in at once; spares come in for no other reason.
+
+    Args:
+        facts: What is known.
+        policy: ``--grow``.
+        patience: After so long without a checkpoint, CHECKPOINT waits for none any more.
+        answer: How long it may take until the members, asked by the record that says that nodes wait, have told of the
+            checkpoints that they completed before.
+    """
+    several = facts.newcomers + facts.spares > 1
+    waits, as_a_spare = ("wait", "wait as spares") if several else ("waits", "waits as a spare")
+    if facts.newcomers + facts.spares == 0 or facts.free <= 0:
+        return Growth(takes_in=False, why=as_a_spare)
+    if facts.vacant > 0:
+        return Growth(takes_in=True, why=f"came for {'lost nodes' if several else 'a lost node'}")
+    if facts.newcomers == 0:
+        return Growth(takes_in=False, why=as_a_spare)
+    if policy is GrowPolicy.NOW:
+        return Growth(takes_in=True, why="came")
+    if policy is GrowPolicy.NEVER:
+        return Growth(takes_in=False, why=f"{waits} for a new round to begin (--grow never)")
+    idle = min(facts.since_saved, facts.since_final)
+    if idle >= patience and facts.since_waiting >= answer:
+        return Growth(takes_in=True, why=f"came, and no checkpoint was reported for {idle:.0f} s")
+    is_fresh = SETTLE_SECONDS <= facts.since_saved < facts.since_waiting
+    if is_fresh and not facts.is_saving:
+        return Growth(takes_in=True, why="came, and a checkpoint is complete")
+    return Growth(takes_in=False, why=f"{waits} for the next checkpoint (--grow checkpoint)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RendezvousSettings:
+    """Seconds, unless it says otherwise."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    expected_nodes: int = 1
+    """How many agents were launched: nobody waits for a node that does not exist."""
+    segment: int = 1
+    """Nodes of which only all are any use (``--segment``): neighbours in Slurm's order; `min_nodes` and `max_nodes` are
+    multiples of it."""
+    timeout: float = 600.0
+    """From the start of waiting to a final round."""
+    last_call_timeout: float = 30.0
+    """With MIN nodes here: how long nodes that were launched, and never seen, are still waited for."""
+    grow: GrowPolicy = GrowPolicy.NOW
+    """When a healthy round that is smaller than MAX is ended to take a node in that waits."""
+    grow_patience: float = 300.0
+    """After so long without a checkpoint that the script reports, CHECKPOINT waits for none."""
+    give_up: bool = True
+    """Whether the run is closed for all where too few nodes are left; off: each one waits out its own timeout."""
+    heartbeat_interval: float = 4.0
+    heartbeat_ttl: float = 20.0
+    """Without a change for so long, a node counts as lost. Above three times what the filesystem takes to show one."""
+    poll_interval: float = 1.0
+    """The fallback's, where no ring comes through."""
+    operations_per_second: float = 150.0
+    """What all nodes together may ask of the file server while workers run: `poll_intervals` derives longer intervals
+    from it where there are many nodes. At 8192 nodes three times as much."""
+    doorbell: bool = True
+    """Off: the files alone, slower."""
+    member_filter: bool = True
+    """Whether the workers' TCPStore serves the addresses of the round's nodes alone."""
+    beat_interval: float = 1.0
+    """Between two datagrams that say "alive"."""
+    beat_silence: float = 3.0
+    """After so long without one, a node that was heard before is asked through the files whether it lives."""
+    suspect_answer: float = 4.0
+    """How long it may take to rewrite its heartbeat then. Above what the filesystem takes to show a change."""
+
+    @property
+    def silence_until_lost(self) -> float:
+        """Seconds without a sign of life after which the others may go on without a node, at the earliest."""
+        if not self.doorbell:
+            return self.heartbeat_ttl
+        return min(self.heartbeat_ttl, self.beat_silence + self.suspect_answer)
+
+
+def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> RendezvousSettings:
+    """Apply ``--rdzv-conf key=value,…``.
+
+    Raises:
+        UsageError: an unknown key, or a value that is no number; it is named.
+    """
+    allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
+    allowed |= {
+        "beat_interval",
+        "beat_silence",
+        "suspect_answer",
+        "operations_per_second",
+        "grow_patience",
+        "member_filter",
+    }
+    known = set(field_names(RendezvousSettings)) & allowed
+    changes: dict[str, float | bool] = {}
+    for key, text in conf.items():
+        if key not in known:
+            raise UsageError(f"--rdzv-conf: unknown key {key!r}; it knows {', '.join(sorted(known))}")
+        if key in ("doorbell", "member_filter"):
+            if text.lower() not in ("on", "off", "true", "false", "1", "0"):
+                raise UsageError(f"--rdzv-conf {key}={text}: give on or off")
+            changes[key] = text.lower() in ("on", "true", "1")
+            continue
+        try:
+            number = float(text)
+        except ValueError:
+            raise UsageError(f"--rdzv-conf {key}={text}: not a number of seconds") from None
+        if not 0 < number < 1e7:
+            raise UsageError(f"--rdzv-conf {key}={text}: give a positive number of seconds")
+        changes[key] = number
+    changed = replace(base, **changes)  # type: ignore[arg-type]
+    if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:
+        changed = replace(changed, heartbeat_interval=changed.heartbeat_ttl / 5)
+    if "suspect_answer" not in changes:  # who is asked has to look first
+        changed = replace(changed, suspect_answer=max(changed.suspect_answer, 4 * changed.poll_interval))
+    if "beat_silence" not in changes:
+        changed = replace(changed, beat_silence=max(changed.beat_silence, 3 * changed.beat_interval))
+    for longer, shorter in (
+        ("heartbeat_ttl", "heartbeat_interval"),
+        ("suspect_answer", "poll_interval"),
+        ("beat_silence", "beat_interval"),
+    ):
+        least, given = 2 * getattr(changed, shorter), getattr(changed, longer)
+        if given < least:
+            raise UsageError(f"--rdzv-conf {longer}={given:g} must be at least twice {shorter}={least / 2:g}")
+    return changed

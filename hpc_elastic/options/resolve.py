@@ -1,0 +1,348 @@
+"""Puts the layers together: for each option the value that wins, and where it came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.options import config_files
+from hpc_elastic.options.config_files import FILE_LAYERS, Candidate, Layer, Setting, SettingsFile, read_settings
+from hpc_elastic.options.table import (
+    VARIABLE_PREFIX,
+    Keys,
+    Option,
+    Parsed,
+    key_of,
+    texts_of,
+    texts_of_variable,
+    variable_of,
+)
+
+NOT_SETTINGS = frozenset(
+    VARIABLE_PREFIX + name
+    for name in (
+        *("RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND", "HEALTH_TOKEN"),
+        *(
+            "TORCH",
+            "REQUIRE_SLURM",
+            "REQUIRE_FRAMEWORKS",
+            "SLURM_FS",
+            "BENCH",
+            "PROFILE",
+            "SITE_CONFIG",
+            "USER_CONFIG",
+            "PROJECT_CONFIG",
+            "TRUST_COPIES",
+        ),
+    )
+)
+"""Variables of ours that are no option's: docs/reference/environment.md lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where a value came from."""
+
+    layer: Layer
+    where: str
+    """``--nodes``, ``PET_NNODES``, ``/etc/hpc.toml:3``."""
+    profile: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFile:
+    """A file that was looked at."""
+
+    layer: Layer
+    path: Path
+    state: str
+    """``read``, ``not there``, or why it does not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """All layers in one."""
+
+    parsed: Parsed
+    """As if all had stood on the command line; `Parsed.sources` names the true ones."""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """By `Option.dest`: of each that some layer above the defaults gives."""
+    files: tuple[LayerFile, ...] = ()
+    profile: str | None = None
+
+
+@dataclass(slots=True)
+class _Values:
+    values: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+
+    def put(self, option: Option, texts: tuple[str, ...], *, called: str, origin: Origin) -> None:
+        """A layer gives an option its value; with no text, it takes away what lower ones gave."""
+        for name in option.names:
+            self.named.pop(name, None)
+        self.origins[option.dest] = origin
+        if not texts:
+            self.values.pop(option.dest, None)
+            self.sources.pop(option.dest, None)
+            return
+        self.values[option.dest] = texts
+        self.sources[option.dest] = called
+        if not called.startswith("-"):
+            self.named.update(dict.fromkeys(option.names, called))
+
+
+def resolve(
+    given: Parsed,
+    options: Sequence[Option],
+    *,
+    env: Mapping[str, str],
+    here: Path,
+    left_out: Sequence[str] = (),
+    yields: Mapping[str, Sequence[str]] | None = None,
+) -> Resolved:
+    """Fill in what `given` does not say.
+
+    Args:
+        given: The command line, read without variables; or a program's arguments (`arguments`).
+        options: The whole table: what a file may hold, even where this subcommand does not take it.
+        env: Variables of ours and torchrun's; where the files are.
+        here: The working directory: where the project's file is looked for.
+        left_out: Options (`Option.dest`) that this subcommand does not take: what files say of them is only checked.
+        yields: `Option.dest` → variables of another program's that win over what files say of it.
+
+    Raises:
+        UsageError: an unknown key, variable or profile; a file that can't be read.
+    """
+    keys = Keys(options)
+    found = config_files.candidates(env, here)
+    read, files = _read_files(found, keys)
+    profile, asked_by = _profile(given, read, env)
+    values = _Values()
+    for layer, file in read:
+        _put_settings(values, keys, file.base, layer, file.path.parent, env, profile=None)
+    if profile is not None:
+        _check_profile(profile, asked_by, read)
+        for layer, file in read:
+            _put_settings(values, keys, file.profiles.get(profile, {}), layer, file.path.parent, env, profile=profile)
+    _put_environment(values, keys, env, yields or {})
+    for option in keys.options():
+        if option.dest in given.values:
+            source = given.sources[option.dest]
+            origin = Origin(layer=Layer.COMMAND_LINE, where=source)
+            values.put(option, tuple(given.values[option.dest]), called=source, origin=origin)
+    for dest in left_out:
+        values.values.pop(dest, None)
+        values.sources.pop(dest, None)
+    parsed = replace(
+        given,
+        values=values.values,
+        sources=values.sources,
+        named=values.named,
+        executed=tuple(_executed(values, keys)),
+    )
+    return Resolved(parsed=parsed, origins=values.origins, files=tuple(files), profile=profile)
+
+
+def arguments(
+    given: Mapping[str, object], options: Sequence[Option], *, command: Sequence[str] = (), prefix: str = ""
+) -> Parsed:
+    """A Python program's keyword arguments as the top layer, to be given to `resolve`.
+
+    Args:
+        given: By the options' names with ``_``: ``max_restarts=3``, ``sbatch_arg=["--licenses=m"]``. None: not given.
+        options: The table.
+        command: The script and its arguments, where there is one.
+        prefix: What the user wrote before each name, for messages: ``elastic_``.
+
+    Raises:
+        UsageError: an unknown name, with the nearest one; a value of another type than the option takes.
+    """
+    keys = Keys(options)
+    values: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, str] = {}
+    for name, value in given.items():
+        option = keys.find(name)
+        if option is None:
+            nearest = keys.nearest(name)
+            hint = f"; did you mean {prefix}{nearest.replace('-', '_')}?" if nearest else ""
+            raise UsageError(f"unknown parameter {prefix}{name}{hint}")
+        if value is None:
+            continue
+        texts = texts_of(option, value, called=f"{prefix}{name}")
+        if texts:
+            values[option.dest] = texts
+            sources[option.dest] = f"{prefix}{name} ="
+    return Parsed(values=values, sources=sources, command=tuple(command))
+
+
+def configured_runs_dir(env: Mapping[str, str], here: Path) -> str | None:
+    """Where the layers say that runs are, for subcommands that take no other option; None: nowhere.
+
+    Raises:
+        UsageError: as `resolve`.
+    """
+    for name in (f"{VARIABLE_PREFIX}RUNS_DIR", "PET_LOG_DIR"):
+        if env.get(name):
+            return env[name]
+    if not config_files.there(config_files.candidates(env, here)):
+        return None  # and the tables of options need not be imported
+    from hpc_elastic.options.all_options import ALL_OPTIONS
+
+    nothing = Parsed(values={}, sources={}, command=())
+    return resolve(nothing, ALL_OPTIONS, env=env, here=here).parsed.get("runs_dir")
+
+
+def _read_files(found: list[Candidate], keys: Keys) -> tuple[list[tuple[Layer, SettingsFile]], list[LayerFile]]:
+    read: list[tuple[Layer, SettingsFile]] = []
+    files: list[LayerFile] = []
+    present = config_files.there(found)
+    has_project: Path | None = None
+    for candidate in found:
+        state = "not there"
+        if candidate in present and candidate.layer is Layer.PROJECT and has_project is not None:
+            state = f"not read, {has_project} comes first"
+        elif candidate in present:
+            try:
+                any_owner = config_files.is_trusted_by_name(candidate)
+                settings = read_settings(candidate.path, keys, tables=candidate.tables, any_owner=any_owner)
+                state = "no [tool.hpc-elastic] in it"
+            except FileNotFoundError:
+                settings = None  # it was removed just now
+            except UnsafePathError as error:
+                raise UsageError(f"{error}; {config_files.way_out(candidate, error)}") from None
+            if settings is not None:
+                read.append((candidate.layer, settings))
+                state = "read"
+                if candidate.layer is Layer.PROJECT:
+                    has_project = candidate.path
+        files.append(LayerFile(layer=candidate.layer, path=candidate.path, state=state))
+    return read, files
+
+
+def _executed(values: _Values, keys: Keys) -> Iterator[str]:
+    for option in keys.options():
+        origin, texts = values.origins.get(option.dest), values.values.get(option.dest)
+        if option.executes and texts and origin is not None and origin.layer in FILE_LAYERS:
+            shown = "true" if option.metavar is None else " ".join(texts)
+            profile = f" [profile.{origin.profile}]" if origin.profile else ""
+            yield f"{origin.where}{profile}: {key_of(option)} = {shown}"
+
+
+def _profile(
+    given: Parsed, read: Sequence[tuple[Layer, SettingsFile]], env: Mapping[str, str]
+) -> tuple[str | None, str]:
+    """The profile that is asked for, and by what."""
+    asked = given.get("profile")
+    if asked is not None:
+        return asked, given.source("profile", "--profile")
+    if env.get(config_files.PROFILE_VARIABLE):
+        return env[config_files.PROFILE_VARIABLE], config_files.PROFILE_VARIABLE
+    for _, file in reversed(read):
+        if file.default_profile is not None:
+            return file.default_profile, f"default-profile in {file.path}"
+    return None, ""
+
+
+def _check_profile(profile: str, asked_by: str, read: Sequence[tuple[Layer, SettingsFile]]) -> None:
+    names = sorted({name for _, file in read for name in file.profiles})
+    if profile in names:
+        return
+    from difflib import get_close_matches
+
+    matches = get_close_matches(profile, names, n=1)
+    known = f"there are {', '.join(names)}" if names else "no configuration file has one"
+    hint = f"did you mean {matches[0]}?" if matches else known
+    raise UsageError(f"{asked_by} {profile}: no file has a [profile.{profile}]; {hint}")
+
+
+def _put_settings(
+    values: _Values,
+    keys: Keys,
+    settings: Mapping[str, Setting],
+    layer: Layer,
+    folder: Path,
+    env: Mapping[str, str],
+    *,
+    profile: str | None,
+) -> None:
+    for option in keys.options():
+        setting = settings.get(option.dest)
+        if setting is None:
+            continue
+        texts = setting.texts
+        if option.path and texts:
+            base = folder if layer is Layer.PROJECT else None
+            texts = (_expanded(texts[0], env, called=setting.called, base=base, bare=option.dest == "python"),)
+        origin = Origin(layer=layer, where=setting.where, profile=profile)
+        values.put(option, texts, called=setting.called, origin=origin)
+
+
+def _put_environment(values: _Values, keys: Keys, env: Mapping[str, str], yields: Mapping[str, Sequence[str]]) -> None:
+    known = {variable_of(option): option for option in keys.options() if option.in_files}
+    for dest, variables in yields.items():
+        for name in variables:
+            if name in env:  # even empty: SBATCH_NO_REQUEUE means something by being there
+                for option in keys.options():
+                    if option.dest == dest:
+                        where = f"{name}, which sbatch reads"
+                        values.put(option, (), called=name, origin=Origin(layer=Layer.ENVIRONMENT, where=where))
+    for option in keys.options():
+        if option.env and env.get(option.env):
+            _put_variable(values, option, option.env, (env[option.env],))
+    for name, option in known.items():
+        if env.get(name):
+            _put_variable(values, option, name, texts_of_variable(option, env[name], called=name))
+    for name in env:
+        if name.startswith(VARIABLE_PREFIX) and name not in known and name not in NOT_SETTINGS:
+            _refuse_if_near(name, known)
+
+
+def _put_variable(values: _Values, option: Option, name: str, texts: tuple[str, ...]) -> None:
+    values.put(option, texts, called=name, origin=Origin(layer=Layer.ENVIRONMENT, where=name))
+
+
+def _refuse_if_near(name: str, known: Mapping[str, Option]) -> None:
+    """A variable that is nearly one of ours was meant to be one; others may be anybody's."""
+    from difflib import get_close_matches
+
+    plain = [variable.removeprefix(VARIABLE_PREFIX) for variable in known]
+    matches = get_close_matches(name.removeprefix(VARIABLE_PREFIX), plain, n=1, cutoff=0.75)
+    if matches:
+        meant = VARIABLE_PREFIX + matches[0]
+        raise UsageError(f"unknown variable {name}; did you mean {meant}? (unset it if it is not for us)")
+
+
+def _expanded(text: str, env: Mapping[str, str], *, called: str, base: Path | None, bare: bool) -> str:
+    """``~`` and variables in a path of a file's; of the project's, relative to that file.
+
+    Args:
+        text: The path.
+        env: The variables.
+        called: For the message.
+        base: What a relative path is relative to; None: the working directory, as on the command line.
+        bare: A name without ``/`` is a command's, which is looked for on PATH.
+
+    Raises:
+        UsageError: a variable that is not set, without which the path would be another one.
+    """
+    import re
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if not env.get(name):
+            raise UsageError(f"{called} {text}: the variable {name} is not set")
+        return env[name]
+
+    if text == "~" or text.startswith("~/"):
+        if not env.get("HOME"):
+            raise UsageError(f"{called} {text}: the variable HOME is not set")
+        text = env["HOME"] + text[1:]
+    path = re.sub(r"\$(?:\{(\w+)\}|(\w+))", value, text)
+    if base is None or (bare and "/" not in path):
+        return path
+    return os.path.normpath(base / path)

@@ -1,0 +1,309 @@
+"""``--het``: further components of a het job, whose nodes are in the same run.
+
+From options to a `RunSpec`: what `submit`, `run` and Python programs have in common.
+
+From options to what Slurm is to be asked for: what the command line and the executor have in common.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.sbatch import (
+    SbatchOptions,
+    component_arguments,
+    notice_grace,
+    parse_array,
+    parse_nodes,
+    sbatch_arguments,
+    sbatch_line,
+)
+from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.options.template import read_template
+from hpc_elastic.run.index import DEFAULT_RUNS_DIR
+from hpc_elastic.run.node_score import Scope, parse_bad_nodes
+from hpc_elastic.run.paths import attempt_number, task_index
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
+
+_OF_A_COMPONENT = (
+    *("nodes", "partition", "account", "qos", "time", "cpus_per_task", "constraint", "exclude", "nodelist"),
+    *("gres", "gpus_per_node", "mem", "reservation", "exclusive", "sbatch_args"),
+)
+_OF_THE_JOB = ("account", "qos", "time", "reservation")
+"""Given once, they hold for every component that says nothing else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One further component."""
+
+    nodes: tuple[int, int]
+    arguments: tuple[str, ...]
+    """sbatch's."""
+
+
+def het_components(parsed: Parsed) -> tuple[Component, ...]:
+    """Each ``--het``'s.
+
+    Raises:
+        UsageError: one holds what no component can have.
+    """
+    options = tuple(option for option in job_options.sbatchs_own() if option.dest in _OF_A_COMPONENT)
+    found = []
+    for text in parsed.all("het"):
+        try:
+            own = parse(shlex.split(text), options, refused={}, env={})
+        except (UsageError, ValueError) as error:
+            raise UsageError(f"--het '{text}': {error}") from None
+        if own.command or own.help:
+            raise UsageError(
+                f"--het '{text}': {' '.join(own.command) or '--help'}: give options of sbatch's, as in '-N 2 -p gpu'"
+            )
+        nodes = parse_nodes(own.get("nodes") or "1", option=f"--het '{text}': --nodes")
+        values: dict[str, Any] = {dest: own.get(dest) or parsed.get(dest) for dest in _OF_THE_JOB}
+        values |= {dest: own.get(dest) for dest in _OF_A_COMPONENT if dest not in (*_OF_THE_JOB, "sbatch_args")}
+        component = SbatchOptions(
+            **{**values, "nodes": job_options.allocated_nodes(nodes, 0)},
+            requeue=job_options.wants_requeue(parsed),
+            extra=own.all("sbatch_args"),
+        )
+        found.append(Component(nodes=nodes, arguments=tuple(component_arguments(component))))
+    if found and parsed.get("array") is not None:
+        raise UsageError("--het with --array: Slurm has no arrays of het jobs")
+    return tuple(found)
+
+
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
+_CLUSTERS = ("auto", "slurm", "local")
+_MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
+_MAX_GRACE = 65535  # sbatch's own limit for --signal
+
+
+def asked_cluster(parsed: Parsed) -> str:
+    """``auto``, ``slurm`` or ``local``."""
+    cluster = parsed.get("cluster") or "auto"
+    if cluster not in _CLUSTERS:
+        raise UsageError(f"--cluster {cluster}: give one of {', '.join(_CLUSTERS)}")
+    return cluster
+
+
+def cluster_here(asked: str, env: Mapping[str, str]) -> str:
+    """``slurm`` or ``local`` for ``auto``, by whether there is an sbatch; anything else is what was asked for."""
+    if asked != "auto":
+        return asked
+    return "slurm" if shutil.which("sbatch", path=env.get("PATH")) else "local"
+
+
+def current_directory(env: Mapping[str, str]) -> Path:
+    """This process' own: absolute, by the name that the shell uses, which is the one that all nodes know.
+
+    (A home may be mounted at another path on each host, with one symbolic link for people.)
+    """
+    here = env.get("PWD", "")
+    try:
+        if not here.startswith("/") or not os.path.samefile(here, "."):
+            here = os.getcwd()
+    except OSError:
+        here = os.getcwd()
+    return Path(here)
+
+
+def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
+    """Where the workers run: absolute, by the name that all nodes know."""
+    chosen = parsed.get("chdir")
+    path = Path(os.path.normpath(current_directory(env) / (chosen or "")))
+    if not path.is_dir():
+        raise UsageError(f"--chdir {chosen}: no such folder")
+    return path
+
+
+def runs_directory(parsed: Parsed, cwd: Path) -> Path:
+    """Where run directories are made: absolute."""
+    return Path(os.path.normpath(cwd / (parsed.get("runs_dir") or DEFAULT_RUNS_DIR)))
+
+
+def build_spec(
+    parsed: Parsed, *, cluster: str, nodes: tuple[int, int], cwd: Path, env: Mapping[str, str], grace: int
+) -> RunSpec:
+    """What run.json will hold.
+
+    Args:
+        parsed: The command line.
+        cluster: ``slurm`` or ``local``.
+        nodes: The least and the most.
+        cwd: From `working_directory`.
+        env: For sbatch's own variables.
+        grace: From `notice_seconds`, or what is left of it in a short job.
+
+    Raises:
+        UsageError: a value that can't be right, no script …
+    """
+    entry = worker_options.entrypoint(parsed, cwd=cwd, interpreter=sys.executable)
+    name = job_name(parsed, entry, env)
+    spares, workers = job_options.spare_nodes(parsed), worker_options.worker_fields(parsed)
+    if cluster == "local":
+        _check_fits_here(parsed, nodes[1] + spares, workers.get("nproc_per_node", ""))
+    return RunSpec(
+        run_id=_run_id(parsed) or new_run_id(name),
+        uid=secrets.token_hex(16),
+        name=name,
+        created_ns=time.time_ns(),
+        entrypoint=entry,
+        cwd=str(cwd),
+        cluster=cluster,
+        min_nodes=nodes[0],
+        max_nodes=nodes[1],
+        spares=spares,
+        segment=job_options.segment_nodes(parsed, nodes),
+        requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_disables_requeue(parsed, env)),
+        requeue_with=job_options.requeue_choice(parsed).value,
+        bad_nodes=_bad_nodes(parsed),
+        signal_grace=grace,
+        sbatch_args=parsed.all("sbatch_args"),
+        srun_args=parsed.all("srun_args"),
+        **workers,
+    )
+
+
+def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
+    """A figure with a digit too many would fork until the machine stands still, and whoever else works on it."""
+    if nodes > _MOST_LOCAL_NODES:
+        option = "spares" if nodes - job_options.spare_nodes(parsed) <= _MOST_LOCAL_NODES else "nodes"
+        raise UsageError(
+            f"{parsed.source(option, '')} {parsed.get(option)}: {nodes} nodes on this one machine; "
+            f"it takes at most {_MOST_LOCAL_NODES} (for more: Slurm, with hpc-elastic submit)"
+        )
+    if nproc.isdigit() and nodes * int(nproc) > _MOST_LOCAL_WORKERS:
+        raise UsageError(
+            f"{parsed.source('nproc_per_node', '')} {nproc}: {nodes * int(nproc)} workers on this one machine; "
+            f"it takes at most {_MOST_LOCAL_WORKERS} (for more: Slurm, with hpc-elastic submit)"
+        )
+
+
+def check_values(parsed: Parsed) -> None:
+    """Everything that can be told of the options without a script.
+
+    Raises:
+        UsageError: a value that can't be right.
+    """
+    nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
+    asked_cluster(parsed)
+    job_options.segment_nodes(parsed, nodes)
+    worker_options.worker_fields(parsed)
+    options = job_options.sbatch_options(
+        parsed, nodes=nodes, job_name=parsed.get("job_name") or "run", grace=notice_seconds(parsed)
+    )
+    for argument in sbatch_arguments(options):
+        sbatch_line(argument)
+
+
+def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:
+    """``--job-name``, sbatch's variable for it, or what is run."""
+    given = parsed.get("job_name") or env.get("SBATCH_JOB_NAME")
+    if given:
+        return given
+    if entry.kind is EntryKind.MODULE:
+        return entry.target.rpartition(".")[2] or entry.target
+    name = os.path.basename(entry.target)
+    return name.removesuffix(".py") or name or "run"
+
+
+def notice_seconds(parsed: Parsed) -> int:
+    """``--grace``."""
+    text = parsed.get("grace")
+    if text is None:
+        return 120
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_GRACE):
+        raise UsageError(f"--grace {text}: give whole seconds from 1 to {_MAX_GRACE}")
+    return int(text)
+
+
+def _bad_nodes(parsed: Parsed) -> str:
+    text = parsed.get("bad_nodes") or Scope.RUN.value
+    parse_bad_nodes(text, option=parsed.source("bad_nodes", "--bad-nodes"))
+    return text
+
+
+def _site_disables_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:
+    return parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
+
+
+def _run_id(parsed: Parsed) -> str | None:
+    given = parsed.get("run_id")
+    if given is not None and not _RUN_ID.match(given):
+        raise UsageError(
+            f"{parsed.source('run_id', '--run-id')} {given}: a run id has at most 100 letters, digits, '.', '_' "
+            "and '-', a letter or digit first"
+        )
+    if given is not None and (task_index(given) is not None or attempt_number(given) is not None):
+        raise UsageError(f"{parsed.source('run_id', '--run-id')} {given}: folders in a run directory are called so")
+    return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlurmJob:
+    """A job that is to be: the run, and sbatch's options for it."""
+
+    spec: RunSpec
+    options: SbatchOptions
+    tasks: tuple[int, ...] = ()
+    """Of an array."""
+    template: str | None = None
+    """The text of the user's own batch script, in place of ours."""
+    asked_nodes: str = "--nodes 1"
+    """As the user gave them, for messages."""
+    shared: bool = False
+    """The user says that all nodes see the run directory, whatever it looks like."""
+
+
+def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = None) -> SlurmJob:
+    """What the options ask for, checked.
+
+    Args:
+        parsed: The options, of all layers.
+        env: For sbatch's own variables.
+        array: The tasks, as for ``--array``, empty for none; None: as the options or sbatch's variable have it.
+
+    Raises:
+        UsageError: a value that can't be right, a template under which no run can work …
+    """
+    cwd = working_directory(parsed, env)
+    template, parsed = read_template(parsed, cwd, env)
+    asked = parsed.get("nodes") or "1"
+    nodes = parse_nodes(asked, option=parsed.source("nodes", "--nodes"))
+    components = het_components(parsed)
+    all_nodes = (nodes[0] + sum(part.nodes[0] for part in components), nodes[1] + sum(p.nodes[1] for p in components))
+    spec = build_spec(parsed, cluster="slurm", nodes=all_nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    if array is None:
+        array = parsed.get("array") or env.get("SBATCH_ARRAY_INX") or ""
+    tasks = parse_array(array, option=parsed.source("array", "SBATCH_ARRAY_INX")) if array else ()
+    options = job_options.sbatch_options(parsed, nodes=nodes, job_name=spec.name, grace=spec.signal_grace)
+    options = replace(
+        options,
+        requeue=spec.requeue,
+        array=array or None,
+        components=tuple(component.arguments for component in components),
+    )
+    if parsed.get("chdir") is not None:
+        options = replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
+    arguments = (*sbatch_arguments(options), *(word for part in options.components for word in ("hetjob", *part)))
+    return SlurmJob(
+        spec=replace(spec, array=array, signal_grace=notice_grace(options), sbatch_args=arguments),
+        options=options,
+        tasks=tasks,
+        template=template,
+        asked_nodes=f"{parsed.source('nodes', '--nodes')} {asked}",
+        shared=parsed.flag("allow_local_runs_dir"),
+    )

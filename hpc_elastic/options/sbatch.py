@@ -1,0 +1,315 @@
+"""How many nodes: ``4``, ``2-4`` as in sbatch, ``2:4`` as in torchrun.
+
+Slurm's time limits: ``30``, ``90:00``, ``2:00:00``, ``1-12``, ``1-12:30``, ``1-12:30:00``, ``UNLIMITED``.
+
+``--array``: which tasks a job array has.
+
+sbatch's options → its arguments and ``#SBATCH`` lines, checked. Pure.
+
+``#SBATCH`` lines are sbatch's own language: no shell expands them; blanks separate, ``#`` begins a comment, quotes and
+backslashes quote as in C (read in its parser, and tried: tests/integration hands nasty values to the real sbatch). A
+line break can't be written there at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from hpc_elastic.errors import UsageError
+
+MAX_NODES = 1 << 17
+_RANGE = re.compile(r"(\d{1,9})(?:[-:](\d{1,9}))?\Z", re.ASCII)
+
+
+def parse_nodes(text: str, *, option: str = "--nodes") -> tuple[int, int]:
+    """The least and the most nodes.
+
+    Raises:
+        UsageError: with one line that names the value and what would be right.
+    """
+    match = _RANGE.match(text)
+    if match is None:
+        raise UsageError(f"{option} {text}: not a number of nodes; give one as in 4, or a range as in 2-4 or 2:4")
+    least = int(match.group(1))
+    most = int(match.group(2) or least)
+    if least < 1 or most < 1:
+        raise UsageError(f"{option} {text}: a run needs at least 1 node")
+    if most < least:
+        raise UsageError(f"{option} {text}: the least is above the most; write {option} {most}-{least}")
+    if most > MAX_NODES:
+        raise UsageError(f"{option} {text}: at most {MAX_NODES} nodes")
+    return least, most
+
+
+_CLOCK = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?\Z", re.ASCII)
+_UNLIMITED = ("unlimited", "infinite", "-1", "partition_limit")
+# torchrun's --tee and --redirects: LOCAL_RANK:{0,1,2,3}, comma-separated.
+_TEE = re.compile(r"\d+:[0-3](?:,\d+:[0-3])*\Z|\d+:\d+,.*\Z", re.ASCII)
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Seconds; None where there is no limit.
+
+    Raises:
+        ValueError: not one of Slurm's forms.
+    """
+    if text.lower() in _UNLIMITED:
+        return None
+    match = _CLOCK.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a time")
+    days, first, second, third = (None if part is None else int(part) for part in match.groups())
+    assert first is not None
+    if days is not None:  # D-H, D-H:M, D-H:M:S
+        return ((days * 24 + first) * 60 + (second or 0)) * 60 + (third or 0)
+    if third is not None:  # H:M:S
+        return (first * 60 + (second or 0)) * 60 + third
+    return first * 60 + (second or 0)  # M, M:S
+
+
+def check_time_option(text: str, *, option: str = "-t") -> int | None:
+    """`parse_time_limit` of a user's ``-t``/``--time``.
+
+    Raises:
+        UsageError: it is no time, it is zero, or it looks like torchrun's ``-t`` (tee).
+    """
+    if _TEE.match(text):
+        raise UsageError(
+            f"{option} {text}: here {option} is the time limit, as in sbatch; torchrun's -t is --tee {text} "
+            "(for a time write the seconds with two digits, as in 10:00)"
+        )
+    try:
+        seconds = parse_time_limit(text)
+    except ValueError:
+        raise UsageError(
+            f"{option} {text}: not a time; give minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
+            "days-hours:minutes, days-hours:minutes:seconds or UNLIMITED"
+        ) from None
+    if seconds == 0:
+        raise UsageError(
+            f"{option} {text}: a time limit of zero; leave {option} out for the partition's own, or UNLIMITED"
+        )
+    return seconds
+
+
+MAX_TASKS = 1 << 17
+_LIMIT = re.compile(r"%\d{1,9}\Z", re.ASCII)
+_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?\Z", re.ASCII)
+
+
+def parse_array(text: str, *, option: str = "--array") -> tuple[int, ...]:
+    """``0-7%2``, ``1,3,5``, ``0-15:4`` → the tasks' numbers, ascending.
+
+    Raises:
+        UsageError: with one line that names the value and what would be right.
+    """
+    tasks: set[int] = set()
+    for part in _LIMIT.sub("", text).split(","):
+        match = _PART.match(part)
+        if match is None:
+            raise UsageError(f"{option} {text}: not a list of tasks; give one as in 0-7, 1,3,5 or 0-15:4%2")
+        first = int(match.group(1))
+        last = int(match.group(2) or first)
+        step = int(match.group(3) or 1)
+        if last < first or step < 1:
+            raise UsageError(f"{option} {text}: {part} has no task; the lower number comes first")
+        if len(tasks) + (last - first) // step >= MAX_TASKS:
+            raise UsageError(f"{option} {text}: more than {MAX_TASKS} tasks")
+        tasks.update(range(first, last + 1, step))
+    return tuple(sorted(tasks))
+
+
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+\Z")
+_MAX_VALUE = 4000  # bytes; sbatch copies an argument into a buffer of 8192
+_MIN_GRACE = 1
+COMMENT_MARK = "hpc-elastic "
+"""Begins the comment of a job that this program submitted; the run directory follows."""
+
+# Tasks belong to srun: with them, 20.11 and 22.05 give `-N3-4` 3 nodes with 4 idle, and after a requeue for ever what
+# was left. The others make sbatch do something else than submit this script.
+IMPOSSIBLE = {
+    "--ntasks": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "-n": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--ntasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--ntasks-per-gpu": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--tasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
+    "--gpus-per-task": "one agent per node has all its GPUs; use --gpus-per-node",
+    "--gpus": "use hpc-elastic submit --gpus, or --gpus-per-node",
+    "-G": "use hpc-elastic submit --gpus, or --gpus-per-node",
+    "--array": "use hpc-elastic submit --array, which gives each task a run directory of its own",
+    "-a": "use hpc-elastic submit --array, which gives each task a run directory of its own",
+    "--wrap": "the script is made here",
+    "--wait": "use hpc-elastic submit --wait, which follows requeues",
+    "-W": "use hpc-elastic submit --wait, which follows requeues",
+    "--test-only": "use --dry-run",
+    "--help": "see sbatch --help",
+    "--usage": "see sbatch --help",
+    "--version": "see sbatch --version",
+    "-V": "see sbatch --version",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SbatchOptions:
+    """sbatch's options, by sbatch's names; None or empty: not given."""
+
+    nodes: str | None = None
+    """``4``, ``2-4`` or ``2:4``."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time: str | None = None
+    job_name: str | None = None
+    constraint: str | None = None
+    cpus_per_task: str | None = None
+    exclude: str | None = None
+    nodelist: str | None = None
+    dependency: str | None = None
+    array: str | None = None
+    output: str | None = None
+    """A path with sbatch's %-patterns; `literal_path` for one without."""
+    error: str | None = None
+    gres: str | None = None
+    gpus_per_node: str | None = None
+    mem: str | None = None
+    exclusive: str | None = None
+    """Empty for plain ``--exclusive``, else ``user`` or ``mcs``; None: not given."""
+    reservation: str | None = None
+    signal: str | None = None
+    """The user's own, instead of `grace`'s."""
+    comment: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    export: str | None = None
+    begin: str | None = None
+    requeue: bool = True
+    grace: int = 120
+    """Seconds before the time limit at which USR2 is asked for. (Slurm may be up to 60 s early.)"""
+    extra: tuple[str, ...] = ()
+    """``--sbatch-arg``s: one option each, ``--licenses=matlab:2`` or ``-Lmatlab:2``."""
+    components: tuple[tuple[str, ...], ...] = ()
+    """The arguments of each further component of a het job, from `component_arguments`."""
+
+    def overruled_variables(self) -> tuple[str, ...]:
+        """The SBATCH_* variables that must not reach sbatch: they would win over our lines."""
+        names = ["SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"]
+        names += ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_SIGNAL", "SBATCH_WAIT"]
+        names.append("SBATCH_ARRAY_INX")  # an array that the run directory is not made for would have no tasks there
+        for name in _given(self):
+            names += sbatch_variables(name)
+        return tuple(dict.fromkeys(names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptLines:
+    """The user's own shell commands before and after the run."""
+
+    setup: tuple[str, ...] = ()
+    teardown: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.setup or self.teardown)
+
+
+_OTHER_VARIABLES = {
+    "time": ("SBATCH_TIMELIMIT",),
+    "array": ("SBATCH_ARRAY_INX",),
+    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
+    "gpus_per_node": ("SBATCH_GPUS",),
+    "requeue": ("SBATCH_NO_REQUEUE",),
+}
+
+
+def sbatch_variables(name: str) -> tuple[str, ...]:
+    """The variables from which sbatch takes what `SbatchOptions` calls `name`."""
+    return (f"SBATCH_{name.upper()}", *_OTHER_VARIABLES.get(name, ()))
+
+
+_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive", "components"))  # not simply --name=value
+
+
+def sbatch_arguments(options: SbatchOptions) -> list[str]:
+    """The options as sbatch's arguments, checked; of a het job, its first component's.
+
+    Raises:
+        UsageError: a value that can't be right, with the option's name.
+    """
+    arguments = component_arguments(replace(options, extra=()))
+    arguments.append("--open-mode=append")
+    arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
+    return arguments + _checked(options.extra)
+
+
+def component_arguments(options: SbatchOptions) -> list[str]:
+    """Those that each component of a het job has its own of. Raises as `sbatch_arguments`."""
+    arguments: list[str] = []
+    for name, value in _given(options).items():
+        if name == "nodes":
+            least, most = parse_nodes(value)
+            value = str(least) if least == most else f"{least}-{most}"
+        elif name == "time":
+            check_time_option(value)
+        arguments.append(f"--{name.replace('_', '-')}={value}")
+    if options.exclusive is not None:
+        arguments.append(f"--exclusive={options.exclusive}" if options.exclusive else "--exclusive")
+    arguments.append("--requeue" if options.requeue else "--no-requeue")
+    arguments.append("--no-kill")
+    return arguments + _checked(options.extra)
+
+
+def _checked(extra: Sequence[str]) -> list[str]:
+    for argument in extra:
+        if not argument.startswith("-") or argument in ("-", "--"):
+            raise UsageError(f"--sbatch-arg {argument}: not an option; write it as --sbatch-arg=--name=value")
+        check_possible(argument, option="--sbatch-arg")
+    return list(extra)
+
+
+def check_possible(argument: str, *, option: str) -> None:
+    """Raises UsageError for an argument of sbatch's under which no run can work, with the reason.
+
+    Args:
+        argument: ``--name=value`` or ``-nvalue``.
+        option: As what the user gave it.
+    """
+    name = argument.partition("=")[0].partition(" ")[0]
+    if not name.startswith("--"):
+        name = name[:2]
+    if name in IMPOSSIBLE:
+        raise UsageError(f"{option} {argument}: not possible here: {IMPOSSIBLE[name]}")
+
+
+def notice_grace(options: SbatchOptions) -> int:
+    """`grace`, but at most a quarter of a short job, which would otherwise be told to stop as it begins."""
+    limit = check_time_option(options.time) if options.time else None
+    return options.grace if limit is None else max(_MIN_GRACE, min(options.grace, limit // 4))
+
+
+def sbatch_line(argument: str) -> str:
+    """One ``#SBATCH`` line that gives sbatch exactly `argument`.
+
+    Raises:
+        UsageError: it can't be written there.
+    """
+    name, equals, value = argument.partition("=")
+    if any(char < " " or char == "\x7f" for char in argument):
+        raise UsageError(f"{name} {value!r}: a line break or control character can't be given to sbatch")
+    if len(argument.encode("utf-8", "surrogateescape")) > _MAX_VALUE:
+        raise UsageError(f"{name} {value[:40]}...: longer than the {_MAX_VALUE} bytes that sbatch can take")
+    if _PLAIN.match(argument):
+        return f"#SBATCH {argument}"
+    if equals and _PLAIN.match(name):
+        return f"#SBATCH {name}={_quoted(value)}"
+    return f"#SBATCH {_quoted(argument)}"
+
+
+def _given(options: SbatchOptions) -> dict[str, str]:
+    found = ((field.name, getattr(options, field.name)) for field in fields(options) if field.name not in _OURS)
+    return {name: value for name, value in found if value}
+
+
+def _quoted(text: str) -> str:
+    """As sbatch reads it."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,417 @@
+"""Reads a command line against a table of options, up to the user's script: what follows it is the script's.
+
+Not argparse: its REMAINDER drops ``--``, it takes an option's value that begins with ``-`` for an option, and it
+accepts abbreviations that the next version may make ambiguous.
+
+What an unknown name was probably meant to be: what other launchers call it, or else what looks most alike. Pure.
+
+The options as keys of a file, variables of the environment and arguments of a program: names, values as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+
+from hpc_elastic.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One option. Long names are matched with ``-`` and with ``_``."""
+
+    names: tuple[str, ...]
+    """The one to show first; ``--name`` or ``-n``."""
+    dest: str
+    help: str
+    group: str = ""
+    metavar: str | None = None
+    """None: a flag."""
+    constant: str = "1"
+    """What a flag sets."""
+    optional_value: bool = False
+    """``--exclusive`` and ``--exclusive=user``."""
+    repeatable: bool = False
+    env: str | None = None
+    """torchrun's variable that gives the value where the option is not there; ours follows from the name."""
+    path: bool = False
+    """A file or folder: ``~`` and variables are expanded where it stands in a configuration file."""
+    executes: bool = False
+    """Its value decides what is executed: where a file gives it, the user is shown which."""
+    in_files: bool = True
+    """Whether it may stand in a configuration file: not where it holds for one run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A command line that was read."""
+
+    values: Mapping[str, tuple[str, ...]]
+    """By `Option.dest`, in order."""
+    sources: Mapping[str, str]
+    """As what the user gave each: ``--nnodes``, ``-N`` or ``PET_NNODES``, for error messages."""
+    command: tuple[str, ...]
+    """The script and its arguments, untouched."""
+    help: bool = False
+    named: Mapping[str, str] = field(default_factory=dict)
+    """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
+    executed: tuple[str, ...] = ()
+    """What a file says of the options that decide what is executed: ``/etc/hpc.toml:3: python = /opt/bin/python``."""
+
+    def get(self, dest: str) -> str | None:
+        """The last value given, or None."""
+        found = self.values.get(dest)
+        return found[-1] if found else None
+
+    def all(self, dest: str) -> tuple[str, ...]:
+        return self.values.get(dest, ())
+
+    def flag(self, dest: str) -> bool:
+        return dest in self.values and self.values[dest][-1] not in ("", "0")
+
+    def source(self, dest: str, default: str) -> str:
+        """How the user called the option, for a message about its value."""
+        return self.sources.get(dest, default)
+
+    def from_command_line(self, dest: str) -> bool:
+        """Whether the option was given there, and not by a file or a variable."""
+        return self.sources.get(dest, "").startswith("-")
+
+    def explained(self, error: UsageError) -> UsageError:
+        """The same error, naming what the user wrote where it names an option that a file or a variable gave.
+
+        Whoever checks a value far from here knows its option alone: ``--mem 3X: …`` → ``hpc.toml:4: mem = 3X: …``.
+        """
+        name, blank, rest = str(error).partition(" ")
+        written = self.named.get(name.removesuffix(":"))
+        if written is None or type(error) is not UsageError:
+            return error
+        return UsageError(f"{written}{':' if name.endswith(':') else ''}{blank}{rest}")
+
+
+@contextmanager
+def explaining(parsed: Parsed) -> Iterator[None]:
+    """Within, a UsageError about an option names what gave it (`Parsed.explained`)."""
+    try:
+        yield
+    except UsageError as error:
+        explained = parsed.explained(error)
+        if explained is error:
+            raise
+        raise explained from None
+
+
+@dataclass(slots=True)
+class _Reading:
+    values: dict[str, list[str]] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    def add(self, option: Option, value: str, source: str) -> None:
+        if option.repeatable:
+            self.values.setdefault(option.dest, []).append(value)
+        else:
+            self.values[option.dest] = [value]
+        self.sources[option.dest] = source
+
+
+def parse(
+    argv: Sequence[str], options: Sequence[Option], *, refused: Mapping[str, str], env: Mapping[str, str]
+) -> Parsed:
+    """Read `argv` up to the first word that is no option, or ``--``.
+
+    Args:
+        argv: Without the program and the subcommand.
+        options: The table.
+        refused: Long options that will never be, with the reason and the way out.
+        env: For options that have a variable.
+
+    Raises:
+        UsageError: an option that is unknown, refused, or without its value.
+    """
+    by_name = {name: option for option in options for name in option.names}
+    reading = _Reading()
+    index = 0
+    while index < len(argv):
+        word = argv[index]
+        if word == "--":
+            index += 1
+            break
+        if not word.startswith("-") or word == "-":
+            break
+        if word in ("-h", "--help"):
+            return Parsed(values={}, sources={}, command=(), help=True)
+        name, value = _split(word, by_name)
+        option = by_name.get(name)
+        if option is None:
+            raise _unknown(name, by_name, refused)
+        if option.metavar is None:
+            if value is not None:
+                raise UsageError(f"{name} takes no value; leave out ={value}")
+            value = option.constant
+        elif value is None and option.optional_value:
+            value = ""
+        elif value is None:
+            index += 1
+            if index == len(argv):
+                raise UsageError(f"{name} needs a value ({option.metavar})")
+            value = argv[index]
+        if not value and option.metavar is not None and not option.optional_value:
+            raise UsageError(f"{name} needs a value ({option.metavar})")
+        reading.add(option, value, name)
+        index += 1
+    _from_environment(options, env, reading)
+    return Parsed(
+        values={dest: tuple(values) for dest, values in reading.values.items()},
+        sources=reading.sources,
+        command=tuple(argv[index:]),
+    )
+
+
+def render_help(usage: str, description: str, options: Sequence[Option], groups: Mapping[str, str]) -> str:
+    """The text of ``--help``."""
+    from textwrap import wrap
+
+    lines = [f"usage: {usage}", "", *wrap(description, 100)]
+    for group, title in groups.items():
+        lines += ["", f"{title}:"]
+        for option in options:
+            if option.group != group:
+                continue
+            value = (
+                ""
+                if option.metavar is None
+                else f"[={option.metavar}]"
+                if option.optional_value
+                else f" {option.metavar}"
+            )
+            left = "  " + ", ".join(option.names) + value
+            right = wrap(option.help + (f" [{option.env}]" if option.env else ""), 68)
+            if len(left) > 30:
+                lines.append(left)
+                left = ""
+            lines += [f"{left if number == 0 else '':<32}{text}" for number, text in enumerate(right)]
+    return "\n".join(lines) + "\n"
+
+
+def _split(word: str, by_name: Mapping[str, Option]) -> tuple[str, str | None]:
+    """``--nproc_per_node=4`` → ``--nproc-per-node``, ``4``; ``-N4`` → ``-N``, ``4``."""
+    if word.startswith("--"):
+        name, equals, value = word.partition("=")
+        return name.replace("_", "-"), value if equals else None
+    if len(word) > 2 and word not in by_name:
+        value = word[2:]
+        return word[:2], value.removeprefix("=")
+    return word, None
+
+
+def _unknown(name: str, by_name: Mapping[str, Option], refused: Mapping[str, str]) -> UsageError:
+    if name in refused:
+        return UsageError(f"{name}: {refused[name]}")
+    long = name.startswith("--")
+    match = nearest(name[2:], [known[2:] for known in by_name if known.startswith("--")]) if long else None
+    if match is None:
+        if name[2:] in SBATCHS_OWN:
+            return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
+        return UsageError(
+            f"unknown option {name}; the script's own stand behind its name, others of sbatch's in --sbatch-arg=--x=y"
+        )
+    remark = remark_on(name[2:])
+    return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")
+
+
+def _from_environment(options: Sequence[Option], env: Mapping[str, str], reading: _Reading) -> None:
+    for option in options:
+        if option.env and option.dest not in reading.values and env.get(option.env):
+            reading.add(option, env[option.env], option.env)
+
+
+_EACH = "on each node"
+_RANGE = "a range, as in --nodes 2-4"
+_ALL = "on each node, not on all of them"
+_WHEN = "and --mail-type says when"
+
+MEANT: Mapping[str, tuple[str, str]] = {
+    # torchrun, python -m torch.distributed.launch, mpirun
+    **dict.fromkeys(
+        ("nproc", "nprocs", "np", "num-procs", "procs-per-node", "processes-per-node", "num-processes-per-node"),
+        ("nproc-per-node", _EACH),
+    ),
+    **dict.fromkeys(("workers", "nworkers", "workers-per-node"), ("nproc-per-node", _EACH)),
+    "world-size": ("nproc-per-node", _ALL),
+    "rdzv-timeout": ("rdzv-conf", "timeout=SECONDS"),
+    # accelerate
+    "num-processes": ("nproc-per-node", _ALL),
+    "num-machines": ("nodes", ""),
+    "main-process-ip": ("master-addr", "only where the address that is found will not do"),
+    "main-process-port": ("master-port", "only where it must be a certain one"),
+    # DeepSpeed, Lightning
+    **dict.fromkeys(("num-nodes", "nnode", "n-nodes", "machines", "num-hosts"), ("nodes", "")),
+    **dict.fromkeys(("min-nodes", "max-nodes", "min-nnodes", "max-nnodes"), ("nodes", _RANGE)),
+    **dict.fromkeys(
+        ("num-gpus", "ngpus", "n-gpus", "gpu", "devices", "gpus-per-machine", "num-gpus-per-node"),
+        ("gpus-per-node", _EACH),
+    ),
+    **dict.fromkeys(("include", "hosts", "hostfile", "nodes-list"), ("nodelist", "")),
+    **dict.fromkeys(("exclude-nodes", "exclude-hosts"), ("exclude", "")),
+    # sbatch, PBS, LSF, as one remembers them
+    **dict.fromkeys(("time-limit", "timelimit", "walltime", "wall-time", "max-time", "timeout"), ("time", "")),
+    **dict.fromkeys(("mail", "email", "mail-to", "notify"), ("mail-user", _WHEN)),
+    **dict.fromkeys(("name", "job", "jobname"), ("job-name", "")),
+    "queue": ("partition", ""),
+    "project": ("account", ""),
+    **dict.fromkeys(("cpus", "ncpus", "num-cpus", "cores", "cpus-per-node"), ("cpus-per-task", _EACH)),
+    **dict.fromkeys(("memory", "mem-per-node"), ("mem", _EACH)),
+    **dict.fromkeys(("workdir", "work-dir", "working-dir", "working-directory", "cwd"), ("chdir", "")),
+    **dict.fromkeys(("env", "environment"), ("export", "")),
+    # ours
+    **dict.fromkeys(("logs", "logdir", "log-path", "output-dir", "run-dir"), ("runs-dir", "")),
+    **dict.fromkeys(("restarts", "retries", "max-retries"), ("max-restarts", "")),
+    "requeues": ("max-requeues", ""),
+    **dict.fromkeys(("spare", "spare-nodes", "hot-spares"), ("spares", "")),
+    **dict.fromkeys(("grace-period", "grace-time", "notice"), ("grace", "")),
+}
+"""Other programs' names → ours, and what differs. Without the dashes in front."""
+
+SBATCHS_OWN = frozenset(
+    (
+        "bb", "bbf", "cluster-constraint", "clusters", "container", "contiguous", "core-spec", "cores-per-socket",
+        "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "export-file", "extra-node-info",
+        "get-user-env", "gid", "gpu-bind", "gpu-freq", "gpus-per-socket", "gres-flags", "hint", "hold", "ignore-pbs",
+        "input", "kill-on-invalid-dep", "licenses", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
+        "network", "nice", "no-kill", "nodefile", "ntasks-per-core", "ntasks-per-socket", "open-mode", "overcommit",
+        "oversubscribe", "power", "prefer", "priority", "propagate", "reboot", "resv-ports", "sockets-per-node",
+        "spread-job", "stepmgr", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind",
+        "tres-per-job", "tres-per-node", "tres-per-task", "uid", "use-min-nodes", "wait-all-nodes", "wckey",
+    )
+)  # fmt: skip
+"""What sbatch alone knows (its manual, 20.11 to 26.05): no misspelling of ours, however alike."""
+
+_ALIKE = 0.66
+
+
+def nearest(name: str, known: Collection[str]) -> str | None:
+    """Which of `known` was probably meant, None where none looks like it.
+
+    Args:
+        name: Without the dashes in front, with ``-`` or ``_``.
+        known: The same, with ``-``.
+    """
+    plain = name.replace("_", "-").lower()
+    meant = MEANT.get(plain, ("", ""))[0]
+    if meant in known:
+        return meant
+    if plain in SBATCHS_OWN:
+        return None
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(plain, known, n=1, cutoff=_ALIKE)), None)
+
+
+def remark_on(name: str) -> str:
+    """What differs between another program's option and the one that is meant; empty for nothing."""
+    return MEANT.get(name.replace("_", "-").lower(), ("", ""))[1]
+
+
+VARIABLE_PREFIX = "HPC_ELASTIC_"
+_YES, _NO = frozenset(("1", "true", "yes", "on")), frozenset(("0", "false", "no", "off"))
+_KINDS = {bool: "a boolean", list: "an array", tuple: "an array", dict: "a table"}
+
+
+class Keys:
+    """A table of options, by their names outside the command line."""
+
+    def __init__(self, options: Iterable[Option]) -> None:
+        self.by_name: dict[str, Option] = {}
+        """With ``-``, as in ``max-restarts``; ``nnodes`` as well as ``nodes``."""
+        for option in options:
+            if option.constant == "0":
+                continue  # --no-requeue: requeue = false
+            for name in option.names:
+                if name.startswith("--"):
+                    self.by_name.setdefault(name[2:], option)
+
+    def options(self) -> list[Option]:
+        """Each once, in the table's order."""
+        return list({option.dest: option for option in self.by_name.values()}.values())
+
+    def find(self, name: str) -> Option | None:
+        """By any of its names, with ``-`` or ``_``."""
+        return self.by_name.get(name.replace("_", "-"))
+
+    def nearest(self, name: str, others: Sequence[str] = ()) -> str | None:
+        """The key that was probably meant."""
+        return nearest(name, [*self.by_name, *others])
+
+
+def key_of(option: Option) -> str:
+    """``--max-restarts`` → ``max-restarts``: the name to show."""
+    return next(name[2:] for name in option.names if name.startswith("--"))
+
+
+def variable_of(option: Option) -> str:
+    """``HPC_ELASTIC_MAX_RESTARTS``."""
+    return VARIABLE_PREFIX + key_of(option).replace("-", "_").upper()
+
+
+def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
+    """A value of TOML's or Python's as what would stand on the command line.
+
+    Args:
+        option: Whose it is.
+        value: A number, string, boolean, date or time; a list of strings where the option may be repeated.
+        called: What the user gave it as, for the message: ``FILE:3: nodes``.
+
+    Returns:
+        One text, or several of a repeatable option; none: as if it was given nowhere.
+
+    Raises:
+        UsageError: of another type than the option takes.
+    """
+    if any(isinstance(item, str) and "\0" in item for item in (value if isinstance(value, (list, tuple)) else [value])):
+        raise UsageError(f"{called} = {value!r}: a NUL character can stand in no path and no argument; take it out")
+    if option.repeatable and isinstance(value, (list, tuple)):
+        if not all(isinstance(item, str) and item for item in value):
+            raise UsageError(f"{called} = {_shown(value)}: give an array of strings ({option.metavar} each)")
+        return tuple(value)
+    if option.metavar is None:
+        if not isinstance(value, bool):
+            raise UsageError(f"{called} = {_shown(value)}: give true or false")
+        return (option.constant if value else "0",)
+    if option.optional_value and isinstance(value, bool):
+        return ("",) if value else ()
+    if isinstance(value, (date, datetime, time)):
+        return (value.isoformat(),)  # begin, and time = 04:00:00, which TOML reads as a time of day
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        kind = _KINDS.get(type(value), f"a {type(value).__name__}")
+        raise UsageError(f"{called} = {_shown(value)}: give {option.metavar}, not {kind}")
+    text = str(value)
+    return (text,) if text else ()
+
+
+def texts_of_variable(option: Option, text: str, *, called: str) -> tuple[str, ...]:
+    """A variable's value as what would stand on the command line.
+
+    Raises:
+        UsageError: of a switch, and neither yes nor no; or quotes that don't end.
+    """
+    if option.metavar is None:
+        word = text.strip().lower()
+        if word not in _YES | _NO:
+            raise UsageError(f"{called}={text}: give 1 or 0")
+        return (option.constant if word in _YES else "0",)
+    if option.repeatable:
+        import shlex
+
+        try:
+            return tuple(shlex.split(text))
+        except ValueError as error:
+            raise UsageError(f"{called}={text}: {error}; quote as for a shell") from None
+    return (text,)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, (list, tuple, dict)) else str(value)

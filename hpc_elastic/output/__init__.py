@@ -1,0 +1,1 @@
+"""Workers' output: the pump that writes the logs, and what reads them."""

@@ -1,0 +1,207 @@
+"""The way to the job log, which may be stuck: a bounded queue and a thread that alone writes.
+
+The agent's stdout ends in a pipe to slurmstepd and srun; when these don't read, a write blocks for as long as they
+like. Only this thread is held up then: what is over the bound is dropped, counted, and told of in its place. Each
+source has its own share, so that some ranks' floods drop those ranks' lines and not another's traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections import deque
+
+from hpc_elastic.output.lines import with_prefix
+from hpc_elastic.output.terminal import readable
+
+_ITEM_COST = 200  # bytes of bookkeeping per queued item, so that many small ones don't exceed the bound
+_PIECE = 64 << 10
+_RESERVE = 16 << 10
+"""What each source may have waiting however many others flood."""
+
+
+class JobLogSource:
+    """One stream of lines in the job log: its prefix, and its account. Only its `JobLog` changes it."""
+
+    __slots__ = ("dropped", "pending", "prefix", "unsaid")
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix.encode("utf-8", "surrogateescape")
+        self.pending = 0
+        """Bytes in the queue."""
+        self.dropped = 0
+        """Bytes of it that never reached the job log, so far."""
+        self.unsaid = 0
+        """How many of these no line has told of yet."""
+
+
+class JobLog:
+    """The one writer of a job log. Its methods don't block (but for `close` and patience); any thread may call them.
+
+    Memory: `total_bytes`, 16 KiB for each source and, for the piece that is being written, some hundred KiB.
+    """
+
+    def __init__(self, fd: int, *, total_bytes: int = 2 << 20, source_bytes: int = 512 << 10) -> None:
+        """
+        Args:
+            fd: Where to write; not closed here. Blocking or not, a pipe, socket, file or terminal.
+            total_bytes: The most that waits.
+            source_bytes: The most that waits of one source.
+        """
+        self._fd = fd
+        self._total_bytes = total_bytes
+        self._source_bytes = source_bytes
+        self._queue: deque[tuple[JobLogSource, bytes]] = deque()
+        self._pending = 0
+        self._in_flight = 0
+        self._sources: set[JobLogSource] = set()
+        lock = threading.Lock()
+        self._changed = threading.Condition(lock)
+        self._freed = threading.Condition(lock)
+        self._is_closing = False
+        self._is_broken = False
+        self.written = 0
+        """Bytes that reached the job log, prefixes included."""
+        self.dropped = 0
+        """Bytes that never will."""
+        self._own = self.source("")
+        self._thread = threading.Thread(target=self._run, name="job-log", daemon=True)
+        self._thread.start()
+
+    def source(self, prefix: str) -> JobLogSource:
+        """A new source, whose lines start with `prefix`."""
+        source = JobLogSource(prefix)
+        with self._changed:
+            self._sources.add(source)
+        return source
+
+    def forget(self, source: JobLogSource) -> None:
+        """`source` writes no more. A line about drops is queued where one is due."""
+        with self._changed:
+            self._sources.discard(source)
+            self._queue_notice(source)
+
+    def write_line(self, line: str) -> None:
+        """Write a line of the agent's own."""
+        self.write(self._own, (line.rstrip("\n") + "\n").encode("utf-8", "surrogateescape"))
+
+    def write(self, source: JobLogSource, lines: bytes, *, patience: float = 0.0) -> bool:
+        """Queue whole lines (each ends with a line feed), or count them as dropped.
+
+        Args:
+            source: Whose they are.
+            lines: Without the prefix.
+            patience: Seconds to wait for room, where there is none, for each 64 KiB.
+
+        Returns:
+            Whether there was room without waiting.
+        """
+        had_room = True
+        start = 0
+        while start < len(lines):
+            # In pieces, since a prefix before each of many short lines makes them many times as long when written.
+            end = len(lines)
+            if end - start > _PIECE:
+                end = lines.rfind(b"\n", start, start + _PIECE) + 1 or lines.index(b"\n", start) + 1
+            had_room &= self._write_piece(source, lines[start:end], patience)
+            start = end
+        return had_room
+
+    def _write_piece(self, source: JobLogSource, lines: bytes, patience: float) -> bool:
+        size = len(lines) + _ITEM_COST
+
+        def has_room() -> bool:
+            if self._is_broken or self._is_closing:
+                return False
+            if source.pending + size <= _RESERVE:
+                return True
+            is_in_share = not source.pending or source.pending + size <= self._source_bytes
+            return is_in_share and self._pending < self._total_bytes
+
+        with self._changed:
+            had_room = has_room()
+            if had_room or (patience > 0 and self._freed.wait_for(has_room, patience)):
+                self._queue_notice(source)
+                self._append(source, lines)
+            else:
+                self._drop(source, len(lines))
+        return had_room
+
+    def close(self, timeout: float) -> bool:
+        """Write what waits, and end. What is still queued after `timeout` seconds is lost.
+
+        Returns:
+            Whether all was written.
+        """
+        with self._changed:
+            for source in self._sources:
+                self._queue_notice(source)
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(max(0.0, timeout))
+        with self._changed:
+            for source, data in self._queue:
+                self._drop(source, len(data))
+            self._queue.clear()
+            self.dropped += self._in_flight
+            return not self._in_flight and not self._is_broken
+
+    def _append(self, source: JobLogSource, data: bytes) -> None:
+        cost = len(data) + _ITEM_COST
+        source.pending += cost
+        self._pending += cost
+        self._queue.append((source, data))
+        self._changed.notify()
+
+    def _drop(self, source: JobLogSource, count: int) -> None:
+        source.dropped += count
+        source.unsaid += count
+        self.dropped += count
+
+    def _queue_notice(self, source: JobLogSource) -> None:
+        """Queue the line that tells of the drops since the last such line."""
+        if source.unsaid:
+            text = f"[… {source.unsaid} bytes dropped: the job log could not keep up]\n"
+            source.unsaid = 0
+            self._append(source, text.encode())
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue and not self._is_closing:
+                    self._changed.wait()
+                if not self._queue:
+                    return
+                source, data = self._queue.popleft()
+                self._in_flight = len(data)
+            # What is never written need not be made fit for it: so here, not where the workers' pipes wait.
+            shown = with_prefix(readable(data), source.prefix)
+            rest = self._write(shown)
+            lost = -(-len(data) * rest // len(shown)) if rest else 0
+            with self._changed:
+                cost = len(data) + _ITEM_COST
+                source.pending -= cost
+                self._pending -= cost
+                self._in_flight = 0
+                self._freed.notify()
+                self.written += len(shown) - rest
+                if lost:
+                    self._drop(source, lost)
+
+    def _write(self, data: bytes) -> int:
+        """Write all of `data`, however long it takes. Returns the bytes that could not be."""
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view[:_PIECE]) :]
+            except BlockingIOError:
+                poll = select.poll()  # somebody who shares our stdout made it non-blocking
+                poll.register(self._fd, select.POLLOUT)
+                poll.poll()
+            except BrokenPipeError:
+                self._is_broken = True  # srun is gone; nobody will read this any more
+                break
+            except OSError:
+                break  # a full disk: the next lines may find room again
+        return len(view)

@@ -1,0 +1,379 @@
+"""The workers' output files, and the thread that alone writes them.
+
+A shared filesystem may hang for a minute, and a disk may be full. Neither must reach the worker's ``print``: bytes
+wait in a bounded queue. A slow disk slows the worker down in the end, as any redirection does; but where it takes less
+than 1 MiB/s, after `PATIENCE_S` at most, or refuses, bytes are counted as lost, and the file says so in their place as
+soon as it can be written again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.output.log_times import FLUSH_S, StreamTimes, TimesFile
+from hpc_elastic.run.log_pieces import PieceLimit, find_pieces, piece_path, to_remove
+
+PATIENCE_S = 5.0
+"""How long workers that print are held up by a disk that takes nothing."""
+SLOWEST_DISK = 1 << 20
+"""Bytes per second from which on a disk is slow, not hung, and workers wait for it as long as it takes."""
+_RETRY_S = 1.0
+_ITEM_COST = 200
+_TOTAL_BYTES = 4 << 20
+_FILE_BYTES = 512 << 10
+HANGS = "the disk hangs"
+
+
+_KEPT_BYTES = 16 << 10
+"""Of a file on a full disk: enough for the traceback that a worker ends with."""
+
+
+class LogFile:
+    """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
+
+    __slots__ = (
+        "_at", "_fd", "_limit", "_on_end", "_pieces", "_retry_at", "_rotate_at", "_times", "_unsaid",
+        "failure", "kept", "on_loss", "path", "pending", "skipped", "written",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        on_end: Callable[[], None],
+        on_loss: Callable[[int, str], None],
+        limit: PieceLimit | None = None,
+        times: StreamTimes | None = None,
+    ) -> None:
+        """Args:
+        path: Of the piece that is being written, where it is rotated.
+        on_end: It is closed.
+        on_loss: So many bytes will never be in it, and why. From any thread.
+        limit: When it is rotated; None: never.
+        times: Where it is written down when what was printed; None: nowhere.
+        """
+        self.path = path
+        self.pending = 0
+        """Bytes in the queue."""
+        self.skipped = 0
+        """Bytes that were not queued, since the last item that was."""
+        self.written = 0
+        self.failure: str | None = None
+        """Why it cannot be written at the moment."""
+        self.kept = b""
+        """The end of what was refused since the last bytes that were written; at most `_KEPT_BYTES`."""
+        self.on_loss = on_loss
+        self._limit = limit
+        self._times = times
+        self._pieces: list[int] | None = None
+        self._fd = -1
+        self._at = 0
+        """Size of the piece that is being written."""
+        self._unsaid = 0
+        self._retry_at = 0.0
+        self._rotate_at = 0.0
+        self._on_end = on_end
+
+    def write(self, data: bytes, *, now: float, at_us: int = 0) -> None:
+        """Write all of `data`, or count what could not be written. Blocks as long as the disk does.
+
+        Args:
+            data: What was printed.
+            now: Seconds, monotonic.
+            at_us: When it was printed, by the wall clock, microseconds; 0: unknown.
+        """
+        if self.failure is not None and now < self._retry_at:
+            self._lose(data)
+            return
+        done = 0
+        try:
+            self._open()
+            if self._unsaid:
+                notice = f"\n[… {self._unsaid} bytes lost here: {self.failure or HANGS}]\n".encode()
+                self._at += _write_all(self._fd, memoryview(notice))
+                self._unsaid = 0
+            while done < len(data):
+                end = len(data) if self._limit is None else self._piece_end(data, done, self._limit, now)
+                if self._times is not None and at_us:
+                    self._times.note(self._pieces[-1] + 1 if self._pieces else 0, self._at, at_us)
+                count = os.write(self._fd, memoryview(data)[done:end])
+                self.written += count
+                self._at += count
+                done += count
+            self.failure = None
+            if data:
+                self.kept = b""
+        except (OSError, UnsafePathError) as error:
+            self.failure = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+            self._retry_at = now + _RETRY_S
+            self._lose(data[done:])
+
+    def skip(self, count: int) -> None:
+        """In the place of `count` bytes that were given up, and counted, before they came here."""
+        self._unsaid += count
+
+    def _lose(self, data: bytes) -> None:
+        self._unsaid += len(data)
+        if data:
+            self.kept = (self.kept + data)[-_KEPT_BYTES:]
+            self.on_loss(len(data), self.failure or HANGS)
+
+    def _open(self) -> None:
+        if self._fd < 0:
+            self._fd = _open_for_append(self.path)
+            try:
+                self._at = os.lseek(self._fd, 0, os.SEEK_CUR)
+            except OSError:
+                self._at = 0  # what is no file has no places in it
+            if self._limit is not None and self._pieces is None:
+                try:
+                    self._pieces = find_pieces(self.path)
+                except OSError:
+                    pass  # it is asked again when the first piece is full
+
+    def _piece_end(self, data: bytes, done: int, limit: PieceLimit, now: float) -> int:
+        """Up to where `data` goes into this piece: to the end of a line, where there is one. Rotates before, if due."""
+        end = done + limit.size - self._at
+        if end >= len(data):
+            return len(data)
+        cut = data.rfind(b"\n", done, end) + 1 if end > done else 0
+        if cut > done:
+            return cut
+        is_due = self._at >= limit.size or self._at > limit.size // 2 or data.find(b"\n", done) >= 0
+        if self._at and is_due and now >= self._rotate_at:
+            self._rotate(limit, now)
+            if not self._at:
+                return self._piece_end(data, done, limit, now)
+        return end if end > done else len(data)
+
+    def _rotate(self, limit: PieceLimit, now: float) -> None:
+        """Make the piece that is being written a full one, begin the next, and remove what is too many.
+
+        What can't be renamed is written on: rather too large a file than a loss.
+        """
+        try:
+            if self._pieces is None:
+                self._pieces = find_pieces(self.path)
+            number = self._pieces[-1] + 1 if self._pieces else 0
+            os.rename(self.path, piece_path(self.path, number))
+        except OSError:
+            self._rotate_at = now + _RETRY_S
+            return
+        self._pieces.append(number)
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        for old in to_remove(self._pieces, limit.count):
+            try:
+                os.unlink(piece_path(self.path, old))
+            except FileNotFoundError:
+                pass
+            except OSError:
+                continue  # with the next one
+            self._pieces.remove(old)
+        self._open()
+
+    def finish(self, *, now: float = 0.0) -> None:
+        """Close it, with a last word on what it lacks."""
+        if self._fd < 0 or self._unsaid:
+            self.write(b"", now=math.inf)  # a silent worker has its empty file
+        if self._fd >= 0:
+            try:
+                os.close(self._fd)
+            except OSError as error:  # a quota may be noticed only here
+                self.failure = error.strerror
+            self._fd = -1
+        if self._times is not None:
+            self._times.release(now)
+        self._on_end()
+
+
+def _open_for_append(path: Path) -> int:
+    """Open our own file for writing at its end, making it and its folders (of ours) where they are missing.
+
+    Not O_APPEND, which loses records on some network filesystems: there is one writer.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would block the open
+    try:
+        fd = os.open(path, flags, 0o600)
+    except FileNotFoundError:
+        for folder in (path.parent.parent, path.parent):
+            make_private_dir(folder)
+        fd = os.open(path, flags, 0o600)
+    try:
+        info = os.fstat(fd)
+        if stat.S_ISREG(info.st_mode):
+            if info.st_uid != os.geteuid():
+                raise UnsafePathError(f"{path} belongs to uid {info.st_uid}, not to you")
+            os.fchmod(fd, 0o600)
+            os.lseek(fd, 0, os.SEEK_END)
+        elif not stat.S_ISCHR(info.st_mode):  # /dev/null, where somebody wants none
+            raise UnsafePathError(f"{path} is no regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _write_all(fd: int, view: memoryview) -> int:
+    size = len(view)
+    while view:
+        view = view[os.write(fd, view) :]
+    return size
+
+
+def _cost(item: bytes | int | None) -> int:
+    return (len(item) if isinstance(item, bytes) else 0) + _ITEM_COST
+
+
+class HoldBudget:
+    """How long workers that print may still be held up by a disk. Pure.
+
+    `PATIENCE_S` at first; each second of it that is used up comes back with a MiB that the disk takes.
+    """
+
+    def __init__(self, *, now: float) -> None:
+        self._left = PATIENCE_S
+        self._at = now
+        self._written = 0
+
+    def may_hold(self, *, now: float, written: int, holding: bool) -> bool:
+        """Whether anybody may be held up, or go on being so.
+
+        Args:
+            now: Seconds, monotonic.
+            written: Bytes that the disk has taken so far.
+            holding: Whether somebody was held up since the last call.
+        """
+        self._left += (written - self._written) / SLOWEST_DISK
+        if holding:
+            self._left -= now - self._at
+        self._left = min(self._left, PATIENCE_S)
+        self._at, self._written = now, written
+        return self._left > 0
+
+
+class FileWriter:
+    """The queue and the thread. `on_room` is called from that thread when a full queue has room again."""
+
+    def __init__(self, *, clock: Clock, on_room: Callable[[], None]) -> None:
+        self._clock = clock
+        self._on_room = on_room
+        self._queue: deque[tuple[LogFile, bytes | int | None, int]] = deque()  # to write; skipped; None: the end
+        self._times: dict[Path, TimesFile] = {}
+        self._flush_at = 0.0
+        self._pending = 0
+        self._in_flight: tuple[LogFile, int] | None = None
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._had_no_room = False
+        self.written = 0
+        self.lost = 0
+        self._thread = threading.Thread(target=self._run, name="log-files", daemon=True)
+        self._thread.start()
+
+    def times(self, path: Path) -> TimesFile:
+        """The entries that lie at `path`: one object for all streams. For the thread that adds files alone."""
+        for other in [other for other, file in self._times.items() if not file.is_used]:
+            del self._times[other]
+        return self._times.setdefault(path, TimesFile(path))
+
+    def has_room(self, file: LogFile) -> bool:
+        """Whether more of `file` may be queued. Where not, `on_room` will be called."""
+        with self._changed:
+            if file.pending < _FILE_BYTES and self._pending < _TOTAL_BYTES:
+                return True
+            self._had_no_room = True
+            return False
+
+    def write(self, file: LogFile, data: bytes) -> None:
+        """Queue `data`, which was printed now; the caller has asked `has_room`."""
+        at_us = self._clock.time_ns() // 1000
+        with self._changed:
+            self._put(file, data, at_us)
+
+    def skip(self, file: LogFile, count: int) -> None:
+        """Give up `count` bytes of a stream whose file hangs. The file will say so in their place."""
+        with self._changed:
+            file.skipped += count
+            self.lost += count
+        file.on_loss(count, file.failure or HANGS)
+
+    def end(self, file: LogFile) -> None:
+        """No more for `file`: close it behind what is queued."""
+        with self._changed:
+            self._put(file, None)
+
+    def close(self, timeout: float) -> bool:
+        """Write what waits, and end. Returns whether all was written within `timeout` seconds."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(max(0.0, timeout))
+        with self._changed:
+            left = [(file, len(item)) for file, item, _ in self._queue if isinstance(item, bytes)]
+            if self._in_flight is not None:
+                left.insert(0, self._in_flight)
+            self._queue.clear()
+            self.lost += sum(count for _, count in left)
+        for file, count in left:
+            file.on_loss(count, file.failure or HANGS)
+        return not self._thread.is_alive()
+
+    def _put(self, file: LogFile, item: bytes | int | None, at_us: int = 0) -> None:
+        if file.skipped:
+            count, file.skipped = file.skipped, 0
+            self._put(file, count)
+        file.pending += _cost(item)
+        self._pending += _cost(item)
+        self._queue.append((file, item, at_us))
+        self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            # Times wait for a second at most, also where nothing more is printed.
+            is_waiting = any(times.is_waiting for times in list(self._times.values()))
+            with self._changed:
+                while not self._queue and not self._is_closing:
+                    if not self._changed.wait(FLUSH_S if is_waiting else None):
+                        break
+                found = self._queue.popleft() if self._queue else None
+                if found is None and self._is_closing:
+                    return
+                if found is not None and isinstance(found[1], bytes):
+                    self._in_flight = (found[0], len(found[1]))
+            now = self._clock.monotonic()
+            if found is not None:
+                self._do(*found, now)
+            if is_waiting and (found is None or now >= self._flush_at):
+                self._flush_at = now + FLUSH_S
+                for times in list(self._times.values()):
+                    times.flush(now)
+
+    def _do(self, file: LogFile, item: bytes | int | None, at_us: int, now: float) -> None:
+        before = file.written
+        if item is None:
+            file.finish(now=now)
+        elif isinstance(item, int):
+            file.skip(item)
+        else:
+            file.write(item, now=now, at_us=at_us)
+        written = file.written - before
+        with self._changed:
+            file.pending -= _cost(item)
+            self._pending -= _cost(item)
+            self.written += written
+            if isinstance(item, bytes):
+                self.lost += len(item) - written
+            self._in_flight = None
+            tell_room, self._had_no_room = self._had_no_room, False
+        if tell_room:
+            self._on_room()

@@ -1,0 +1,379 @@
+"""Lines of a file that may grow, be rotated (`log_pieces`), be missing, or hold a gigabyte without a line end.
+
+No descriptor stays open between two reads: a run of a thousand ranks has more files than a process may open, and an NFS
+client asks the server for news when a file is opened.
+
+How often a file that may grow is looked at. Pure.
+
+Not by inotify: it tells nothing of what other hosts write. A file that grows is looked at four times a second; one that
+does not, less and less often, down to every two seconds. All files together are looked at 200 times a second at most,
+so that a person who watches a run of a thousand ranks costs a file server no more than one who watches eight.
+
+Many files that may grow, each looked at as often as is worth while (`pace`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from hpc_elastic.base.files import ask_about
+from hpc_elastic.run.log_pieces import find_pieces, piece_path
+
+CHUNK = 64 << 10
+LONGEST_LINE = 64 << 10
+"""Bytes without a line end that are shown as a line."""
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_TRIES = 10
+_SMALLEST_CHUNK = 4096
+_MEMORY = 32 << 20
+"""Bytes that all files together may hold of their content at once."""
+_ASK_EACH = 4
+"""One look of so many that find nothing new asks the file server for the folder, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position in an output."""
+
+    piece: int
+    """The number of a full piece; the one that is being written has the next free number."""
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Whole lines."""
+
+    data: bytes
+    """Ends with a line feed."""
+    head: Place
+    """Where it begins."""
+    tail: Place
+    """Where what stands at `joint` is: another piece's beginning where a line goes on in it, else `head`."""
+    joint: int = 0
+    after_gap: bool = False
+    """Pieces before it were removed before they were read."""
+
+
+class OutputReader:
+    """The lines of one output, in order; what is not there yet comes with a later call."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        at: Place | None = None,
+        chunk: int = CHUNK,
+        longest: int = LONGEST_LINE,
+        largest: int | None = None,
+    ) -> None:
+        """Args:
+        path: Of the piece that is being written; nothing need be there.
+        at: Where to begin; None: with the first piece that is there.
+        chunk: Bytes to read at once.
+        longest: Bytes without a line end that are a line.
+        largest: Of a file that has more bytes where it is come upon, the first half of these is read, and the last.
+        """
+        self.path = path
+        self._longest = longest
+        self._largest = largest
+        self.left_out = 0
+        """Bytes in the middle that were not read: see `largest`."""
+        self._chunk = max(_SMALLEST_CHUNK, chunk)
+        self._number: int | None = at.piece if at is not None else None
+        self._offset = at.offset if at is not None else 0
+        self._inode: int | None = None
+        """Of our piece, while it is the one that is being written."""
+        self._begun = bytearray()
+        """A line without its end so far."""
+        self._begun_at = Place(0, 0)
+        self._gap = False
+        self._empty_looks = 0
+
+    def read(self) -> Chunk | None:
+        """The next whole lines; None: there are no more now, or the file can't be read."""
+        while True:
+            try:
+                data, is_last = self._pread()
+            except OSError:
+                return None
+            if not data:
+                if is_last:
+                    self._empty_looks += 1
+                    if self._empty_looks % _ASK_EACH == 0:
+                        ask_about(self.path.parent)  # else an NFS client would hide for a minute that it was rotated
+                    return None
+                self._number, self._offset, self._inode = (self._number or 0) + 1, 0, None
+                continue
+            here = Place(self._number or 0, self._offset)
+            self._offset = here.offset + len(data)
+            chunk = self._take(data, here)
+            if chunk is not None:
+                return chunk
+
+    def rest(self) -> Chunk | None:
+        """The line that has begun, as a line; None: none has."""
+        if not self._begun:
+            return None
+        data, self._begun = bytes(self._begun) + b"\n", bytearray()
+        return Chunk(data=data, head=self._begun_at, tail=self._begun_at, after_gap=self._take_gap())
+
+    @property
+    def has_begun_line(self) -> bool:
+        """Whether a line waits for its end."""
+        return bool(self._begun)
+
+    def _take(self, data: bytes, here: Place) -> Chunk | None:
+        joint = len(self._begun)
+        head = self._begun_at if joint else here
+        cut = data.rfind(b"\n") + 1
+        if not cut and joint + len(data) < self._longest:
+            self._begun += data  # in place: a line of megabytes comes in many pieces
+            self._begun_at = head
+            return None
+        text = bytes(self._begun) + (data[:cut] if cut else data + b"\n")
+        self._begun = bytearray(data[cut:] if cut else b"")
+        self._begun_at = Place(here.piece, here.offset + cut)
+        is_one = here.piece == head.piece
+        return Chunk(
+            data=text,
+            head=head,
+            tail=head if is_one else here,
+            joint=0 if is_one else joint,
+            after_gap=self._take_gap(),
+        )
+
+    def _take_gap(self) -> bool:
+        gap, self._gap = self._gap, False
+        return gap
+
+    def _pread(self) -> tuple[bytes, bool]:
+        """What stands at our place, and whether our piece is the one that is being written."""
+        fd, is_last = self._open()
+        try:
+            self._skip_the_middle(fd)
+            data = os.pread(fd, self._chunk, self._offset)
+            if not data and is_last and os.fstat(fd).st_size < self._offset:
+                self._offset, self._gap, self._begun = 0, True, bytearray()  # it was emptied
+                data = os.pread(fd, self._chunk, 0)
+            return data, is_last
+        finally:
+            os.close(fd)
+
+    def _skip_the_middle(self, fd: int) -> None:
+        if self._largest is None or self.left_out or self._offset < self._largest // 2:
+            return
+        more = os.fstat(fd).st_size - self._offset - self._largest // 2
+        if more > 0:
+            self.left_out, self._offset, self._begun = more, self._offset + more, bytearray()
+
+    def _open(self) -> tuple[int, bool]:
+        """Our piece.
+
+        Raises:
+            OSError: it can't be opened, or is not there (yet).
+        """
+        if self._number is None:
+            numbers = _pieces(self.path)
+            self._number = numbers[0] if numbers else 0
+        has_asked = False
+        for _ in range(_TRIES):
+            fd = _open_or_none(self.path)
+            if fd is not None and self._inode is not None and os.fstat(fd).st_ino == self._inode:
+                return fd, True
+            full = _open_or_none(piece_path(self.path, self._number))
+            if full is not None:
+                if fd is not None:
+                    os.close(fd)
+                self._inode = None
+                return full, False
+            if fd is None:
+                if has_asked or not ask_about(self.path.parent):
+                    raise FileNotFoundError(str(self.path))
+                has_asked = True  # an NFS client remembers for a minute what it did not find
+                continue
+            numbers = _pieces(self.path)
+            if self._inode is None and self._number == (numbers[-1] + 1 if numbers else 0):
+                self._inode = os.fstat(fd).st_ino
+                return fd, True
+            os.close(fd)
+            if self._number in numbers:
+                continue  # it has become a full one just now
+            # Ours was removed, or the whole file replaced.
+            later = [number for number in numbers if number > self._number]
+            self._gap = self._gap or bool(self._begun) or self._offset > 0 or bool(later)
+            self._number = later[0] if later else numbers[-1] + 1 if numbers else 0
+            self._offset, self._inode, self._begun = 0, None, bytearray()
+        raise FileNotFoundError(str(self.path))
+
+
+def chunk_for(files: int) -> int:
+    """Bytes to read at once where so many files are read together."""
+    return min(CHUNK, max(_SMALLEST_CHUNK, _MEMORY // max(1, files)))
+
+
+def last_lines_place(path: Path, count: int) -> Place:
+    """Where the last `count` lines of an output begin; a line without an end counts. Reads from its end alone.
+
+    Raises:
+        OSError: nothing is there that can be read.
+    """
+    numbers = _pieces(path)
+    current = numbers[-1] + 1 if numbers else 0
+    # Pieces that lie before a gap do not belong to its end.
+    reach = [number for at, number in enumerate(reversed(numbers)) if number == current - 1 - at]
+    needed, is_end = count, True
+    place = Place(current, 0)
+    for number in (current, *reach):
+        file = path if number == current else piece_path(path, number)
+        try:
+            fd = os.open(file, _FLAGS)
+        except FileNotFoundError:
+            if number == current and reach:
+                continue
+            raise
+        try:
+            end = os.fstat(fd).st_size
+            place = Place(number, 0)
+            while end > 0:
+                start = max(0, end - CHUNK)
+                data = os.pread(fd, end - start, start)
+                if is_end and not count:
+                    return Place(number, end)
+                if is_end and data.endswith(b"\n"):
+                    needed += 1  # the last line's own end
+                is_end = is_end and not data
+                found = data.count(b"\n")
+                if found >= needed:
+                    at = len(data)
+                    for _ in range(needed):
+                        at = data.rfind(b"\n", 0, at)
+                    return Place(number, start + at + 1)
+                needed -= found
+                end = start
+        finally:
+            os.close(fd)
+    return place
+
+
+def _open_or_none(path: Path) -> int | None:
+    try:
+        return os.open(path, _FLAGS)
+    except FileNotFoundError:
+        return None
+
+
+def _pieces(path: Path) -> list[int]:
+    """The full pieces of an output; one question where it is not rotated."""
+    try:
+        return find_pieces(path) if os.path.lexists(piece_path(path, 0)) else []
+    except OSError:
+        return []
+
+
+SHORTEST = 0.25
+LONGEST = 2.0
+LOOKS_PER_SECOND = 200
+_SLOWER = 1.5
+
+
+def next_interval(interval: float, *, has_grown: bool, files: int) -> float:
+    """Seconds until a file is to be looked at again.
+
+    Args:
+        interval: How long it was this time; 0: it was the first.
+        has_grown: Whether there was something new.
+        files: How many are watched.
+    """
+    shortest = max(SHORTEST, files / LOOKS_PER_SECOND)
+    if has_grown or not interval:
+        return shortest
+    return min(max(LONGEST, shortest), max(shortest, interval * _SLOWER))
+
+
+K = TypeVar("K", bound=Hashable)
+
+PARTIAL_S = 2.0
+"""After so long a line without an end is shown: a prompt, or a progress bar, which never ends its line."""
+_AT_ONCE = 64
+"""Chunks of one file before the next one has its turn."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    reader: OutputReader
+    interval: float = 0.0
+    due: float = -math.inf
+    begun_at: float | None = None
+
+
+class FollowedFiles(Generic[K]):
+    """What is new in files. `now` is seconds on a monotonic clock throughout."""
+
+    def __init__(self) -> None:
+        self._files: dict[K, _Watched] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._files
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def add(self, key: K, reader: OutputReader | Path) -> None:
+        """Watch a file too, from where its reader stands."""
+        self._files[key] = _Watched(OutputReader(reader) if isinstance(reader, Path) else reader)
+
+    def drop(self, key: K) -> None:
+        """Watch it no more."""
+        self._files.pop(key, None)
+
+    def watched(self) -> list[K]:
+        """All that are watched, in the order in which they were added."""
+        return list(self._files)
+
+    def look(self, now: float, *, everything: bool = False, partial: bool = True) -> Iterator[tuple[K, Chunk]]:
+        """What the files that are due have that was not seen yet.
+
+        Args:
+            now: The time.
+            everything: All files, due or not.
+            partial: Lines without an end too, after a while.
+        """
+        for key, file in list(self._files.items()):
+            if not everything and file.due > now:
+                continue
+            grown = False
+            for _ in range(_AT_ONCE):
+                chunk = file.reader.read()
+                if chunk is None:
+                    break
+                grown, file.begun_at = True, None
+                yield key, chunk
+            else:
+                file.due = now  # there is more: at the next look
+                continue
+            if file.reader.has_begun_line:
+                file.begun_at = now if file.begun_at is None else file.begun_at
+                if partial and now - file.begun_at >= PARTIAL_S:
+                    rest = file.reader.rest()
+                    file.begun_at = None
+                    if rest is not None:
+                        yield key, rest
+            file.interval = next_interval(file.interval, has_grown=grown, files=len(self._files))
+            file.due = now + file.interval
+
+    def rests(self) -> Iterator[tuple[K, Chunk]]:
+        """Lines that have begun, at the end of it all."""
+        for key, file in self._files.items():
+            rest = file.reader.rest()
+            if rest is not None:
+                yield key, rest
+
+    def seconds_until_due(self, now: float, *, most: float) -> float:
+        """How long nothing need be looked at."""
+        return max(0.0, min([most, *(file.due - now for file in self._files.values())]))

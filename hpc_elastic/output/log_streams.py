@@ -1,0 +1,414 @@
+"""Which outputs a run has, and which of them somebody asked for.
+
+When the lines of an output were printed, as the agents wrote it down (`log_times`), on one clock for all nodes.
+
+The outputs of many ranks as one, in the order in which they were printed. Bounded memory, whatever their size.
+
+How far the nodes' clocks are apart, as far as it is known: so that what they wrote can stand in one order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.output.event_files import events_named
+from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
+from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
+from hpc_elastic.report.clocks import CLOCK_EVENTS, ClocksBuilder
+from hpc_elastic.report.collect_values import integer
+from hpc_elastic.report.node_times import NodeTimes, node_offsets
+from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
+
+
+@dataclass(frozen=True, slots=True)
+class LogStream:
+    """One worker's stdout or stderr in one round."""
+
+    attempt: int
+    round: int
+    rank: int
+    stream: int
+    """`STDOUT` or `STDERR`."""
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLayout:
+    """Who was where in a round, as the agents told it."""
+
+    nodes: Mapping[int, int]
+    """Rank → node."""
+    hosts: Mapping[int, str]
+    """Node → host."""
+    world_size: int
+    """0: nobody told it."""
+
+
+def round_numbers(attempt: AttemptPaths) -> list[int]:
+    """The rounds that have a folder, ascending."""
+    return sorted(index for name in _names(attempt.root) if (index := round_index(name)) is not None)
+
+
+def rank_numbers(attempt: AttemptPaths, round_number: int) -> list[int]:
+    """The ranks that have a folder in a round, ascending."""
+    return sorted(rank for name in _names(attempt.round_dir(round_number)) if (rank := rank_index(name)) is not None)
+
+
+def streams_of(
+    attempt: AttemptPaths,
+    round_number: int,
+    *,
+    wanted: Callable[[int], bool] = lambda rank: True,
+    streams: tuple[int, ...] = (STDOUT, STDERR),
+) -> list[LogStream]:
+    """The outputs of a round, by rank, stdout first. Their files need not be there yet.
+
+    Args:
+        attempt: The attempt.
+        round_number: The round.
+        wanted: Of which ranks.
+        streams: `STDOUT`, `STDERR` or both.
+    """
+    found = []
+    for rank in rank_numbers(attempt, round_number):
+        if wanted(rank):
+            paths = attempt.rank(round_number, rank)
+            for stream in streams:
+                path = paths.stdout if stream == STDOUT else paths.stderr
+                found.append(LogStream(attempt.number, round_number, rank, stream, path))
+    return found
+
+
+def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
+    """Round → who was where, from the events. Rounds of which nobody told are not there."""
+    nodes: dict[int, dict[int, int]] = {}
+    sizes: dict[int, int] = {}
+    hosts: dict[int, str] = {}
+    for event in events_named(attempt, {"round_final"}):
+        node, index = _whole(event.get("node")), _whole(event.get("round"))
+        if node is None or index is None:
+            continue
+        hosts[node] = str(event.get("host"))
+        ranks = event.get("ranks")
+        for rank in map(_whole, ranks if isinstance(ranks, list) else ()):
+            if rank is not None:
+                nodes.setdefault(index, {})[rank] = node
+        sizes[index] = max(sizes.get(index, 0), _whole(event.get("world_size")) or 0)
+    return {
+        index: RoundLayout(nodes=nodes.get(index, {}), hosts=hosts, world_size=sizes[index]) for index in sorted(sizes)
+    }
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+_ALL_IN_FULL = 64 << 20
+"""Bytes of all nodes' files together from which on only the end of each is read."""
+_END = 64 << 10
+
+
+@dataclass(slots=True)
+class StreamMarks:
+    """One stream's entries, by place; times never go back."""
+
+    _pieces: dict[int, tuple[array[int], array[int]]] = field(default_factory=dict)
+    _newest: int = -1
+    """The piece that was added to last."""
+    _ends: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
+    """What is known of it."""
+    _latest: int = 0
+    first_us: int | None = None
+
+    def add(self, piece: int, offset: int, time_us: int) -> None:
+        """The next entry of the file, in its order."""
+        if piece == self._newest:
+            offsets, times = self._ends
+        else:
+            offsets, times = self._ends = self._pieces.setdefault(piece, (array("q"), array("q")))
+            self._newest = piece
+        if offsets and offset <= offsets[-1]:
+            return  # foreign: what is printed stands behind what was
+        # A wall clock that was set back must not turn the stream's own order around.
+        if time_us > self._latest:
+            self._latest = time_us
+        if self.first_us is None:
+            self.first_us = self._latest
+        offsets.append(offset)
+        times.append(self._latest)
+
+    def time_at(self, place: Place) -> int | None:
+        """When what stands at `place` was printed, at the earliest; None where there is no entry at all."""
+        offsets, times = self._pieces.get(place.piece, (array("q"), array("q")))
+        at = bisect_right(offsets, place.offset) - 1
+        if at >= 0:
+            return times[at]
+        earlier = [piece for piece in self._pieces if piece < place.piece]
+        return self._pieces[max(earlier)][1][-1] if earlier else self.first_us
+
+    def cuts(self, piece: int, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The entries of `piece` after `start` and before `end`: (offset, time)."""
+        offsets, times = self._pieces.get(piece, (array("q"), array("q")))
+        for at in range(bisect_right(offsets, start), bisect_left(offsets, end)):
+            yield offsets[at], times[at]
+
+    def place_at(self, time_us: int) -> Place | None:
+        """From where on everything was printed at `time_us` or later (what stands there may be a little older); None:
+        all of it was."""
+        for piece in sorted(self._pieces, reverse=True):
+            offsets, times = self._pieces[piece]
+            at = bisect_right(times, time_us) - 1
+            if at >= 0:
+                return Place(piece, offsets[at])
+        return None
+
+    @property
+    def last_us(self) -> int:
+        """When the last of it was printed."""
+        return self._latest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundMarks:
+    """What all nodes wrote down in one round."""
+
+    streams: Mapping[tuple[int, int], StreamMarks]
+    """By rank and stream."""
+    nodes: Mapping[int, int]
+    """Rank → its node, where something was printed."""
+
+    def of(self, rank: int, stream: int) -> StreamMarks:
+        """One stream's; empty where there are none."""
+        return self.streams.get((rank, stream)) or StreamMarks()
+
+
+def read_round_marks(round_dir: Path, *, offsets_us: Mapping[int, int] | None = None) -> RoundMarks:
+    """All nodes' entries. What is missing or torn is left out.
+
+    Args:
+        round_dir: The round's folder.
+        offsets_us: Node → how far its clock is ahead, microseconds.
+    """
+    files: list[tuple[int, Path, int]] = []
+    try:
+        with os.scandir(round_dir) as entries:
+            for entry in entries:
+                node = times_node(entry.name)
+                if node is not None:
+                    files.append((node, Path(entry.path), min(entry.stat(follow_symlinks=False).st_size, 2 * LARGEST)))
+    except OSError:
+        pass
+    in_full = sum(size for _, _, size in files) <= _ALL_IN_FULL
+    streams: dict[tuple[int, int], StreamMarks] = {}
+    nodes: dict[int, int] = {}
+    for node, path, size in sorted(files):
+        ahead = (offsets_us or {}).get(node, 0)
+        for rank, stream, piece, offset, time_us in read_marks(_end_of(path, size if in_full else min(size, _END))):
+            marks = streams.get((rank, stream))
+            if marks is None:
+                marks = streams[rank, stream] = StreamMarks()
+                nodes[rank] = node
+            marks.add(piece, offset, time_us - ahead)
+    return RoundMarks(streams=streams, nodes=nodes)
+
+
+def _end_of(path: Path, size: int) -> bytes:
+    """The last `size` bytes of a file, as a file of their own."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        start = max(0, os.fstat(fd).st_size - size)
+        raw = os.pread(fd, size, start)
+        return HEADER + raw[raw.find(b"\n") + 1 :] if start else raw
+    except OSError:
+        return b""
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Whole lines that were printed at one time."""
+
+    time_us: int | None
+    """None: it is not known when."""
+    data: bytes
+    after_gap: bool = False
+
+
+def timed_blocks(chunk: Chunk, marks: StreamMarks) -> Iterator[Block]:
+    """Cut a chunk where another time begins; a line's time is that of its first byte."""
+    data, at = chunk.data, 0
+    time_us = marks.time_at(chunk.head)
+    gap = chunk.after_gap
+    base = chunk.tail.offset - chunk.joint
+    for offset, later in marks.cuts(chunk.tail.piece, base + chunk.joint, base + len(data)):
+        cut = offset - base
+        if cut > 0 and data[cut - 1 : cut] != b"\n":
+            cut = data.find(b"\n", cut) + 1
+        if not at < cut < len(data):
+            if cut == at > 0:
+                time_us = later  # several within one line: the next one begins after the last of them
+            continue
+        yield Block(time_us, data[at:cut], gap)
+        at, time_us, gap = cut, later, False
+    yield Block(time_us, data[at:], gap)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Whole lines of one stream that were printed at one time."""
+
+    stream: LogStream
+    block: Block
+
+
+def merged(
+    readers: Mapping[LogStream, OutputReader],
+    marks: RoundMarks,
+    *,
+    is_over: bool = True,
+    window: tuple[int, int] | None = None,
+) -> Iterator[Piece]:
+    """Everything that the outputs hold from where their readers stand, in time order.
+
+    Args:
+        readers: Of one round. Streams without any time come last, one after the other.
+        marks: That round's.
+        is_over: Nothing more will come: a line without its end is one too.
+        window: Only what was printed from then to then, microseconds; what has no time is there too.
+    """
+    parts = [
+        _pieces(reader, one, marks.of(one.rank, one.stream), is_over, window)
+        for one, reader in sorted(readers.items(), key=lambda item: (item[0].rank, item[0].stream))
+    ]
+    # By time; equal times by rank, for heapq.merge is stable.
+    yield from heapq.merge(*parts, key=lambda piece: math.inf if piece.block.time_us is None else piece.block.time_us)
+
+
+def _pieces(
+    reader: OutputReader, stream: LogStream, marks: StreamMarks, is_over: bool, window: tuple[int, int] | None
+) -> Iterator[Piece]:
+    while True:
+        chunk = reader.read() or (reader.rest() if is_over else None)
+        if chunk is None:
+            return
+        for block in timed_blocks(chunk, marks):
+            if window is not None and block.time_us is not None:
+                if block.time_us > window[1]:
+                    return
+                if block.time_us < window[0]:
+                    continue
+            yield Piece(stream, block)
+
+
+def readers_of(streams: Sequence[LogStream]) -> dict[LogStream, OutputReader]:
+    """Readers that begin at the beginning."""
+    return {one: OutputReader(one.path, chunk=chunk_for(len(streams))) for one in streams}
+
+
+def readers_of_last(streams: Sequence[LogStream], count: int) -> dict[LogStream, OutputReader]:
+    """Readers that begin with the last `count` lines of each; at the beginning where nothing can be read yet."""
+    readers = readers_of(streams)
+    for one in streams:
+        try:
+            place = last_lines_place(one.path, count)
+        except OSError:
+            continue
+        readers[one] = OutputReader(one.path, at=place, chunk=chunk_for(len(streams)))
+    return readers
+
+
+def readers_around(
+    streams: Sequence[LogStream], marks: RoundMarks, *, since_us: int, without_times: int
+) -> dict[LogStream, OutputReader]:
+    """Readers that begin shortly before a moment, found by the times that were kept.
+
+    Args:
+        streams: Of one round.
+        marks: That round's.
+        since_us: The moment.
+        without_times: Lines at the end of an output that has no times: a failure is near a round's end.
+    """
+    readers = readers_of(streams)
+    for one in streams:
+        times = marks.of(one.rank, one.stream)
+        try:
+            if times.first_us is None:
+                place: Place | None = last_lines_place(one.path, without_times)
+            else:
+                place = times.place_at(since_us)
+        except OSError:
+            continue
+        readers[one] = OutputReader(one.path, at=place, chunk=chunk_for(len(streams)))
+    return readers
+
+
+def last_of(pieces: Iterable[Piece], count: int) -> list[Piece]:
+    """The pieces with the last `count` lines."""
+    kept: deque[Piece] = deque()
+    lines = 0
+    for piece in pieces:
+        kept.append(piece)
+        lines += piece.block.data.count(b"\n")
+        while kept and lines - (first := kept[0].block.data.count(b"\n")) >= count:
+            lines -= first
+            kept.popleft()
+    if kept and lines > count:
+        first_piece = kept.popleft()
+        data = first_piece.block.data
+        at = 0
+        for _ in range(lines - count):
+            at = data.find(b"\n", at) + 1
+        kept.appendleft(Piece(first_piece.stream, Block(first_piece.block.time_us, data[at:])))
+    return list(kept)
+
+
+def first_lines(piece: Piece, count: int) -> Piece:
+    """The piece with its first `count` lines alone."""
+    data, at = piece.block.data, 0
+    for _ in range(count):
+        at = data.find(b"\n", at) + 1
+        if at in (0, len(data)):
+            return piece
+    return Piece(piece.stream, Block(piece.block.time_us, data[:at], piece.block.after_gap))
+
+
+def clock_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
+    """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
+
+    Where the agents measured it, so far; else what the rounds show.
+    """
+    times: dict[tuple[int, int], NodeTimes] = {}
+    clocks = ClocksBuilder()
+    for event in events_named(attempt, {*CLOCK_EVENTS, "round_final"}):
+        if event["event"] in CLOCK_EVENTS:
+            clocks.take(event)
+        else:
+            node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
+            if node is not None and index is not None and when is not None:
+                times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))
+    return {node: offset.offset_ns for node, offset in node_offsets(times.values(), clocks=clocks.build()).items()}
+
+
+def clock_offsets_us(attempt: AttemptPaths) -> dict[int, int]:
+    """The same in microseconds."""
+    return {node: offset // 1000 for node, offset in clock_offsets_ns(attempt).items()}

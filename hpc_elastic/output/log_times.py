@@ -1,0 +1,231 @@
+"""When what was printed: the lines of a file that stands beside the output files of one node's ranks. Pure.
+
+A worker's output is kept byte for byte, with no time in it. So its agent writes down now and then, at most every 10 ms
+of each stream, how much it had of it and when: ``RANK STREAM PIECE OFFSET MICROSECONDS``, one line each, after a first
+line with the version. What stands at OFFSET of that piece, and after it up to the next such place, was printed at that
+time of the node's wall clock, or after it. The file stays below 512 KiB: when it is full, its older three quarters lose
+every second entry of each stream, so that the end of a round, where failures are, is known best.
+
+Writes down when workers printed what (`log_times`). For the thread that writes their files; never at their expense.
+
+Entries wait in memory for a second, so that whatever is printed costs one small write a second at most. What can't be
+written is dropped: the output itself is what counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_elastic.base.files import write_private
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.lazy_pattern import pattern
+from hpc_elastic.light_dataclasses import dataclass
+
+HEADER = b"log times 1\n"
+LARGEST = 512 << 10
+"""Bytes from which on it is thinned out."""
+FINEST_US = 10_000
+STDOUT, STDERR = 1, 2
+_LINE = pattern(rb"(\d{1,9}) ([12]) (\d{1,9}) (\d{1,15}) (\d{1,18})")
+_LONGEST_NUMBER = 18
+_WHOLE_SHARE = 4
+"""One part of so many, the newest, stays whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimeMark:
+    """One entry."""
+
+    rank: int
+    stream: int
+    """`STDOUT` or `STDERR`."""
+    piece: int
+    """Of a rotated file: its number, from 0; the one that is being written has the next free one."""
+    offset: int
+    """Bytes from the piece's beginning."""
+    time_us: int
+    """Since the epoch, by the node's wall clock."""
+
+
+def times_path(round_dir: Path, node: int) -> Path:
+    """Where a node's entries for a round are."""
+    return round_dir / f"times-node-{node:05d}"
+
+
+def times_node(name: str) -> int | None:
+    """``times-node-00012`` → 12; None for any other name."""
+    match = re.fullmatch(r"times-node-(\d{5,})", name)
+    return int(match[1]) if match else None
+
+
+def mark_line(mark: TimeMark) -> bytes:
+    """One entry's line."""
+    return b"%d %d %d %d %d\n" % (mark.rank, mark.stream, mark.piece, mark.offset, mark.time_us)
+
+
+def read_marks(raw: bytes) -> Iterator[tuple[int, int, int, int, int]]:
+    """The entries of a file, in its order, as the fields of `TimeMark`: a large run has millions.
+
+    Torn and foreign lines are left out, and all of another version.
+    """
+    if not raw.startswith(HEADER):
+        return
+    body = raw[len(HEADER) : raw.rfind(b"\n") + 1]
+    words = body.split()
+    is_plain = len(words) == 5 * body.count(b"\n") and max(map(len, words), default=0) <= _LONGEST_NUMBER
+    if is_plain and body.count(b" ") == 4 * body.count(b"\n") and b"".join(words).isdigit():
+        numbers = map(int, words)
+        yield from zip(numbers, numbers, numbers, numbers, numbers, strict=True)
+        return
+    for line in body.split(b"\n"):
+        match = _LINE.fullmatch(line)
+        if match is not None:
+            rank, stream, piece, offset, time_us = map(int, match.groups())
+            yield rank, stream, piece, offset, time_us
+
+
+def thinned(raw: bytes) -> bytes:
+    """A file's bytes without every second entry of each stream in its older part, but for the first of each piece."""
+    whole_from = raw.find(b"\n", len(raw) - len(raw) // _WHOLE_SHARE) + 1 or len(raw)
+    kept = [HEADER]
+    seen: dict[bytes, int] = {}
+    for line in raw[: min(whole_from, len(raw))].split(b"\n"):
+        if _LINE.fullmatch(line) is None:
+            continue
+        key = b" ".join(line.split(b" ", 3)[:3])
+        count = seen.get(key, 0)
+        seen[key] = count + 1
+        if count % 2 == 0:
+            kept.append(line + b"\n")
+    kept.append(raw[whole_from:])
+    return b"".join(kept)
+
+
+FLUSH_S = 1.0
+_RETRY_S = 10.0
+_MOST_WAITING = 4096
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class TimesFile:
+    """The entries of one node in one round. It is open while one of its streams is."""
+
+    def __init__(self, path: Path, *, largest: int = LARGEST) -> None:
+        self.path = path
+        self._largest = largest
+        self._fd = -1
+        self._size = 0
+        self._waiting: list[bytes] = []
+        self._users = 0
+        self._lock = threading.Lock()
+        self._retry_at = 0.0
+        self._is_torn = False
+        """The last write was cut short: the next one begins on a line of its own."""
+
+    def stream(self, rank: int, number: int) -> StreamTimes:
+        """One stream's part; it is to be released."""
+        with self._lock:
+            self._users += 1
+        return StreamTimes(self, rank, number)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether one of its streams has not ended."""
+        return self._users > 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether entries wait to be written."""
+        return bool(self._waiting)
+
+    def add(self, mark: TimeMark) -> None:
+        """Keep an entry until `flush`."""
+        if len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(mark_line(mark))
+
+    def flush(self, now: float) -> None:
+        """Write what waits. Never raises.
+
+        Args:
+            now: Seconds, monotonic.
+        """
+        if not self._waiting or now < self._retry_at:
+            self._waiting.clear()
+            return
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        try:
+            self._open()
+            if self._is_torn:
+                data = b"\n" + data
+            self._is_torn = True
+            done = os.pwrite(self._fd, data, self._size)
+            self._size += done
+            self._is_torn = done < len(data)
+            if self._size > self._largest:
+                self._thin_out()
+        except (OSError, UnsafePathError):
+            self._retry_at = now + _RETRY_S
+            self._close()
+
+    def release(self, now: float) -> None:
+        """One stream has ended."""
+        with self._lock:
+            self._users -= 1
+        if not self.is_used:
+            self.flush(now)
+            self._close()
+
+    def _open(self) -> None:
+        if self._fd >= 0:
+            return
+        self._fd = os.open(self.path, _FLAGS, 0o600)
+        info = os.fstat(self._fd)
+        if info.st_uid != os.geteuid():
+            raise UnsafePathError(f"{self.path} belongs to uid {info.st_uid}, not to you")
+        os.fchmod(self._fd, 0o600)
+        self._size = info.st_size
+        if not self._size:
+            self._size = os.pwrite(self._fd, HEADER, 0)
+
+    def _thin_out(self) -> None:
+        raw = thinned(os.pread(self._fd, self._size, 0))
+        write_private(self.path, raw)
+        self._close()
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # a quota may be noticed only here
+
+
+class StreamTimes:
+    """One stream's part of a `TimesFile`."""
+
+    __slots__ = ("_at_us", "_file", "_number", "_place", "_rank")
+
+    def __init__(self, file: TimesFile, rank: int, number: int) -> None:
+        self._file = file
+        self._rank = rank
+        self._number = number
+        self._place = -1
+        """The piece of the last entry."""
+        self._at_us = 0
+
+    def note(self, piece: int, offset: int, at_us: int) -> None:
+        """What will be written at `offset` of `piece` was printed at `at_us`."""
+        if piece == self._place and 0 <= at_us - self._at_us < FINEST_US:
+            return
+        self._place, self._at_us = piece, at_us
+        self._file.add(TimeMark(self._rank, self._number, piece, offset, at_us))
+
+    def release(self, now: float) -> None:
+        """It has ended."""
+        self._file.release(now)

@@ -1,0 +1,421 @@
+"""Moving the workers' output: from their pipes into their files, and what is to be shown into the job log.
+
+Three threads, so that nothing waits for what may hang: the pump reads the pipes, `log_files.FileWriter` writes the
+per-rank files, `job_log.JobLog` the agent's stdout. Supervision (the main thread) waits for none of them.
+
+What a worker's ``print`` may be held up for, at most: 0.5 s by a job log that is not read, and 1/50 of the time in the
+long run; 5 s by files on a disk that takes nothing, and as long as it takes by one that takes more than 1 MiB/s. The
+rest is lost, counted, and told (`log_losses`).
+
+Memory, whatever the workers print: 4 MiB for the files, 2 MiB for the job log, 64 KiB per stream for lines that have
+begun and for its reserve, and some hundred KiB for what is being read and written.
+
+What takes the workers' output, as far as an agent's other parts need it.
+
+The loss of workers' output on this node, as an event. The job log has it by then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import select
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.options.worker_values import Std
+from hpc_elastic.output.job_log import JobLog, JobLogSource
+from hpc_elastic.output.lines import LineSplitter
+from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
+from hpc_elastic.output.log_times import STDERR, STDOUT, StreamTimes, times_path
+from hpc_elastic.output.losses import LossBook, LossEpisode, StreamAccount
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.log_pieces import PieceLimit
+from hpc_elastic.run.paths import round_index
+from hpc_elastic.workers.spawn import WorkerProcess
+
+_READ_BYTES = 256 << 10
+_PARTIAL_S = 1.0
+_AGAIN_S = 5.0
+"""Between two states of a progress bar in the job log."""
+_NAP_S = 0.01
+_PAUSED_LOOK_S = 0.5
+# How long the pump, and so a worker that prints without end, may be held up by a job log that cannot keep up: half a
+# second for a burst, and one fiftieth of the time in the long run. The rest is dropped and counted.
+_PATIENCE_S = 0.5
+_PATIENCE_SHARE = 0.02
+_PATIENCE_STEP_S = 0.02
+_SMALLEST_PIPE = 4096
+_F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStats:
+    """What was moved and lost so far, in bytes."""
+
+    read: int
+    """From the workers."""
+    file_written: int
+    file_lost: int
+    """Disk full, or hung for long."""
+    job_log_written: int
+    """Prefixes and the agent's own lines included."""
+    job_log_dropped: int
+    open_streams: int
+
+
+class _Output:
+    """Both streams of one worker; `ended` is set when both are at their end and in their files."""
+
+    def __init__(self, on_end: Callable[[_Output], None]) -> None:
+        self.ended = threading.Event()
+        self._on_end = on_end
+        self._left = 2
+
+    def one_ended(self) -> None:
+        """For the files' writer, which is one thread."""
+        self._left -= 1
+        if not self._left:
+            self.ended.set()
+            self._on_end(self)
+
+
+class _Stream:
+    __slots__ = ("account", "fd", "file", "flood", "partial_since", "shown_again_at", "source", "splitter")
+
+    def __init__(self, fd: int, file: LogFile, account: StreamAccount) -> None:
+        self.fd = fd
+        self.file = file
+        self.account = account
+        self.source = account.source
+        """None: not shown in the job log."""
+        self.splitter = LineSplitter()
+        self.partial_since: float | None = None
+        self.shown_again_at = -math.inf
+        """When later states of what was shown were shown last."""
+        try:
+            capacity: int = fcntl.fcntl(fd, _F_GETPIPE_SZ)
+        except OSError:
+            capacity = _SMALLEST_PIPE
+        self.flood = min(_READ_BYTES, capacity) // 4
+        """Bytes in one read from which on the pipe fills so fast that the pump must not nap."""
+
+
+class LogPump:
+    """Moves the output of a node's workers. Its methods are for the main thread; only `drained` and `close` wait."""
+
+    def __init__(
+        self, *, host: str, clock: Clock, job_log: JobLog, limit: PieceLimit | None = None, node: int | None = None
+    ) -> None:
+        """
+        Args:
+            host: For the prefix ``[host:rank] ``.
+            clock: For waits, and to tell a slow disk from a hung one.
+            job_log: Where shown lines go; not closed here.
+            limit: When the workers' files are rotated; None: never.
+            node: Whose times are kept beside the ranks' folders (`log_times`); None: nobody's.
+        """
+        self._host = host
+        self._clock = clock
+        self._job_log = job_log
+        self._limit = limit
+        self._node = node
+        self._files = FileWriter(clock=clock, on_room=self._wake)
+        self._losses = LossBook(clock=clock, say=lambda line: job_log.write_line(f"[{host}] {line}"))
+        self._budget = HoldBudget(now=clock.monotonic())
+        self._streams: dict[int, _Stream] = {}
+        self._paused: set[_Stream] = set()
+        self._outputs: dict[int, _Output] = {}
+        self._epoll = select.epoll()
+        self._wake_r, self._wake_w = os.pipe()
+        for fd in (self._wake_r, self._wake_w):
+            os.set_blocking(fd, False)
+        self._epoll.register(self._wake_r, select.EPOLLIN)
+        self._hurry = threading.Event()
+        self._close_by: float | None = None
+        self._is_closed = False
+        self._read = 0
+        self._patience = _PATIENCE_S
+        self._patience_at = clock.monotonic()
+        self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
+        self._thread.start()
+
+    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> Callable[[], bytes]:
+        """Take over a worker's output pipes.
+
+        Args:
+            rank: The global rank, for the prefix.
+            worker: Its pipes are ours from now on.
+            stdout: The file of its stdout. It and its folder are made as needed, for our user alone.
+            stderr: The file of its stderr.
+            shown: The streams that go to the job log too.
+
+        Returns:
+            What tells the end of its stderr that a full disk refused, once all is drained; nothing where none was.
+        """
+        pid = worker.pid
+
+        def forget(output: _Output) -> None:
+            if self._outputs.get(pid) is output:
+                del self._outputs[pid]
+
+        output = self._outputs[pid] = _Output(forget)
+        for fd, path, std in zip(worker.take_output(), (stdout, stderr), (Std.OUT, Std.ERR), strict=True):
+            account = self._losses.open(
+                StreamAccount(
+                    rank=rank,
+                    stream="stdout" if std is Std.OUT else "stderr",
+                    path=path,
+                    source=self._job_log.source(f"[{self._host}:{rank}] ") if std & shown else None,
+                )
+            )
+            on_loss = partial(self._losses.lose, account)
+            file = LogFile(
+                path,
+                on_end=output.one_ended,
+                on_loss=on_loss,
+                limit=self._limit,
+                times=self._times(path, rank, STDOUT if std is Std.OUT else STDERR),
+            )
+            self._streams[fd] = _Stream(fd, file, account)
+            self._epoll.register(fd, select.EPOLLIN)
+        return lambda: file.kept  # of the last of the two: stderr
+
+    def _times(self, path: Path, rank: int, number: int) -> StreamTimes | None:
+        if self._node is None:
+            return None
+        return self._files.times(times_path(path.parent.parent, self._node)).stream(rank, number)
+
+    def drained(self, pid: int, timeout: float) -> bool:
+        """Wait until all output of the worker `pid` is in its files, or is known to be lost.
+
+        A descendant that it left behind may hold the pipes open as long as it runs.
+
+        Returns:
+            Whether it is so within `timeout` seconds; True for a worker that was never added.
+        """
+        output = self._outputs.get(pid)
+        if output is None:
+            return True
+        self._hurry.set()
+        return self._clock.wait(output.ended, timeout)
+
+    def stats(self) -> LogStats:
+        """What was moved and lost so far."""
+        return LogStats(
+            read=self._read,
+            file_written=self._files.written,
+            file_lost=self._files.lost,
+            job_log_written=self._job_log.written,
+            job_log_dropped=self._job_log.dropped,
+            open_streams=len(self._streams),
+        )
+
+    def take_losses(self) -> LossEpisode | None:
+        """What was lost, where an episode of losses has ended: to be asked every few seconds, and after `close`."""
+        return self._losses.settle(final=self._is_closed)
+
+    def close(self, timeout: float) -> bool:
+        """Move what is in the pipes now, write it out, and end. `take_losses` says what was lost, in the job log too.
+
+        Args:
+            timeout: Seconds for all of it. A hung disk is left to itself after that.
+
+        Returns:
+            Whether everything is in the files, but for what was said to be lost.
+        """
+        deadline = self._clock.monotonic() + timeout
+        self._close_by = self._clock.monotonic() + timeout / 2
+        self._hurry.set()
+        self._wake()
+        self._thread.join(timeout)
+        is_moved = not self._thread.is_alive()
+        is_written = self._files.close(max(0.0, deadline - self._clock.monotonic()))
+        self._is_closed = True
+        if is_moved and is_written:
+            self._epoll.close()
+            for fd in (self._wake_r, self._wake_w):
+                os.close(fd)
+        return is_moved and is_written
+
+    def _run(self) -> None:
+        while True:
+            ready = [fd for fd, _ in self._epoll.poll(self._seconds_until_due())]
+            if self._wake_r in ready:
+                ready.remove(self._wake_r)
+                _empty(self._wake_r)
+            is_flood = False
+            for fd in ready:
+                stream = self._streams.get(fd)
+                if stream is not None:
+                    is_flood |= self._move(stream)
+            self._resume()
+            now = self._clock.monotonic()
+            self._flush_partials(now)
+            if self._close_by is not None and (now > self._close_by or not (ready or self._paused)):
+                break
+            if ready and not is_flood:
+                # Little at a time: let more come together, instead of one turn of this loop for every print.
+                self._hurry.wait(_NAP_S)
+                self._hurry.clear()
+        for stream in list(self._streams.values()):
+            self._end(stream)
+
+    def _seconds_until_due(self) -> float | None:
+        if self._close_by is not None and not self._paused:
+            return 0.0
+        due = [_PAUSED_LOOK_S] if self._paused else []
+        since = [stream.partial_since for stream in list(self._streams.values()) if stream.partial_since is not None]
+        if since:
+            due.append(max(0.0, min(since) + _PARTIAL_S - self._clock.monotonic()))
+        return min(due) if due else None
+
+    def _move(self, stream: _Stream) -> bool:
+        """One read of one stream. Returns whether the pipe fills so fast that it must be looked at again at once."""
+        has_room = self._files.has_room(stream.file)
+        if not has_room and self._may_hold():
+            # Not merely masked: epoll reports a hang-up always.
+            self._epoll.unregister(stream.fd)
+            self._paused.add(stream)
+            return True
+        try:
+            data = os.read(stream.fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._end(stream)
+            return False
+        self._read += len(data)
+        if stream.source is not None:
+            lines = stream.splitter.feed(data)
+            self._show(stream.source, lines)
+            if not stream.splitter.has_partial:
+                stream.partial_since = None
+            elif lines or stream.partial_since is None:
+                stream.partial_since = self._clock.monotonic()
+        if has_room:
+            self._files.write(stream.file, data)
+        else:
+            self._files.skip(stream.file, len(data))
+        return len(data) >= stream.flood
+
+    def _resume(self) -> None:
+        for stream in list(self._paused):
+            if self._files.has_room(stream.file) or not self._may_hold():
+                self._epoll.register(stream.fd, select.EPOLLIN)
+                self._paused.discard(stream)
+
+    def _may_hold(self) -> bool:
+        now = self._clock.monotonic()
+        return self._budget.may_hold(now=now, written=self._files.written, holding=bool(self._paused))
+
+    def _flush_partials(self, now: float) -> None:
+        for stream in list(self._streams.values()):
+            if stream.partial_since is not None and now >= stream.partial_since + _PARTIAL_S:
+                self._flush_partial(stream, now)
+
+    def _flush_partial(self, stream: _Stream, now: float) -> None:
+        again = now >= stream.shown_again_at + _AGAIN_S
+        if again:
+            stream.shown_again_at = now
+        if stream.source is not None:
+            self._show(stream.source, stream.splitter.flush(again=again))
+        stream.partial_since = now if stream.splitter.has_partial else None
+
+    def _show(self, source: JobLogSource, lines: bytes) -> None:
+        """Write to the job log, and let a burst pass: wait a little for room, but on the whole for next to nothing."""
+        if not lines:
+            return
+        if self._patience < _PATIENCE_STEP_S:
+            now = self._clock.monotonic()
+            self._patience = min(_PATIENCE_S, self._patience + _PATIENCE_SHARE * (now - self._patience_at))
+            self._patience_at = now
+        if self._patience < _PATIENCE_STEP_S:
+            self._job_log.write(source, lines)
+            return
+        began = self._clock.monotonic()
+        if not self._job_log.write(source, lines, patience=_PATIENCE_STEP_S):
+            self._patience -= self._clock.monotonic() - began
+
+    def _end(self, stream: _Stream) -> None:
+        if stream.source is not None:
+            self._show(stream.source, stream.splitter.flush(final=True))
+            self._job_log.forget(stream.source)
+        # Out of our table before its number is free: the main thread may get the same one for the next worker.
+        del self._streams[stream.fd]
+        if stream in self._paused:
+            self._paused.discard(stream)
+            left = _bytes_in_pipe(stream.fd)
+            if left:
+                self._files.skip(stream.file, left)
+        else:
+            self._epoll.unregister(stream.fd)
+        os.close(stream.fd)
+        self._files.end(stream.file)
+        self._losses.end(stream.account)
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_w, b".")
+        except BlockingIOError:
+            pass  # it is full of wake-ups
+
+
+def _empty(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def _bytes_in_pipe(fd: int) -> int:
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"), sys.byteorder)
+
+
+class Pump(Protocol):
+    """What is needed of `processes.logs.LogPump`."""
+
+    def add(
+        self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std
+    ) -> Callable[[], bytes]: ...
+
+    def drained(self, pid: int, timeout: float) -> bool: ...
+
+    def take_losses(self) -> LossEpisode | None: ...
+
+
+_MOST_STREAMS = 100
+
+
+def log_losses(events: EventLog, pump: Pump) -> None:
+    """Write an event where an episode of losses has ended. Costs next to nothing where there is none."""
+    episode = pump.take_losses()
+    if episode is None:
+        return
+    events.write(
+        "output_lost",
+        reason=episode.reason or "the job log could not keep up",
+        not_in_files=episode.not_in_files,
+        not_in_job_log=episode.not_in_job_log,
+        streams=[
+            {
+                "round": round_index(one.path.parent.parent.name),
+                "rank": one.rank,
+                "stream": one.stream,
+                "not_in_file": one.not_in_file,
+                "not_in_job_log": one.not_in_job_log,
+            }
+            for one in episode.streams[:_MOST_STREAMS]
+        ],
+    )

@@ -1,0 +1,300 @@
+"""One node's seat in one epoch of a run: from its arrival until it leaves, which ends its name for good."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.rendezvous.claims import read_claims
+from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.coordinator import RestartDecision
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.run_folder import RunFolder
+from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status, host_of, new_uid, node_of
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.store.key_value import KeyValueStore
+from hpc_elastic.store.notifier import Notifier, open_notifier
+
+_UNORDERED = 10_000
+"""From here on, places of agents that follow another one on their node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """A final round, as one of its members sees it."""
+
+    store: KeyValueStore
+    """The round's own: nothing of another round is in it."""
+    rank: int
+    """Group rank: of this node among the round's nodes."""
+    world_size: int
+    """Group world size: nodes in the round."""
+    version: int
+    """The round's number in the epoch."""
+    master: str
+    """What rank 0's `open_master` said."""
+    directory: str
+    """Where `store` is: the store's folder on disk …"""
+    folder: str
+    """… and below it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhoIsHere:
+    """Hosts, by name."""
+
+    present: Sequence[str]
+    missing: Sequence[str]
+    """Members of the last round that did not come again."""
+
+
+def _go_on(record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
+    """How often to restart is the agents' own business here."""
+    return RestartDecision(go_on=True, counts=False, reason="", memory=record.memory)
+
+
+class Membership:
+    """Use `take`."""
+
+    def __init__(
+        self,
+        *,
+        config: HandlerConfig,
+        store: FileStore,
+        directory: str,
+        info: NodeInfo,
+        doorbell: Notifier | None,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self.store = store
+        self.round = -1
+        """The last final round that this node was in."""
+        self._config = config
+        self._directory = directory
+        self._info = info
+        self._doorbell = doorbell
+        self._clock = clock
+        self._rng = rng
+        self._record: RoundRecord | None = None
+        self._confirmed = -1
+        self._asked_for = -1
+        self._done = -1
+        self._here: WhoIsHere | None = None
+        settings = participant_settings(config)
+        self._coordination = Coordination(
+            self._make_participant,
+            doorbell=doorbell,
+            clock=clock,
+            longest_backoff=settings.heartbeat_interval,
+            beat_interval=settings.beat_interval,
+        )
+
+    @classmethod
+    def take(
+        cls, config: HandlerConfig, folder: RunFolder, epoch: int, *, clock: Clock, rng: random.Random
+    ) -> Membership:
+        """Enter the epoch under a new name.
+
+        Raises:
+            OSError: a passing fault.
+            HpcElasticError: a lasting one.
+        """
+        store = folder.enter(epoch)
+        node = _claim_place(store, config.node)
+        uid = new_uid(node, config.host, clock)
+        doorbell = None
+        if config.settings.doorbell and config.addresses:
+            store.put_if_absent("epoch/secret", os.urandom(32).hex())
+            secret = store.get("epoch/secret")
+            if secret is None:
+                raise OSError("the store's secret can't be read yet")
+            doorbell = open_notifier(
+                secret=secret.encode(),
+                run_uid=folder.epoch_name(epoch),
+                uid=uid,
+                host="0.0.0.0",
+                addresses=config.addresses,
+            )
+        info = NodeInfo(
+            uid=uid,
+            node=node,
+            host=config.host,
+            local_world_size=1,
+            addresses=config.addresses,
+            port=doorbell.port if doorbell is not None else 0,
+        )
+        directory = folder.epoch_path(epoch)
+        return cls(config=config, store=store, directory=directory, info=info, doorbell=doorbell, clock=clock, rng=rng)
+
+    @property
+    def place(self) -> int:
+        """This node's index in the epoch."""
+        return self._info.node
+
+    def start(self) -> None:
+        self._coordination.start()
+
+    def look(self) -> RoundRecord | None:
+        """The newest record that has come; None before the first.
+
+        Raises:
+            Exception: what ended the thread.
+        """
+        for notice in self._coordination.take():
+            if isinstance(notice, Exception):
+                raise notice
+            if isinstance(notice, RoundRecord):
+                self._record = notice
+        return self._record
+
+    def fileno(self) -> int:
+        """Readable when there is something to look at."""
+        return self._coordination.fileno()
+
+    def wait(self, seconds: float) -> None:
+        """Until there is something to look at."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        poll.poll(max(0.0, seconds) * 1000)
+
+    def ask_for_a_round(self) -> None:
+        """The one that is open, or the next: where this node is in a round that goes on, it ends."""
+        self._here = None
+        ended, info = self.round, self._info
+        failure = NodeFailure(
+            node=info.node, fingerprint="", failure_class="root", retryable=True, message="a new round was asked for"
+        )
+
+        def ask(participant: Participant) -> None:
+            record = participant.record
+            if ended >= 0 and record is not None and record.status is Status.FINAL and record.round == ended:
+                participant.report_failure(ended, failure)
+            participant.join()
+
+        self._coordination.ask(ask)
+
+    def advance(self, record: RoundRecord, open_master: Callable[[], str]) -> bool:
+        """Do this node's part in `record`. Returns whether it is a final round with this node in it."""
+        if record.status is Status.JOINABLE and record.round > self._asked_for:
+            # Again: a record of the former round that came meanwhile may have made the participant content.
+            self._asked_for = record.round
+            self._coordination.ask(lambda participant: participant.join())
+        member = record.member(self._info.uid)
+        if member is None or record.round <= self.round:
+            return False
+        rank = record.members.index(member)
+        if record.status is Status.FROZEN and record.round > self._confirmed:
+            master = open_master() if rank == 0 else ""
+            self._confirmed = record.round
+            self._coordination.ask(lambda participant: participant.confirm(record.round, master))
+        if record.status is not Status.FINAL:
+            return False
+        self.round = record.round
+        return True
+
+    def result(self, record: RoundRecord) -> RoundResult:
+        """The final round `record`, which this node is a member of.
+
+        Raises:
+            OSError: a passing fault of the filesystem.
+        """
+        rank = [member.uid for member in record.members].index(self._info.uid)
+        folder = f"kv/{record.round:06d}"
+        return RoundResult(
+            store=KeyValueStore(self.store, folder, clock=self._clock),
+            rank=rank,
+            world_size=len(record.members),
+            version=record.round,
+            master=record.master,
+            directory=self._directory,
+            folder=folder,
+        )
+
+    def report_done(self) -> None:
+        """All workers of this node have ended well in the last final round that it was in."""
+        self._done = done = self.round
+        self._coordination.ask(lambda participant: participant.report_done(done))
+
+    def ask_who_is_here(self) -> None:
+        """`who_is_here` has the answer once the filesystem has given it."""
+        self._coordination.ask(self._find_who_is_here)
+
+    def who_is_here(self) -> WhoIsHere | None:
+        return self._here
+
+    def reached_addresses(self) -> list[str]:
+        return list(self._doorbell.reached) if self._doorbell is not None else []
+
+    def leave(self, *, within: float, workers_done: bool) -> bool:
+        """Tell the others and end the thread. Returns whether the filesystem took it within so many seconds."""
+        uid = self._info.uid
+        workers_done |= self.round >= 0 and self._done == self.round
+
+        def depart(participant: Participant) -> None:
+            record = participant.record
+            if record is not None and record.status is not Status.CLOSED:
+                if record.member(uid) is None or record.status is Status.JOINABLE:
+                    participant.leave(record.round, "its agent left")
+                    participant.leave(record.round + 1, "its agent left")
+                elif workers_done and record.status is Status.FINAL:
+                    participant.report_done(record.round)
+                else:
+                    participant.leave(record.round, "its agent left")
+            participant.deregister()
+
+        self._coordination.ask(depart)
+        ended = self._coordination.stop(within=within)
+        if ended and self._doorbell is not None:
+            self._doorbell.close()
+        return ended
+
+    def _make_participant(self, listener: Coordination) -> Participant:
+        return Participant(
+            run_id=self._config.run_id,
+            store=self.store,
+            info=self._info,
+            settings=participant_settings(self._config),
+            decide_restart=_go_on,
+            clock=self._clock,
+            rng=self._rng,
+            listener=listener,
+            bell=self._doorbell,
+        )
+
+    def _find_who_is_here(self, participant: Participant) -> None:
+        record = participant.record
+        if record is None:
+            self._here = WhoIsHere(present=(self._info.host,), missing=())
+            return
+        target = record.round if record.status is Status.JOINABLE else record.round + 1
+        uids = set(read_claims(self.store, target).get("join", ()))
+        uids = {uid for uid in uids if node_of(uid) not in record.lost} | {self._info.uid}
+        absent = {m.uid for m in record.members} - uids
+        self._here = WhoIsHere(present=self._hosts(uids), missing=self._hosts(absent))
+
+    @staticmethod
+    def _hosts(uids: set[str]) -> list[str]:
+        return [host_of(uid) for uid in sorted(uids)]
+
+
+def _claim_place(store: FileStore, wanted: int | None) -> int:
+    """A node index that nobody in this epoch has or had: `wanted` where it is free, else the next one."""
+    mine = os.urandom(8).hex()
+    while True:
+        taken = {int(name) for name in store.list("place") if name.isdecimal()}
+        if wanted is not None and wanted not in taken:
+            place = wanted
+        elif wanted is not None:
+            place = max(_UNORDERED, *taken) + 1
+        else:
+            place = max(taken, default=-1) + 1
+        if store.put_if_absent(f"place/{place:05d}", mine):
+            return place
+        threading.Event().wait(random.uniform(0, 0.02))

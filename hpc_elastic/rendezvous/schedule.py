@@ -1,0 +1,264 @@
+"""How often a participant looks and says that it lives: from the settings and the number of nodes, for a server that
+all of them share.
+
+A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others. So the
+intervals grow with the number of nodes, such that all nodes together stay below `budget`. Where packets get through
+("connected"), no node has to look often: each beat says which record is the newest, and a silence of the coordinator is
+noticed within seconds.
+
+When a participant looks at the files by itself: at the log, and as coordinator at the claims.
+"""
+
+from __future__ import annotations
+
+import random
+
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.ending import Ending
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+
+OPERATIONS_PER_PERIOD = 12.5
+"""One look at the log and one heartbeat: asking for the attributes of six folders and a file, and a write; and a little
+for the coordinator."""
+WITHOUT_PACKETS = 1.3
+"""How many times as much that is where the coordinator has to read the heartbeats too."""
+BEATS_PER_SECOND = 2048.0
+"""Datagrams that one coordinator takes in."""
+CONNECTED_HEARTBEAT = 30.0
+FEW_NODES = 16
+"""Up to so many, heartbeats are read at once; of more nodes, a claim is sign of life enough for a while."""
+LOOK_AT_ONCE = 64
+"""Up to so many nodes look for the first record at once; more of them wait for the ring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PollIntervals:
+    """Between two looks, heartbeats and answers. In seconds."""
+
+    poll: float
+    """Between two looks at the log, where no packets come."""
+    poll_connected: float
+    poll_in_round: float
+    """The first interval after a new record, where no packets come; it grows to `poll`."""
+    poll_anxious: float
+    """While this node has just lost touch: it may be asked whether it lives."""
+    anxious: float
+    """For so long."""
+    first_look: float
+    """Up to this time after its first claim, a node waits for the ring before it looks."""
+    coordinator: float
+    """The least time between two looks of the coordinator at the claims."""
+    gathering: float
+    """Between two looks of the coordinator while nodes gather or confirm."""
+    ending: float
+    """How many times as rarely as a few nodes these look for who sees to the run's end."""
+    heartbeat: float
+    heartbeat_connected: float
+    early: float
+    """A heartbeat that is due within this part of its interval is written with a look: the folders above are asked for
+    only once then."""
+    first_reading: float
+    """From the first claim of a node that is not heard until its heartbeat is read; then …"""
+    reading: float
+    """… the time between two readings."""
+    lease: float
+    """Without a sign of life for so long, a member counts as lost."""
+    beat: float
+    """Between two datagrams that say "alive"."""
+    silence: float
+    """After so long without one, who was heard is asked through the files."""
+    answer: float
+    """How long the answer may take for who was in touch …"""
+    answer_unheard: float
+    """… and for who was not, and looks as rarely as ever."""
+    stride: float
+    """The longest time between two steps, of which most do nothing."""
+
+
+def poll_intervals(settings: RendezvousSettings) -> PollIntervals:
+    """The intervals for a run of `settings.expected_nodes` nodes. None is shorter than the settings say."""
+    nodes = max(1, settings.expected_nodes)
+    period = OPERATIONS_PER_PERIOD * nodes / budget(nodes, settings.operations_per_second)
+    hop = nodes / BEATS_PER_SECOND
+    beat = max(settings.beat_interval, hop)
+    silence = max(settings.beat_silence, 3 * beat)
+    poll = max(settings.poll_interval, WITHOUT_PACKETS * period)
+    poll_connected = max(2 * settings.poll_interval, period)
+    anxious = max(settings.poll_interval, hop)
+    stride = max(settings.poll_interval, hop)
+    # Who is in touch hears within a beat that it is not heard any more, notices that within a stride, and looks.
+    answer = max(settings.suspect_answer, beat + stride + 2 * anxious)
+    heartbeat = max(settings.heartbeat_interval, WITHOUT_PACKETS * period)
+    few = nodes <= FEW_NODES
+    return PollIntervals(
+        poll=poll,
+        poll_connected=poll_connected,
+        poll_in_round=min(poll, max(settings.poll_interval, nodes / 200)),
+        poll_anxious=anxious,
+        anxious=max(30.0, 4 * answer),
+        first_look=0.0 if nodes <= LOOK_AT_ONCE else max(0.5, nodes / 400),
+        coordinator=0.0 if nodes <= LOOK_AT_ONCE else nodes / 40_000,
+        gathering=min(max(0.25, nodes / 16_000), settings.poll_interval),
+        ending=max(1.0, nodes / 64),
+        heartbeat=heartbeat,
+        heartbeat_connected=max(settings.heartbeat_interval, period, CONNECTED_HEARTBEAT),
+        early=0.4 if period > settings.heartbeat_interval else 0.0,
+        first_reading=0.0 if few else heartbeat,
+        reading=settings.heartbeat_interval / 4 if few else heartbeat,
+        lease=max(settings.heartbeat_ttl, 3 * heartbeat if heartbeat > settings.heartbeat_interval else 0.0),
+        beat=beat,
+        silence=silence,
+        answer=answer,
+        answer_unheard=max(answer, 1.2 * max(poll, poll_connected) + 2 * anxious),
+        stride=stride,
+    )
+
+
+def budget(nodes: int, operations_per_second: float) -> float:
+    """Operations a second for the looks and heartbeats of all nodes together, while workers run.
+
+    Up to some thousand nodes nine tenths of what the setting says; beyond, at the default of 150, of one for 17 nodes.
+    """
+    return 0.9 * operations_per_second * max(1.0, nodes / 17 / 150)
+
+
+_FIRST = 0.02
+_GROWTH = 2.0
+_SPREAD = 0.15
+"""Many nodes that looked at the same moment should not do it again."""
+EARLY = 0.1
+"""What is due within this part of the longest wait is done at once: the coordination thread wakes up with a beat that
+comes a little before, and should not have to wake up once more."""
+CALM_SECONDS = 2.0
+"""At most so rarely a coordinator looks at the files that hears all who take part, and they it: what they claim, they
+ring about."""
+
+
+class Schedule:
+    """One participant's next looks, on its monotonic clock."""
+
+    def __init__(self, intervals: PollIntervals, rng: random.Random, now: float, *, observes: bool) -> None:
+        self._intervals = intervals
+        self._early = EARLY * intervals.stride
+        self._idle_stride = max(intervals.stride, min(2 * intervals.stride, CALM_SECONDS))
+        self._is_idle = False
+        """Whether the next looks are due so late because all was idle."""
+        self._rng = rng
+        self._observes = observes
+        self._looked_at = now
+        self.look_due = now
+        """When the log is to be looked at without a ring."""
+        self._interval = _FIRST
+        self._connected = False
+        self._touched_at = float("-inf")
+        self._surveyed_at = float("-inf")
+        self._survey_due = now
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether a coordinator would look more rarely while all is idle than else."""
+        return self._idle_stride > self._intervals.stride
+
+    def update(self, *, idle: bool) -> None:
+        """Where it is idle no more (a node falls silent, say) a coordinator looks as often as ever."""
+        if self._is_idle and not idle:
+            self._is_idle = False
+            self.look_due = min(self.look_due, self._looked_at + self._intervals.stride)
+            self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.stride)
+
+    def look_now(self, now: float, *, rung: bool, connected: bool) -> bool:
+        """Whether to look at the log, for which the next time is set then."""
+        if connected:
+            self._touched_at = now
+        elif self._connected:  # lost: the answer to a question may be due
+            self.look_due = min(self.look_due, now + self._spread(self._intervals.poll_anxious))
+        self._connected = connected
+        if not rung and now < self.look_due - self._early:
+            return False
+        self._looked_at = now
+        self._interval = min(self._interval * _GROWTH, self._intervals.poll)
+        self.look_due = float("inf")  # until `wait` has seen what came of it
+        return True
+
+    def survey_now(self, now: float, *, rung: bool) -> bool:
+        """Whether to look at the claims, as coordinator."""
+        if now < self._surveyed_at + self._intervals.coordinator:
+            if rung:
+                self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.coordinator)
+            return False
+        if not rung and now < self._survey_due - self._early:
+            return False
+        self._surveyed_at = now
+        self._survey_due = float("inf")
+        return True
+
+    def look_later(self, now: float) -> None:
+        """Not before a ring should have come."""
+        self.look_due = now + self._rng.uniform(0.5, 1.0) * self._intervals.first_look
+
+    def new_record(self, now: float) -> None:
+        """Things are moving."""
+        self._interval = self._intervals.poll_in_round
+
+    def hurry(self, now: float) -> None:
+        """Something was committed, or lost to another: more may be to be done at once."""
+        self._survey_due = now
+        if self.look_due == float("inf"):
+            self.look_due = now
+
+    def wait(
+        self,
+        now: float,
+        record: RoundRecord | None,
+        *,
+        leads: bool,
+        connected: bool,
+        ending: Ending | None,
+        idle: bool = False,
+    ) -> float:
+        """Seconds until the next step.
+
+        Args:
+            now: Seconds.
+            record: The newest.
+            leads: Whether this node coordinates.
+            connected: Whether it and the coordinator hear each other.
+            ending: Where the run is closed: what there is to be waited for.
+            idle: Whether it coordinates a round that runs, and hears all who take part, and they it.
+        """
+        self._is_idle = idle
+        if self.look_due == float("inf"):
+            self.look_due = self._looked_at + self._spread(self._until_look(now, record, leads, connected, ending))
+        due = self.look_due
+        if leads and ending is None:
+            if self._survey_due == float("inf"):
+                assert record is not None
+                gathers = record.status in (Status.JOINABLE, Status.FROZEN)
+                self._survey_due = self._surveyed_at + (self._intervals.gathering if gathers else self._stride)
+            due = min(due, max(self._survey_due, self._surveyed_at + self._intervals.coordinator))
+        return min(self._intervals.stride, max(0.0, due - now))
+
+    def _until_look(
+        self, now: float, record: RoundRecord | None, leads: bool, connected: bool, ending: Ending | None
+    ) -> float:
+        if ending is not None and self._observes:
+            return self._intervals.stride if ending.all_departed else 0.1 * self._intervals.ending
+        if ending is not None and ending.awaits:
+            return 0.05 * self._intervals.ending
+        if leads:
+            return self._stride
+        if connected:
+            return self._intervals.poll_connected
+        if now - self._touched_at < self._intervals.anxious:
+            return self._intervals.poll_anxious
+        return self._interval
+
+    @property
+    def _stride(self) -> float:
+        return self._idle_stride if self._is_idle else self._intervals.stride
+
+    def _spread(self, seconds: float) -> float:
+        if self._intervals.ending <= 1.0:
+            return seconds
+        return seconds * self._rng.uniform(1.0 - _SPREAD, 1.0 + _SPREAD)

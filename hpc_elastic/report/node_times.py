@@ -1,0 +1,156 @@
+"""When each node did what: the part of an attempt's history that only its picture needs. Read by `collect`.
+
+Nanoseconds since the epoch by the wall clock of the node that told it.
+
+Whose wall clock is how far off: so that rows of different hosts can stand on one axis.
+
+Where offsets were measured they are used, with their bounds. Elsewhere clocks are trusted, but for one that contradicts
+the others: all nodes learn within a minute at most that a round is final, so a clock that shows that later, or earlier,
+in every round by more than that is set wrong by about as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hpc_elastic.report.clocks import ClockOffset, Clocks
+
+
+class NodeTimes(NamedTuple):
+    """One node's part in one round, as its agent told it; None: it did not."""
+
+    round: int
+    node: int
+    final_ns: int | None = None
+    """The round was agreed upon, and its workers were about to be started."""
+    started_ns: int | None = None
+    stopping_ns: int | None = None
+    ended_ns: int | None = None
+    """The last of its workers was gone."""
+    succeeded: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentTimes:
+    """Beginnings and ends of the agents on one node, ascending: it may have been started several times."""
+
+    node: int
+    host: str
+    started_ns: tuple[int, ...] = ()
+    ended_ns: tuple[int, ...] = ()
+    """By the agent's own word; one that was killed has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTimes:
+    """All nodes' times in one attempt."""
+
+    nodes: tuple[NodeTimes, ...] = ()
+    """By node, then by round."""
+    agents: tuple[AgentTimes, ...] = ()
+    """By node."""
+
+
+_FINAL, _STARTED, _STOPPING, _ENDED, _SUCCEEDED = range(5)
+_FIELDS = {
+    "round_final": _FINAL,
+    "workers_started": _STARTED,
+    "workers_stopping": _STOPPING,
+    "workers_stopped": _ENDED,
+    "workers_succeeded": _ENDED,
+}
+
+
+@dataclass(slots=True)
+class TimesBuilder:
+    """Fed with what agents tell of themselves, in any order of files."""
+
+    _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    _agents: dict[int, tuple[list[str], list[int], list[int]]] = field(default_factory=dict)
+
+    def take(self, event: Mapping[str, Any], name: str, node: int | None, index: int | None, when: int) -> None:
+        """Note one of an agent's events.
+
+        Args:
+            event: It.
+            name: Its name.
+            node: Whose it is.
+            index: Of the round.
+            when: Its time.
+        """
+        if node is None or node < 0 or when < 0:
+            return
+        place = _FIELDS.get(name)
+        if place is not None:
+            if index is None or index < 0:
+                return
+            times = self._nodes.get((node, index))
+            if times is None:
+                times = self._nodes[node, index] = [None, None, None, None, None]
+            # workers_stopped comes after workers_succeeded, too: the first word counts. A round may become final anew
+            # for an agent that died in it and came back: there the first is the truth as well.
+            if times[place] is None:
+                times[place] = when
+            if name == "workers_succeeded":
+                times[_SUCCEEDED] = when
+        elif name == "agent_started" or name == "agent_ended":
+            hosts, started, ended = self._agents.setdefault(node, ([], [], []))
+            hosts.append(str(event.get("host") or ""))
+            (started if name == "agent_started" else ended).append(when)
+
+    def build(self) -> AttemptTimes:
+        """What was told."""
+        return AttemptTimes(
+            nodes=tuple(
+                NodeTimes(index, node, final, started, stopping, ended, succeeded is not None)
+                for (node, index), (final, started, stopping, ended, succeeded) in sorted(self._nodes.items())
+            ),
+            agents=tuple(
+                AgentTimes(node=node, host=hosts[0], started_ns=tuple(sorted(started)), ended_ns=tuple(sorted(ended)))
+                for node, (hosts, started, ended) in sorted(self._agents.items())
+            ),
+        )
+
+
+SUSPECT_NS = 90 * 1_000_000_000
+"""A node that learns late, behind caches that are trusted for a minute, is not taken for one with a wrong clock."""
+
+
+def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, ClockOffset]:
+    """How far the nodes' wall clocks are off, of one attempt.
+
+    Args:
+        times: All nodes' times.
+        clocks: What was measured.
+
+    Returns:
+        Node index → offset; a node that is not there is trusted.
+    """
+    found = dict(clocks.offsets)
+    rounds: dict[int, dict[int, int]] = {}
+    for item in times:
+        if item.final_ns is not None:
+            known = found.get(item.node)
+            rounds.setdefault(item.round, {})[item.node] = item.final_ns - (known.offset_ns if known else 0)
+    deviations: dict[int, list[int]] = {}
+    for finals in rounds.values():
+        if len(finals) < 2:
+            continue
+        middle = _median_low(finals.values())
+        for node, when in finals.items():
+            deviations.setdefault(node, []).append(when - middle)
+    for node, values in deviations.items():
+        least, most = min(values), max(values)
+        is_wrong = least > SUSPECT_NS or most < -SUSPECT_NS
+        if node not in found and node != clocks.reference and is_wrong and most - least < SUSPECT_NS:
+            bound = max(1_000_000_000, most - least)
+            found[node] = ClockOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
+    return found
+
+
+def _median_low(values: Iterable[int]) -> int:
+    """`statistics` takes longer to import than a small run's report to be made."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]

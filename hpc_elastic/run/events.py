@@ -1,0 +1,258 @@
+"""The run's event log: JSON lines, one writer per file, read together afterwards.
+
+A line is one object: ``v`` (schema version, 1), ``t`` (this host's wall clock, nanoseconds since the epoch), ``n``
+(position in this file, from 0), ``host``, ``node`` (node index in Slurm's order, or -1), ``role`` (``supervisor`` or
+``agent``), ``event`` (a name from `docs/reference/events.md`) and the event's own fields. Times of two hosts are shown,
+never subtracted.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.files import ask_about, json_text, make_private_dir, open_regular
+from hpc_elastic.errors import UnsafePathError
+
+SCHEMA_VERSION = 1
+_KEPT_WHEN_DISK_IS_FULL = 1000
+_READ_AT_ONCE = 1 << 20
+_LONGEST_LINE = LONGEST_EVENT = 4 << 20
+"""Bytes; a line of 64 MiB takes two gigabytes when it is decoded."""
+LARGEST_FILE = 64 << 20
+"""Bytes of one writer's file that are read: of a larger one the first half of these, and the last."""
+_OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+"""A filesystem that knows nothing of it."""
+
+
+class EventLog:
+    """One writer. A full disk stops the record, never the training: lines wait in memory and are written later."""
+
+    def __init__(
+        self, folder: Path, *, role: str, host: str, node: int, uid: str, clock: Clock, files: FileThread | None = None
+    ) -> None:
+        """Create the file.
+
+        Args:
+            folder: Made where it is missing.
+            role: ``supervisor`` or ``agent``.
+            host: Whose wall clock it is.
+            node: Node index.
+            uid: What tells this writer from an earlier one of the same role and node.
+            clock: For the lines' times.
+            files: The thread that writes, for a caller that must not wait for a disk; without, `write` writes itself.
+
+        Raises:
+            UnsafePathError, OSError: as `make_private_dir` and open; with `files` nothing is raised, ever.
+        """
+        self._folder = folder
+        self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
+        self._clock = clock
+        self._head = {"host": host, "node": node, "role": role}
+        self._count = 0
+        self._waiting: deque[bytes] = deque(maxlen=_KEPT_WHEN_DISK_IS_FULL)
+        self._dropped = 0
+        self._offset = 0
+        self._exists = False
+        self._closed = False
+        self._files = files
+        self._flush_is_due = False
+        if files is None:
+            self._create()
+        else:
+            files.post(self._create)
+
+    def _create(self) -> None:
+        make_private_dir(self._folder)
+        os.close(os.open(self._path, _OPENED | os.O_CREAT | os.O_EXCL, 0o600))
+        self._exists = True
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
+        line = {
+            "v": SCHEMA_VERSION,
+            "t": self._clock.time_ns(),
+            "n": self._count,
+            **self._head,
+            "event": event,
+            **fields,
+            **({"by": self._head["node"]} if "node" in fields else {}),
+        }
+        self._count += 1
+        raw = (json_text(line) + "\n").encode()
+        if len(self._waiting) == self._waiting.maxlen:
+            self._dropped += 1
+        self._waiting.append(raw)
+        if self._files is None:
+            self._flush()
+        elif not self._flush_is_due:
+            self._flush_is_due = True
+            self._files.post(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_is_due = False
+        if self._closed:
+            return
+        try:
+            if not self._exists:
+                if self._files is None:
+                    return
+                self._create()  # it could not be made before
+            # Opened for each write: every process that is started while a file on a mount that hangs is open would hang
+            # too, when the kernel closes for it what it inherited.
+            fd = os.open(self._path, _OPENED)
+        except (OSError, UnsafePathError):
+            return
+        try:
+            self._write_out(fd)
+        finally:
+            try:
+                os.close(fd)
+            except OSError:
+                pass  # what counts as written was synced before
+
+    def _write_out(self, fd: int) -> None:
+        # Not O_APPEND: it loses records on NFS and CephFS. One writer knows its own offset.
+        # An NFS client would keep it for half a minute, and a node that loses its power would take it along. And what
+        # it can't write out at last, on a full disk, it drops, and tells fsync alone: so a line is kept here until
+        # then, and written again at the same offset.
+        offset, written = self._offset, []
+        try:
+            for raw in tuple(self._waiting):
+                if os.pwrite(fd, raw, offset) != len(raw):
+                    break  # the disk filled up in mid-line
+                offset += len(raw)
+                written.append(raw)
+        except OSError:
+            pass
+        if not written or not _is_synced(fd):
+            return
+        self._offset = offset
+        for raw in written:
+            if self._waiting and self._waiting[0] is raw:  # else it was pushed out meanwhile, and counted as dropped
+                self._waiting.popleft()
+
+    def close(self, *, within: float = 5.0) -> None:
+        """Write what waits.
+
+        Args:
+            within: Seconds; where there is a thread of files. What a disk that hangs has not taken by then is lost.
+        """
+        if self._files is None:
+            self._close()
+            return
+        try:
+            self._files.do(self._close, within=within)
+        except OSError:
+            pass
+
+    def _close(self) -> None:
+        if self._closed:
+            return
+        self._flush()  # first, so that what follows pushes out nothing
+        self._files = None
+        if self._dropped:
+            self.write("events_dropped", count=self._dropped)
+        self._closed = True
+
+
+def _is_synced(fd: int) -> bool:
+    try:
+        os.fdatasync(fd)
+    except OSError as error:
+        return error.errno in _NO_SYNC
+    return True
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """All events of an attempt, file by file, each file in its own order. Torn and foreign lines are left out."""
+    for path in event_files(folder):
+        yield from read_event_file(path)
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The files that hold an attempt's events, by name; none where the folder is missing or can't be read."""
+    try:
+        try:
+            names = sorted(os.listdir(folder))
+        except FileNotFoundError:
+            if not ask_about(folder):
+                return []
+            names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    return [folder / name for name in names if name.endswith(".jsonl") and not name.startswith(".")]
+
+
+def read_event_file(path: Path, *, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[dict[str, Any]]:
+    """One writer's events in their order, as far as the file can be read. Torn and foreign lines are left out.
+
+    Args:
+        path: The file.
+        tell: Is given a sentence for what a bound leaves out.
+    """
+    rest, position, skipped = b"", 0, 0
+    try:
+        with open(path, "rb", buffering=0, opener=_open_file) as file:
+            size = os.fstat(file.fileno()).st_size
+            while chunk := file.read(_READ_AT_ONCE):
+                position += len(chunk)
+                block = rest + chunk
+                end = block.rfind(b"\n") + 1
+                yield from _read_lines(block[:end])
+                rest = block[end:]
+                if len(rest) > _LONGEST_LINE:
+                    tell(describe_left_out(path, size - position + len(rest), f"a line is longer than {_LONGEST_LINE}"))
+                    return  # nothing that we wrote
+                if not skipped and position >= LARGEST_FILE // 2 and size - position > LARGEST_FILE // 2:
+                    skipped = size - LARGEST_FILE // 2 - position
+                    position = file.seek(size - LARGEST_FILE // 2)
+                    rest = b""
+                    tell(describe_left_out(path, skipped, f"it is larger than {LARGEST_FILE}"))
+    except OSError:
+        pass
+    yield from _read_lines(rest)
+
+
+def describe_left_out(path: Path, count: int, why: str) -> str:
+    """For the reader of an event file that is not read whole."""
+    return f"{path.parent.name}/{path.name}: {count} bytes were left out: {why} bytes"
+
+
+def _open_file(path: str, flags: int) -> int:
+    """A FIFO, or a link that somebody planted, is none of ours: nobody waits for what comes out of it."""
+    try:
+        return open_regular(Path(path))
+    except UnsafePathError as error:
+        raise OSError(errno.EINVAL, str(error), path) from None
+
+
+def _read_lines(raw: bytes) -> Iterator[dict[str, Any]]:
+    lines = [line for line in raw.decode("utf-8", "replace").split("\n") if line]
+    for value in _decode_at_once(lines) or map(_decode, lines):
+        if isinstance(value, dict) and "event" in value:
+            yield value
+
+
+def _decode_at_once(lines: list[str]) -> list[Any] | None:
+    """All lines' values, in a third of the time; None where one is torn or foreign."""
+    try:
+        values = json.loads(f"[{','.join(lines)}]")
+    except (ValueError, RecursionError):
+        return None
+    return values if len(values) == len(lines) else None
+
+
+def _decode(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,292 @@
+"""Where a person's account keeps what outlives a run: which jobs there were, which nodes were bad.
+
+Finds a run by its path, its id, or its Slurm job's id: small files under ``$XDG_STATE_HOME/hpc_elastic/jobs``.
+
+Job ids come back (after a controller's restart, and on every cluster), so an entry is keyed by cluster, job id and
+submit time, and the newest wins. The index is a convenience: a home that can't be written never stops a submission, and
+runs are found without it. Each entry is a file of its own name, written whole and never changed, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.base.files import make_private_dir, read_json, write_json
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run.attempt import is_job_id
+from hpc_elastic.run.paths import RunPaths, task_index
+
+
+def account_folder(name: str, env: Mapping[str, str] | None = None) -> Path | None:
+    """The folder for one kind of files, below ``$XDG_STATE_HOME``; None where the account has no home.
+
+    As root, a state folder that is not root's alone is not used, but the one in root's own home: ``sudo`` may keep the
+    user's HOME, where root's files would be in the user's way, and what the user puts there is not to lead root.
+
+    Args:
+        name: Of the folder.
+        env: Of the process; by default this one's.
+    """
+    env = os.environ if env is None else env
+    state = env.get("XDG_STATE_HOME", "")
+    if not state.startswith("/"):
+        home = env.get("HOME", "")
+        if not home.startswith("/"):
+            return None
+        state = home + "/.local/state"
+    if os.geteuid() == 0 and not _is_roots(Path(state)):
+        try:
+            state = pwd.getpwuid(0).pw_dir + "/.local/state"
+        except KeyError:
+            return None
+    return Path(state) / "hpc_elastic" / name
+
+
+def make_account_folder(name: str, env: Mapping[str, str] | None = None) -> Path:
+    """The same folder, made with those above it that are missing, all for this user alone.
+
+    Raises:
+        UsageError: there is no home, or a folder is another user's or open to others.
+        OSError: it can't be made.
+    """
+    folder = account_folder(name, env)
+    if folder is None:
+        raise UsageError("neither XDG_STATE_HOME nor HOME is set")
+    for above in reversed(folder.parent.parents):
+        above.mkdir(mode=0o700, exist_ok=True)
+    make_private_dir(folder.parent)
+    make_private_dir(folder)
+    return folder
+
+
+def _is_roots(path: Path) -> bool:
+    """Whether only root can have put there what is at `path`, or what will be."""
+    try:
+        return all(not os.path.lexists(above) or os.lstat(above).st_uid == 0 for above in (path, *path.parents))
+    except OSError:  # NFS refuses root
+        return False
+
+
+VERSION = 1
+DEFAULT_RUNS_DIR = "runs"
+_CANDIDATES = 5
+_TASK_OF = re.compile(r"(.+)_(\d{1,10})\Z", re.ASCII)
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEntry:
+    """One submitted job."""
+
+    cluster: str
+    """Slurm's name of it; empty where unknown."""
+    job_id: str
+    submitted_ns: int
+    run_dir: Path
+
+
+def record(
+    *, cluster: str, job_id: str, submitted_ns: int, run_dir: Path, env: Mapping[str, str] | None = None
+) -> str | None:
+    """Remember a job's run directory.
+
+    Args:
+        cluster: Slurm's name of the cluster, or empty.
+        job_id: As Slurm's commands take it.
+        submitted_ns: This host's wall clock.
+        run_dir: Absolute.
+        env: For XDG_STATE_HOME and HOME; the process' own by default.
+
+    Returns:
+        None, or why it could not be remembered.
+    """
+    try:
+        folder = make_account_folder("jobs", env)
+        name = f"{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', job_id)}-{submitted_ns}.json"
+        value = {"version": VERSION, "cluster": cluster, "job_id": job_id, "submitted_ns": submitted_ns}
+        write_json(folder / name, {**value, "run_dir": str(run_dir)})
+        return None
+    except (OSError, UsageError) as error:
+        return str(error)
+
+
+def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] | None = None) -> list[JobEntry]:
+    """What is known of a job, newest first; ids of other clusters too unless `cluster` is given."""
+    folder = account_folder("jobs", env)
+    found: list[JobEntry] = []
+    try:
+        names = os.listdir(folder) if folder is not None else []
+    except OSError:
+        names = []
+    for name in names:
+        if folder is None or f"-{_UNSAFE.sub('-', job_id)}-" not in name or not name.endswith(".json"):
+            continue
+        value = read_json(folder / name)
+        if isinstance(value, str) or value.get("job_id") != job_id:
+            continue
+        if cluster is not None and value.get("cluster") not in (cluster, ""):
+            continue
+        entry = _entry(value)
+        if entry is not None:
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
+
+
+def jobs_of(
+    run_dir: str, *, env: Mapping[str, str] | None = None, known: Sequence[JobEntry] | None = None
+) -> list[JobEntry]:
+    """The jobs that were submitted with this run directory, newest first: one, but for a copy of a home.
+
+    Of an array's task: ``ARRAYJOB_TASK``.
+
+    Args:
+        run_dir: Absolute.
+        env: As in `record`.
+        known: From `known_jobs`, where that is not to be read for each of many runs.
+    """
+    known = known_jobs(env=env) if known is None else known
+    task = task_index(os.path.basename(run_dir))
+    if task is not None:
+        arrays = jobs_of(os.path.dirname(run_dir), known=known)
+        own = [entry for entry in arrays if entry.job_id.partition("_")[2] in ("", str(task))]  # 81_3: a follow-on job
+        return [replace(entry, job_id=_of_task(entry.job_id, task), run_dir=Path(run_dir)) for entry in own]
+    return [entry for entry in known if str(entry.run_dir) == run_dir]
+
+
+def known_jobs(*, env: Mapping[str, str] | None = None) -> list[JobEntry]:
+    """Every job that is known, newest first."""
+    folder = account_folder("jobs", env)
+    try:
+        names = os.listdir(folder) if folder is not None else []
+    except OSError:
+        names = []
+    found = []
+    for name in names:
+        value = read_json(folder / name) if folder is not None and name.endswith(".json") else ""
+        entry = None if isinstance(value, str) else _entry(value)
+        if entry is not None:
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
+
+
+def _entry(value: Mapping[str, Any]) -> JobEntry | None:
+    if not is_job_id(value.get("job_id")):
+        return None
+    try:
+        return JobEntry(
+            cluster=str(value["cluster"]),
+            job_id=str(value["job_id"]),
+            submitted_ns=int(value["submitted_ns"]),
+            run_dir=Path(value["run_dir"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None  # a newer format, or a torn one
+
+
+def _of_task(job_id: str, task: int) -> str:
+    return job_id if "_" in job_id else f"{job_id}_{task}"
+
+
+class UnknownRunError(UsageError):
+    """No run is known by what somebody gave."""
+
+
+def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path:
+    """The run directory that `text` means: a path to it or into it, a run id (or its beginning), or a job id.
+
+    Of an array's task the ids are the array's and ``_TASK``.
+
+    Args:
+        text: As the user gave it.
+        runs_dir: Where run ids are looked for; ``./runs`` where None.
+        env: As in `record`.
+
+    Returns:
+        An absolute path to a folder with a run.json.
+
+    Raises:
+        UnknownRunError: it means none that is known here; it says where was looked.
+        UsageError: it means several, or one whose directory is gone.
+    """
+    given = Path(os.path.abspath(text))
+    for folder in (given, *given.parents[:4]) if given.exists() else ():
+        if RunPaths(folder).run_json.is_file():
+            return folder
+    runs = Path(os.path.abspath(runs_dir or DEFAULT_RUNS_DIR))
+    if "/" not in text and text not in ("", ".", ".."):
+        found = _by_run_id(text, runs) or _by_task_of_run(text, runs)
+        if found is not None:
+            return found
+    if is_job_id(text):
+        array, _, task = text.partition("_")
+        known = []
+        for entry in entries(text, env=env):
+            if task and array_tasks(RunPaths(entry.run_dir)):  # a follow-on job of one task
+                known.append((entry, RunPaths(entry.run_dir).task(int(task)).root))
+            else:
+                known.append((entry, entry.run_dir))
+        if task:
+            known += [(entry, RunPaths(entry.run_dir).task(int(task)).root) for entry in entries(array, env=env)]
+        for _, run_dir in known:
+            if RunPaths(run_dir).run_json.is_file():
+                return run_dir
+        for entry, run_dir in known:
+            if run_dir != entry.run_dir and RunPaths(entry.run_dir).run_json.is_file():
+                raise UsageError(f"job {array} has no task {task}: hpc-elastic status {array} shows which it has")
+        if known:
+            raise UsageError(
+                f"the run directory of job {text} is gone: {known[0][1]}; if the job runs on, scancel {text} ends it"
+            )
+        if "/" not in text:
+            found = _by_run_id(text, runs, digits=True)  # a run id begins with digits, too
+            if found is not None:
+                return found
+        raise UnknownRunError(
+            f"no run of job {text} is known on this account (submitted by another, or elsewhere?); "
+            "give its run directory"
+        )
+    raise UnknownRunError(
+        f"{text or repr(text)} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id"
+    )
+
+
+def array_tasks(paths: RunPaths) -> tuple[int, ...]:
+    """The tasks of the array of runs at `paths`, ascending; none where it is a single run, or can't be read."""
+    try:
+        found = map(task_index, os.listdir(paths.root))
+    except OSError:
+        return ()
+    return tuple(sorted(index for index in found if index is not None))
+
+
+def _by_task_of_run(text: str, runs: Path) -> Path | None:
+    match = _TASK_OF.match(text)
+    if match is None or is_job_id(text):
+        return None
+    array = _by_run_id(match.group(1), runs)
+    task = None if array is None else RunPaths(array).task(int(match.group(2)))
+    return task.root if task is not None and task.run_json.is_file() else None
+
+
+def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
+    """By the whole id, or by how it begins; what could be a job id is taken for a beginning with `digits` alone."""
+    if RunPaths(runs / text).run_json.is_file():
+        return runs / text
+    if is_job_id(text) and not digits:
+        return None
+    try:
+        names = sorted(name for name in os.listdir(runs) if name.startswith(text))
+    except OSError:
+        return None
+    matches = [runs / name for name in names if RunPaths(runs / name).run_json.is_file()]
+    if len(matches) > 1:
+        shown = ", ".join(match.name for match in matches[:_CANDIDATES])
+        more = f" and {len(matches) - _CANDIDATES} more" if len(matches) > _CANDIDATES else ""
+        raise UsageError(f"{text} begins {len(matches)} runs in {runs}; give more of one of {shown}{more}")
+    return matches[0] if matches else None

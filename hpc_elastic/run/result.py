@@ -1,0 +1,49 @@
+"""result.json: how an attempt ended and what was decided, for whoever waits and for the next attempt."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hpc_elastic.base.files import read_json, write_json
+from hpc_elastic.run.attempt import is_job_id
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredResult:
+    """The end of one attempt."""
+
+    outcome: str
+    reason: str
+    exit_code: int
+    action: str
+    """``requeue`` or ``end``."""
+    decision: str
+    """Why."""
+    fingerprint: str = ""
+    step: int = -1
+    idle: int = 0
+    """How many attempts in a row, this one included, ended by a failure without progress."""
+    next_job: str = ""
+    """The follow-on job's id, where the next attempt is another job's."""
+
+    def save(self, path: Path) -> None:
+        write_json(path, {"version": VERSION, **asdict(self)}, durable=True)
+
+
+def load_result(path: Path) -> StoredResult | None:
+    """The stored end, or None where there is none that can be read."""
+    value = read_json(path)
+    if isinstance(value, str) or value.get("version") != VERSION:
+        return None
+    chosen = {key: value[key] for key in StoredResult.__slots__ if key in value}
+    if any(type(item) is not (int if key in ("exit_code", "step", "idle") else str) for key, item in chosen.items()):
+        return None
+    if not is_job_id(chosen.get("next_job")):
+        chosen.pop("next_job", None)
+    try:
+        return StoredResult(**chosen)
+    except TypeError:
+        return None  # something is missing

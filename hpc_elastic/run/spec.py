@@ -1,0 +1,183 @@
+"""What was asked for: the contents of run.json, written once by `submit` or `run`, read by everything else."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.base.files import read_json, write_json
+from hpc_elastic.errors import UnreadableFileError
+from hpc_elastic.light_dataclasses import asdict, dataclass, field, field_names
+from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
+
+VERSION = 1
+
+
+class UnreadableRunError(UnreadableFileError):
+    """run.json is missing, torn, or written by a newer version."""
+
+
+class EntryKind(str, Enum):
+    """How the worker is started."""
+
+    SCRIPT = "script"  # python target args…
+    MODULE = "module"  # python -m target args…
+    COMMAND = "command"  # target args… (torchrun's --no-python)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entrypoint:
+    """What every worker runs."""
+
+    kind: EntryKind
+    target: str
+    args: tuple[str, ...] = ()
+    python: str = "python3"
+    """Interpreter for SCRIPT and MODULE; also the one that hosts the TCPStore."""
+
+    def argv(self) -> list[str]:
+        """The worker's argument list. ``-u``: a line that is printed is seen, also when the worker dies next."""
+        if self.kind is EntryKind.COMMAND:
+            return [self.target, *self.args]
+        if self.kind is EntryKind.MODULE:
+            return [self.python, "-u", "-m", self.target, *self.args]
+        return [self.python, "-u", self.target, *self.args]
+
+    def __str__(self) -> str:
+        return shlex.join(self.argv())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """One run. Times in seconds. Immutable: what changes lives in the attempts."""
+
+    run_id: str
+    """Unique, sortable and readable: ``20261121-053000-train-9f3c``; also the run directory's name."""
+    uid: str
+    """32 random hex digits: tags this run's processes, so that no other run's are ever touched."""
+    name: str
+    """The job's name."""
+    created_ns: int
+    entrypoint: Entrypoint
+    cwd: str
+    """Where `submit` was called: the workers' working directory."""
+    cluster: str = "slurm"
+    """``slurm`` or ``local``."""
+    min_nodes: int = 1
+    max_nodes: int = 1
+    spares: int = 0
+    """Nodes beyond `max_nodes` that wait, ready, to take a lost one's place."""
+    segment: int = 1
+    """So many neighbours in Slurm's order are in the run together, or not at all."""
+    grow: str = "checkpoint"
+    """When a healthy round that is smaller than `max_nodes` is ended to take a node in: ``checkpoint``, ``now`` or
+    ``never``."""
+    nproc_per_node: str = "auto"
+    """A number, ``auto`` (the node's GPUs as Slurm gave them, else 1), ``gpu`` or ``cpu``."""
+    role: str = "default"
+    max_restarts: int = 3
+    """Rounds per attempt that may follow a worker's failure, wherever it happened."""
+    restart_policy: str = "processes"
+    """What follows a worker's bad end: ``processes`` (all start again) or ``in-process`` (it alone is replaced)."""
+    max_requeues: int = 3
+    """Attempts after the first one."""
+    max_same_failures: int = 2
+    """The same fingerprint so many times with no progress between is a bug in the script; 0: never."""
+    restart_window: float | None = None
+    """Workers that ran this long have the whole of `max_restarts` again; None: time does not refill it."""
+    restart_steps: int | None = None
+    """So many steps beyond the last failure's do the same; None: steps do not."""
+    section_timeouts: str = ""
+    """``setup:900,step:60``: seconds without a heartbeat that make a hang, by section; empty: nobody is judged."""
+    health_checks: str = ""
+    """What a node is looked at for before it joins a round: ``default,tmp=10G``, ``none``; empty: the default."""
+    health_check: str = ""
+    """The user's own check, quoted as for a shell; empty: none."""
+    health_check_timeout: float = 30.0
+    metrics: str = ""
+    """``jsonl:FILE`` or ``prometheus:FILE.prom``; empty: no figures are written."""
+    monitor_interval: float = 5.0
+    """The fallback's poll interval; watching is by events."""
+    shutdown_timeout: float = 30.0
+    """From SIGTERM to SIGKILL when workers are stopped."""
+    redirects: str = "0"
+    tee: str = "0"
+    """torchrun's grammar, ``3`` or ``0:3,1:1``: `redirects` keeps from the job log, `tee` brings back. By default all
+    is shown; files are always written."""
+    local_ranks_filter: tuple[int, ...] | None = None
+    """Only these local ranks reach the job log; None: all."""
+    log_max_size: int | None = None
+    """Bytes from which on a worker's output file is rotated; None: never."""
+    log_max_files: int = DEFAULT_PIECES
+    """Pieces of it that are kept."""
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    requeue: bool = True
+    requeue_with: str = "auto"
+    """``scontrol``: the same job again; ``chain``: a follow-on job; ``auto``: that, where the job can't be requeued."""
+    bad_nodes: str = "run"
+    """``run``, ``jobs`` or ``off``, with ``hours=24,share=0.33`` behind it: which nodes are left out."""
+    signal_grace: int = 120
+    """Seconds before the time limit at which the notice signal is asked for."""
+    preemption_signal: str = ""
+    """``SIGUSR1``, say: workers are sent it when the job is going to be ended. Empty: none."""
+    array: str = ""
+    """``0-7%2``: this is an array of runs, one for each task, in a folder of its own; empty: it is a run."""
+    sbatch_args: tuple[str, ...] = ()
+    """What was passed to sbatch, for the record."""
+    srun_args: tuple[str, ...] = ()
+
+    @property
+    def log_limit(self) -> PieceLimit | None:
+        """When the workers' output files are rotated; None: never."""
+        return PieceLimit(size=self.log_max_size, count=self.log_max_files) if self.log_max_size else None
+
+    def save(self, path: Path, *, durable: bool = True) -> None:
+        """Write run.json."""
+        value = asdict(self)
+        value["entrypoint"]["kind"] = self.entrypoint.kind.value
+        write_json(path, {"version": VERSION, **value}, durable=durable)
+
+
+def load_run_spec(path: Path) -> RunSpec:
+    """Read run.json.
+
+    Raises:
+        UnreadableRunError: missing, torn, or of a version that this program does not know.
+    """
+    value = read_json(path)
+    if isinstance(value, str):
+        raise UnreadableRunError(path=str(path), why=value, errno=value.errno)
+    version = value.get("version")
+    if version != VERSION:
+        raise UnreadableRunError(path=str(path), why=f"has format version {version!r}; this program reads {VERSION}")
+    known = set(field_names(RunSpec))
+    chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
+    try:
+        entry = dict(chosen["entrypoint"])
+        chosen["entrypoint"] = Entrypoint(
+            kind=EntryKind(entry["kind"]),
+            target=entry["target"],
+            args=tuple(entry.get("args", ())),
+            python=entry.get("python", "python3"),
+        )
+        for key in ("sbatch_args", "srun_args"):
+            chosen[key] = tuple(chosen.get(key) or ())
+        if chosen.get("local_ranks_filter") is not None:
+            chosen["local_ranks_filter"] = tuple(chosen["local_ranks_filter"])
+        return RunSpec(**chosen)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnreadableRunError(path=str(path), why=f"unreadable: {error!r}") from None
+
+
+def new_run_id(name: str, *, now: float | None = None) -> str:
+    """A fresh run id: UTC time, the name's letters and digits, four random hex digits."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+    readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in name).strip("-")[:40] or "run"
+    return f"{stamp}-{readable}-{os.urandom(2).hex()}"

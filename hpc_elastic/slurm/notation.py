@@ -1,0 +1,224 @@
+"""Slurm's hostlists, ``rack[1-2]n[01-10],login1``: expanded and compressed here, since a container has no scontrol.
+
+The order is Slurm's (topology), and duplicates stay: ``n[1-3,1]`` names n1 twice, as ``scontrol show hostnames`` does.
+Suffixes (``n[1-2].cluster.local``) are read as Slurm 24.11 reads them; 20.11 and 22.05 call them invalid, with rc 0.
+
+Slurm's counted strings: ``4(x2),1`` tasks, ``gpu:a100:4(S:0-1)`` GRES, ``0,1`` or ``GPU-…`` device lists.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.lazy_pattern import pattern
+
+MAX_HOSTS = 1 << 17
+_MAX_NAME = 255
+_MAX_DIGITS = 18
+_NAME = pattern(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*\Z")
+_LITERAL = pattern(r"[A-Za-z0-9_.-]*\Z")
+_TRAILING_NUMBER = pattern(rf"(.*?)([0-9]{{1,{_MAX_DIGITS}}})\Z", re.DOTALL)
+
+
+class HostlistError(UsageError):
+    """A text that should have been a hostlist, or a name that can't be a host's, is not."""
+
+    template = "invalid hostlist {text!r}: {why}"
+
+    def __init__(self, **facts: str) -> None:
+        HpcElasticError.__init__(self, **facts)
+
+
+def expand(text: str) -> tuple[str, ...]:
+    """The host names of a hostlist, in its order, duplicates kept.
+
+    Args:
+        text: As in ``SLURM_JOB_NODELIST``. Empty text is an empty list.
+
+    Raises:
+        HostlistError: not a hostlist (``(null)`` and ``None assigned`` are not), or more than `MAX_HOSTS` hosts.
+    """
+    hosts: list[str] = []
+    for item in _items(text):
+        pieces = _pieces(text, item)
+        count = 1
+        for choices in pieces:
+            count *= len(choices)
+            if len(hosts) + count > MAX_HOSTS:
+                raise HostlistError(text=_shown(text), why=f"names more than {MAX_HOSTS} hosts")
+        names = [""]
+        for choices in pieces:
+            names = [name + choice for name in names for choice in choices]
+        for name in names:
+            if not _NAME.match(name) or len(name) > _MAX_NAME:
+                raise HostlistError(text=_shown(text), why=f"{_shown(name)!r} can't be a host name")
+        hosts += names
+    return tuple(hosts)
+
+
+def compress(hosts: Iterable[str]) -> str:
+    """The shortest hostlist that Slurm itself would print: neighbours with the same prefix share brackets.
+
+    The order of `hosts` is kept, so ``expand(compress(hosts)) == tuple(hosts)``.
+
+    Raises:
+        HostlistError: a name that can't be a host's: it must never reach a command line as part of ``--exclude``.
+    """
+    groups: list[tuple[str, list[list[str]]]] = []  # prefix, ranges of [first digits, last digits]; [] for no number
+    for host in hosts:
+        if not _NAME.match(host) or len(host) > _MAX_NAME:
+            raise HostlistError(text=_shown(host), why="not a host name")
+        match = _TRAILING_NUMBER.match(host)
+        if match is None:
+            groups.append((host, []))
+            continue
+        prefix, digits = match.groups()
+        if not groups or groups[-1][0] != prefix or not groups[-1][1]:
+            groups.append((prefix, [[digits, digits]]))
+            continue
+        ranges = groups[-1][1]
+        first, last = ranges[-1]
+        follows = int(digits) == int(last) + 1 and digits == str(int(digits)).zfill(len(first))
+        if follows:
+            ranges[-1][1] = digits
+        else:
+            ranges.append([digits, digits])
+    return ",".join(_group_text(prefix, ranges) for prefix, ranges in groups)
+
+
+def _group_text(prefix: str, ranges: list[list[str]]) -> str:
+    if not ranges:
+        return prefix
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+        return prefix + ranges[0][0]
+    return prefix + "[" + ",".join(a if a == b else f"{a}-{b}" for a, b in ranges) + "]"
+
+
+def _items(text: str) -> Iterator[str]:
+    """The comma-separated parts outside brackets."""
+    if not text:
+        return
+    depth = start = 0
+    for index, char in enumerate(text):
+        if char == "[":
+            depth += 1
+        elif char == "]":
+            depth -= 1
+        elif char == "," and depth == 0:
+            yield text[start:index]
+            start = index + 1
+        if depth not in (0, 1):
+            raise HostlistError(text=_shown(text), why="brackets don't match")
+    if depth:
+        raise HostlistError(text=_shown(text), why="a bracket is not closed")
+    yield text[start:]
+
+
+def _pieces(text: str, item: str) -> list[list[str]]:
+    """``r[1-2]n`` → ``[["r"], ["1", "2"], ["n"]]``."""
+    if not item:
+        raise HostlistError(text=_shown(text), why="a host name is missing at a comma")
+    pieces: list[list[str]] = []
+    for index, part in enumerate(re.split(r"[\[\]]", item)):
+        if index % 2:
+            pieces.append(_numbers(text, part))
+        elif not _LITERAL.match(part):
+            raise HostlistError(text=_shown(text), why=f"{_shown(part)!r} can't be part of a host name")
+        else:
+            pieces.append([part])
+    return pieces
+
+
+def _numbers(text: str, ranges: str) -> list[str]:
+    """``01-03,7`` → ``["01", "02", "03", "7"]``."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        first, dash, last = part.partition("-")
+        last = last if dash else first
+        if not (_is_number(first) and _is_number(last)):
+            raise HostlistError(text=_shown(text), why=f"{_shown(part)!r} is not a number or a range of numbers")
+        low, high = int(first), int(last)
+        if high < low:
+            raise HostlistError(text=_shown(text), why=f"the range {part} goes down")
+        if len(numbers) + high - low + 1 > MAX_HOSTS:
+            raise HostlistError(text=_shown(text), why=f"names more than {MAX_HOSTS} hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(low, high + 1)]
+    return numbers
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+MAX_ITEMS = 1 << 17
+_COUNTED = pattern(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\Z")
+_PARENTHESES = pattern(r"\([^()]*\)")
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """``4(x2),1`` → ``(4, 4, 1)``: one number per node, in node order.
+
+    Raises:
+        ValueError: with what is wrong, without the text.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNTED.match(part)
+        if match is None:
+            raise ValueError("is not of the form 4(x2),1")
+        repeat = int(match.group(2) or 1)
+        if repeat < 1 or len(counts) + repeat > MAX_ITEMS:
+            raise ValueError(f"counts no node, or more than {MAX_ITEMS}")
+        counts += [int(match.group(1))] * repeat
+    return tuple(counts)
+
+
+def gpu_count(text: str) -> int:
+    """How many GPUs a count or GRES string means: ``4``, ``a100:4``, ``gpu:2(S:0-1)``, ``gres/gpu:a100=2``.
+
+    Where an entry is named ``gpu``, entries of other names (``nic:1``) don't count; where none is, names are GPU
+    types.
+
+    Raises:
+        ValueError: with what is wrong, without the text.
+    """
+    entries: list[tuple[list[str], int]] = []
+    for raw in _PARENTHESES.sub("", text).split(","):
+        entry = raw.strip()
+        for prefix in ("gres/", "gres:"):
+            entry = entry.removeprefix(prefix)
+        if not entry:
+            raise ValueError("has an empty entry")
+        names = re.split(r"[:=]", entry)
+        count = 1
+        if names[-1].isascii() and names[-1].isdigit():
+            count = int(names.pop()[:9])
+        if not all(re.match(r"[A-Za-z0-9_.-]+\Z", name) for name in names):
+            raise ValueError("is not a count or a GRES string such as gpu:a100:4")
+        entries.append((names, count))
+    gpus = [count for names, count in entries if names and names[0].lower() == "gpu"]
+    return sum(gpus) if gpus else sum(count for _, count in entries)
+
+
+def device_count(text: str) -> int:
+    """How many devices ``CUDA_VISIBLE_DEVICES`` and its kin name: indices, ranges, UUIDs, or nothing.
+
+    CUDA stops at the first entry that it can't use, such as ``-1``; ``NoDevFiles`` was Slurm's word for none.
+    """
+    count = 0
+    for part in text.split(","):
+        entry = part.strip()
+        if not entry or entry == "NoDevFiles" or entry.startswith("-"):
+            break
+        first, dash, last = entry.partition("-")
+        if dash and first.isdigit() and last.isdigit():  # SLURM_JOB_GPUS=0-3 in some versions
+            count += max(0, int(last[:9]) - int(first[:9]) + 1)
+        else:
+            count += 1
+    return count

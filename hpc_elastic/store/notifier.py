@@ -1,0 +1,372 @@
+"""The file with the run's secret, by which rings are authenticated: only its owner may ever have read it.
+
+The bell: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
+
+Every decision is in the files. A lost ring costs the wait for the next poll; a lost beat makes nobody lost, since a
+silent node is asked through the files; a forged or repeated datagram is dropped, counted, and told of once; and where
+no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a
+counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
+addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
+newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for and
+whether the shared filesystem refuses its sender, and the sender's clock, with how much it may be ahead of the
+receiver's as far as it knows (`hpc_elastic.base.clock_offset`); an HMAC-SHA256 with the run's secret stands before it.
+
+A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the bell is deaf until that time
+is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import stat
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_elastic.base.clock import Clock, SystemClock, uptime_ns
+from hpc_elastic.base.clock_offset import Offset, PeerClock
+from hpc_elastic.base.files import read_bytes
+from hpc_elastic.digests import Mac, sha256
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.light_dataclasses import dataclass, field
+
+_LEAST_BYTES = 16
+
+
+def read_secret(path: Path) -> bytes:
+    """The run's secret.
+
+    Raises:
+        UnsafePathError: it is a link or no regular file, another user owns it, or others may read or write it.
+        UsageError: it is missing, or too short to be one.
+        OSError: a passing fault of the filesystem.
+    """
+    anew = "submit the run anew"
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        raise UsageError(
+            f"the run's secret {path} is missing; the run directory is damaged: submit the run anew"
+        ) from None
+    if not stat.S_ISREG(info.st_mode):
+        raise UnsafePathError(f"the run's secret {path} is not a regular file; {anew}")
+    if info.st_uid != os.geteuid():
+        raise UnsafePathError(
+            f"the run's secret {path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()}); {anew}"
+        )
+    if info.st_mode & 0o077:
+        raise UnsafePathError(
+            f"the run's secret {path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o}): "
+            f"whoever has read it can forge packets of this run; {anew}"
+        )
+    secret = read_bytes(path, limit=4096).strip()
+    if len(secret) < _LEAST_BYTES:
+        raise UsageError(f"the run's secret {path} holds {len(secret)} bytes, less than {_LEAST_BYTES}; {anew}")
+    return secret
+
+
+logger = logging.getLogger(__name__)
+
+MAX_DATAGRAM = 512
+MOST_REJECTED = 500
+"""Invalid datagrams that are looked at within one period."""
+PERIOD = 0.5
+"""Seconds."""
+MOST_TOLD = 16
+"""Different (reason, host) that are logged: a forger may make up any number of hosts."""
+MOST_FORWARDED = 20
+"""Addresses that a ring can carry on."""
+_LONGEST_KEY = 120
+_LONGEST_FORWARDED_KEY = 40
+"""With addresses beside it: both have to fit into a datagram."""
+_MAC_BYTES = 32
+_REASONS = {
+    "oversized": f"longer than {MAX_DATAGRAM} bytes",
+    "forged": "without this run's code (cut off, forged, or of another run)",
+    "garbled": "its contents make no sense",
+    "misdirected": "sent to another",
+    "repeated": "it was there before, or overtaken by a newer one",
+}
+
+Address = tuple[str, int]
+"""IPv4 address in dotted form, and port."""
+_in_short = json.JSONEncoder(separators=(",", ":")).encode
+"""Made once: a beat a second is half of what a sleeping agent does."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heard:
+    """What valid datagrams said."""
+
+    rung: bool
+    """Somebody wants this participant to look now."""
+    alive: frozenset[str]
+    """Uids of the senders, of rings too."""
+    about: frozenset[str] = frozenset()
+    """The keys that were written, as the rings said."""
+    told: frozenset[str] = frozenset()
+    """The keys of the newest records, as the beats said."""
+    hears: Mapping[str, bool] = field(default_factory=dict)
+    """Who sent beats, and whether it hears this participant."""
+    refused: frozenset[str] = frozenset()
+    """Those of them whom the files refuse."""
+    deaf: float = 0.0
+    """Seconds since the last time for which a flood may have drowned what others sent."""
+
+
+class Notifier:
+    """One participant's datagram socket."""
+
+    def __init__(
+        self, *, secret: bytes, run_uid: str, uid: str, host: str, port: int = 0, clock: Clock | None = None
+    ) -> None:
+        """Bind.
+
+        Args:
+            secret: The run's; from a 0600 file.
+            run_uid: Mixed into every code: rings of another run don't verify.
+            uid: This participant's.
+            host: The address to bind: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes.
+            port: 0 takes a free one.
+            clock: For the limit on invalid datagrams.
+
+        Raises:
+            OSError: the address can't be bound; `open_doorbell` goes on without.
+        """
+        self._mac = Mac(sha256(secret + b"\0" + run_uid.encode()))
+        self._uid = uid
+        self._clock = clock or SystemClock()
+        self._count = 0
+        self._lock = threading.Lock()
+        self._newest: dict[tuple[str, str], int] = {}
+        self._clocks: dict[str, PeerClock] = {}
+        self._senders: dict[Address, str] = {}
+        """Who sends from there, and so may be told about its clock there."""
+        self.rejections: Counter[str] = Counter()
+        """Invalid datagrams by reason."""
+        self._told: set[tuple[str, str]] = set()
+        self._period_end = 0.0
+        self._left = MOST_REJECTED
+        self._deaf_until: float | None = None
+        self.reached: dict[str, None] = {}
+        """This host's own addresses at which a valid ring from another participant arrived, first one first."""
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.bind((host, port))
+        except BaseException:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+
+    @property
+    def rejected(self) -> int:
+        """Invalid datagrams so far."""
+        return self.rejections.total()
+
+    @property
+    def senders(self) -> frozenset[str]:
+        """From where valid datagrams came. For any thread."""
+        return frozenset(host for host, _ in tuple(self._senders))
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def ring(self, addresses: Iterable[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+        """Tell each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
+
+        Args:
+            addresses: Where the others' bells are.
+            about: The key that was written, so that they look past their caches for it; empty: none in particular.
+            forward: Whom they shall ring in their turn, `MOST_FORWARDED` at most.
+        """
+        more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
+        if forward:
+            more["f"] = _pack(forward[:MOST_FORWARDED])
+        self._send("ring", addresses, more)
+
+    def beat(
+        self, addresses: Iterable[Address], about: str = "", *, hears: bool = False, refused: bool = False
+    ) -> None:
+        """Tell each of `addresses` that this participant lives. From any thread.
+
+        Args:
+            addresses: Where the others' bells are.
+            about: The key of the newest record, for those whom no ring about it reached.
+            hears: Whether this participant hears them.
+            refused: Whether the shared filesystem refuses this participant.
+        """
+        self._send("beat", addresses, {"a": about, "h": 1 if hears else 0, **({"r": 1} if refused else {})})
+
+    def _send(self, kind: str, addresses: Iterable[Address], more: Mapping[str, Any]) -> None:
+        for host, port in addresses:
+            with self._lock:
+                self._count += 1
+                count = self._count
+            clock = {} if "f" in more else self._clock_offsets(host, port)  # with addresses there is no room
+            said = {"u": self._uid, "k": kind, "c": count, "to": host, "p": port, **more, **clock}
+            body = _in_short(said).encode()
+            try:
+                socket.inet_pton(socket.AF_INET, host)  # a name would be looked up, which blocks
+                self._socket.sendto(self._mac.of(body) + body, (host, port))
+            except (OSError, OverflowError, ValueError):
+                continue
+
+    def _clock_offsets(self, host: str, port: int) -> dict[str, int]:
+        now_ns = uptime_ns(self._clock)
+        known = self._clocks.get(self._senders.get((host, port), ""))
+        ahead = known.bound_to_send(now_ns) if known is not None else None
+        return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
+
+    def offset_to(self, uid: str) -> Offset | None:
+        """How far this host's clock since its boot is ahead of that of `uid`'s host; None: not known. Any thread."""
+        known = self._clocks.get(uid)
+        return None if known is None else known.offset(uptime_ns(self._clock))
+
+    def deaf_for(self) -> float:
+        """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
+        return 0.0 if self._deaf_until is None else max(0.0, self._deaf_until - self._clock.monotonic())
+
+    def drain(self) -> Heard:
+        """Take in all waiting datagrams; nothing while `deaf_for` says so."""
+        now = self._clock.monotonic()
+        deaf = 0.0
+        if self._deaf_until is not None:
+            if now < self._deaf_until:
+                return Heard(rung=False, alive=frozenset())
+            # What came in this time was dropped by the kernel, or drowns in what is in its queue now.
+            deaf = now - self._deaf_until + PERIOD
+            self._deaf_until = None
+        if now >= self._period_end:
+            self._period_end, self._left = now + PERIOD, MOST_REJECTED
+        rung = False
+        alive: set[str] = set()
+        about: set[str] = set()
+        told: set[str] = set()
+        hears: dict[str, bool] = {}
+        refused: dict[str, bool] = {}
+        for _ in range(1000):  # many valid ones must not keep the owner from its work either
+            try:
+                data, sender_address = self._socket.recvfrom(MAX_DATAGRAM + 1)
+            except BlockingIOError:
+                break
+            except OSError:
+                continue  # an ICMP error for something we sent
+            accepted = self._accept(data)
+            if isinstance(accepted, str):
+                self._reject(accepted, sender_address)
+                self._left -= 1
+                if self._left <= 0:
+                    self._deaf_until = self._period_end
+                    break
+                continue
+            sender, kind, said = accepted
+            alive.add(sender)
+            self._compare_clocks(sender, sender_address, said)
+            key = str(said.get("a", ""))
+            if key:
+                (about if kind == "ring" else told).add(key)
+            if kind == "ring":
+                rung = True
+                self.ring(_unpack(said.get("f")), key)
+            else:
+                hears[sender], refused[sender] = bool(said.get("h")), bool(said.get("r"))
+        return Heard(
+            rung=rung,
+            alive=frozenset(alive),
+            about=frozenset(about),
+            told=frozenset(told),
+            hears=hears,
+            refused=frozenset(uid for uid, is_refused in refused.items() if is_refused),
+            deaf=deaf,
+        )
+
+    def _compare_clocks(self, sender: str, address: Address, said: Mapping[str, Any]) -> None:
+        sent, told = said.get("t"), said.get("b")
+        if type(sent) is not int:
+            return
+        now_ns = uptime_ns(self._clock)
+        known = self._clocks.setdefault(sender, PeerClock())
+        known.received(sent_ns=sent, received_ns=now_ns, told_ns=told if type(told) is int else None)
+        self._senders[address] = sender
+
+    def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
+        """Sender, kind and all that was said; or why not."""
+        if len(data) > MAX_DATAGRAM:
+            return "oversized"
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if not self._mac.verifies(mac, body):
+            return "forged"
+        try:
+            said = json.loads(body)
+            sender, kind, count, to = str(said["u"]), str(said["k"]), int(said["c"]), str(said["to"])
+            port = int(said["p"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            return "garbled"
+        if kind not in ("ring", "beat"):
+            return "garbled"
+        if port != self.port:
+            return "misdirected"
+        # Each kind has its own newest: a ring that a beat overtook must still ring.
+        if count <= self._newest.get((sender, kind), 0):
+            return "repeated"  # an honest one that was overtaken by its like is no loss
+        self._newest[sender, kind] = count
+        self.reached.setdefault(to)
+        return sender, kind, said
+
+    def _reject(self, reason: str, sender: Address) -> None:
+        self.rejections[reason] += 1
+        told = (reason, sender[0])
+        if told in self._told or len(self._told) >= MOST_TOLD:
+            return
+        self._told.add(told)
+        level = logging.INFO if reason == "repeated" else logging.WARNING  # a network may double a packet
+        logger.log(
+            level, "dropped a packet from %s: %s; more of the same are only counted", sender[0], _REASONS[reason]
+        )
+
+    def log_rejections(self) -> None:
+        """Say how many datagrams were dropped, where some were."""
+        if self.rejections:
+            counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejections.items()))
+            logger.info("dropped packets in all: %s", counts)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def _pack(addresses: Sequence[Address]) -> str:
+    return b"".join(socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in addresses).hex()
+
+
+def _unpack(packed: object) -> list[Address]:
+    """Nothing where it makes no sense."""
+    try:
+        raw = bytes.fromhex(packed) if isinstance(packed, str) else b""
+    except ValueError:
+        return []
+    parts = [raw[at : at + 6] for at in range(0, len(raw) - len(raw) % 6, 6)]
+    return [(socket.inet_ntoa(part[:4]), int.from_bytes(part[4:], "big")) for part in parts]
+
+
+def open_notifier(
+    *, secret: bytes, run_uid: str, uid: str, host: str, addresses: Sequence[str], clock: Clock | None = None
+) -> Notifier | None:
+    """A bell, or None where there can be none: then polling alone has to do, which one line in the log says.
+
+    Args:
+        secret, run_uid, uid, host, clock: As `Doorbell` takes them.
+        addresses: By which others reach this host; none: they can't ring here.
+    """
+    why = "this host has no IPv4 address that others could reach"
+    if addresses:
+        try:
+            return Notifier(secret=secret, run_uid=run_uid, uid=uid, host=host, clock=clock)
+        except OSError as error:
+            why = f"no datagram socket can be bound to {host}: {error.strerror or error}"
+    logger.warning("%s; going on without packets, by looking at the files alone, which is slower", why)
+    return None

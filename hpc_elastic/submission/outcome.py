@@ -1,0 +1,242 @@
+"""What a job's `result` raises, in submitit's classes; and the worker's exception as its cause.
+
+What became of a submitted function, from the run's files alone: results, what was raised, and printed.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import FailedJobError, UncompletedJobError
+
+from hpc_elastic.base.files import read_bytes, read_json
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.errors import HpcElasticError, UnsafePathError
+from hpc_elastic.launch.attempts import begun_attempts, newest_stored
+from hpc_elastic.launch.requeue import RequeueAction
+from hpc_elastic.run.log_pieces import find_pieces, piece_path
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.submission import places
+from hpc_elastic.submission.call import UnreadableObjectError, read_head, read_object
+
+
+class _FactsError(Exception):
+    """submitit's errors take a text; these take facts, and pickle with them and with their cause."""
+
+    template = "{message}"
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+        super().__init__(self.template.format(**facts))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.facts, getattr(self, "__cause__", None))
+
+
+def _rebuild(error_type: Any, facts: dict[str, Any], cause: BaseException | None) -> Any:
+    error = error_type(**facts)
+    error.__cause__ = cause
+    return error
+
+
+class ElasticJobFailedError(_FactsError, FailedJobError):  # type: ignore[misc]
+    """The job's function failed: the text is the report's verdict, the cause what the function raised, where it did."""
+
+    template = "job {job_id} failed\n{report}"
+
+
+class ElasticJobUncompletedError(_FactsError, UncompletedJobError):  # type: ignore[misc]
+    """The job ended without a result: cancelled, out of time, never begun."""
+
+    template = "job {job_id} has no result: {why}\n{report}"
+
+
+class WorkerTracebackError(HpcElasticError):
+    """The text of an exception that was raised in a worker, as the cause of its copy here."""
+
+    template = "\n{traceback}"
+
+
+class WorkerRaisedError(HpcElasticError):
+    """In place of a worker's exception of which no copy can be made here."""
+
+    template = "{type}: {message}"
+
+
+def as_cause(error: BaseException | None, head: dict[str, Any]) -> BaseException:
+    """A worker's exception, with the traceback that it had there.
+
+    Args:
+        error: The copy; None where there can be none.
+        head: Of the file that it came in.
+    """
+    facts = {name: str(head.get(name, "")) for name in ("type", "message")}
+    found = error if error is not None else WorkerRaisedError(**facts)
+    found.__cause__ = WorkerTracebackError(traceback=str(head.get("traceback", "")).rstrip())
+    return found
+
+
+STREAMS = ("stdout", "stderr")
+_LONGEST_REPORT = 64 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How the run ended, once and for all."""
+
+    outcome: str
+    reason: str
+
+    @property
+    def succeeded(self) -> bool:
+        return self.outcome == Outcome.SUCCEEDED.value
+
+    @property
+    def state(self) -> str:
+        """As Slurm would say it."""
+        return _STATES.get(self.outcome, "FAILED")
+
+
+_STATES = {
+    Outcome.SUCCEEDED.value: "COMPLETED",
+    Outcome.CANCELLED.value: "CANCELLED",
+    Outcome.PREEMPTED.value: "PREEMPTED",
+    Outcome.TIMED_OUT.value: "TIMEOUT",
+}
+
+
+def find_end(paths: RunPaths) -> RunEnd | None:
+    """How it ended; None while it runs, waits, or is about to come back."""
+    stored = newest_stored(paths)
+    if stored is None or stored.action == RequeueAction.REQUEUE.value:
+        return None
+    return RunEnd(outcome=stored.outcome, reason=stored.decision)
+
+
+def world_size(paths: RunPaths) -> int | None:
+    """Workers of the newest round; None where none has begun."""
+    place = places.newest_round(paths)
+    found = places.ranks(place.attempt.round_dir(place.round)) if place is not None else []
+    return found[-1] + 1 if found else None
+
+
+def read_result(paths: RunPaths, rank: int) -> Any:
+    """What `rank` returned in the round in which all did.
+
+    Raises:
+        UnreadableObjectError: it left nothing, or what can't be made again here.
+    """
+    place = places.newest_round(paths)
+    if place is None:
+        raise UnreadableObjectError(path=str(paths.root), why="no worker has begun", errno=errno.ENOENT)
+    path = places.result_file(place.rank_dir(rank))
+    try:
+        return read_object(path)
+    except UnreadableObjectError as error:
+        if error.errno is None:
+            raise
+        raise UnreadableObjectError(
+            path=str(path), why=f"rank {rank} ended without returning anything (by sys.exit, say)", errno=error.errno
+        ) from None
+
+
+def results_count(paths: RunPaths) -> int | None:
+    """How many ranks returned something, as rank 0's says; None where it does not.
+
+    That file says it for sure: a mount may show a folder as it was a minute ago, with fewer ranks in it.
+    """
+    place = places.newest_round(paths)
+    if place is None:
+        return None
+    try:
+        return int(read_head(places.result_file(place.rank_dir(0)))["world_size"])
+    except (UnreadableObjectError, KeyError, TypeError, ValueError):
+        return None
+
+
+def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any]] | None:
+    """What the rank raised that the report names as the cause, or, where it names none, the first that raised anything.
+
+    Returns:
+        The exception, None where no copy could be made, and the head of its file; None where nothing was raised.
+    """
+    for path in _exception_files(paths):
+        try:
+            head = read_head(path)
+        except (UnreadableObjectError, UnsafePathError):
+            continue
+        try:
+            found = read_object(path)
+        except UnreadableObjectError:
+            continue
+        except UnsafePathError:
+            found = None  # a copy: its head is only text
+        return found if isinstance(found, BaseException) else None, head
+    return None
+
+
+def _exception_files(paths: RunPaths) -> Iterator[Path]:
+    found = begun_attempts(paths)
+    if not found:
+        return
+    report = read_json(found[-1].report_json)
+    verdict = {} if isinstance(report, str) else report.get("verdict") or {}
+    failure = verdict.get("failure") or {}
+    try:
+        attempt, number, rank = int(verdict["attempt"]), int(verdict["round"]), int(failure["global_rank"])
+        yield places.exception_file(paths.attempt(attempt).rank(number, rank).root)
+    except (KeyError, TypeError, ValueError):
+        pass  # it is about a node, say
+    place = places.newest_round(paths)
+    if place is not None:
+        written = [places.exception_file(place.rank_dir(rank)) for rank in places.ranks(_folder(place))]
+        yield from sorted(filter(Path.exists, written), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _folder(place: places.RoundPlace) -> Path:
+    return place.attempt.round_dir(place.round)
+
+
+def report_text(paths: RunPaths) -> str:
+    """The newest attempt's report; empty where there is none."""
+    found = begun_attempts(paths)
+    try:
+        return read_bytes(found[-1].report_text, limit=_LONGEST_REPORT).decode("utf-8", "replace").strip()
+    except (IndexError, OSError, UnsafePathError):
+        return ""
+
+
+def output(paths: RunPaths, rank: int, stream: str) -> str | None:
+    """What a rank printed, in all attempts and rounds one after the other; None where it has not begun.
+
+    Args:
+        paths: The run's.
+        rank: Global.
+        stream: ``stdout`` or ``stderr``.
+    """
+    texts = []
+    for attempt in begun_attempts(paths):
+        for number in places.rounds(attempt):
+            text = _whole(getattr(attempt.rank(number, rank), stream))
+            if text is not None:
+                texts.append(text)
+    return "".join(texts) if texts else None
+
+
+def _whole(path: Path) -> str | None:
+    try:
+        pieces = [piece_path(path, number) for number in find_pieces(path)]
+    except OSError:
+        return None
+    parts = []
+    for piece in (*pieces, path):
+        try:
+            parts.append(read_bytes(piece, limit=sys.maxsize))
+        except (OSError, UnsafePathError):
+            continue  # rotated away meanwhile, or planted in what this is a copy of
+    return b"".join(parts).decode("utf-8", "replace") if parts else None

@@ -1,0 +1,1 @@
+"""What runs in the user's training process: heartbeat, section, should_checkpoint, callbacks."""

@@ -1,0 +1,308 @@
+"""``hpc_elastic.heartbeat``, ``section`` and ``checkpoint_done``: a worker's word that it gets on. No torch.
+
+A call writes some hundred bytes into a page that the node's agent reads: no system call, no file, no lock. Outside of a
+run it does nothing. One process speaks for a worker, the first that calls: a data loader's workers, a forked child or a
+program that it starts can't hide that it hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from _thread import _local as ThreadLocal
+from itertools import count
+from operator import index
+from time import CLOCK_BOOTTIME, clock_gettime_ns
+from types import TracebackType
+
+from hpc_elastic.worker_api.heartbeat_record import (
+    CHECKPOINT,
+    FILE_BYTES,
+    MAGIC,
+    NAME_LIMIT,
+    NO_STEP,
+    SETUP,
+    STEP,
+    VARIABLE,
+    NoticeRecord,
+    is_section_name,
+    read_notice,
+    read_record,
+    write_record,
+)
+
+_MOST = (1 << 63) - 1
+_RETRY_NS = 1_000_000_000
+
+_CHECKPOINT = CHECKPOINT.encode()
+_names: dict[str, bytes] = {SETUP: SETUP.encode(), STEP: STEP.encode()}
+_inside = ThreadLocal()
+
+
+def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
+    """Tell this node's agent that this worker gets on. From any thread; half a microsecond to a few.
+
+    Args:
+        step: The training step that begins or ends: whole, 0 or more; a call without it keeps the last one.
+        section: What the worker is doing: a name for `--section-timeouts`. Without it: the innermost `section` that
+            this thread is in, else ``step``. It holds until the next call.
+
+    Raises:
+        TypeError: `step` is no whole number, or `section` no text.
+        ValueError: `step` is negative, or `section` cannot be a section's name.
+    """
+    if step is not None and (type(step) is not int or not 0 <= step <= _MOST):
+        step = _checked_step(step)
+    if section is None:
+        stack = getattr(_inside, "stack", None)
+        name = stack[-1] if stack else b"step"
+    else:
+        name = _names.get(section) if type(section) is str else None
+        if name is None:
+            name = _checked_name(section)
+    _speaker.beat(step, name, True)
+
+
+def checkpoint_done() -> None:
+    """Tell this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
+
+    For one that is written elsewhere than in ``section("checkpoint")``, whose end says the same: by a thread of its
+    own, say. A sign of life; the section does not change.
+    """
+    _speaker.checkpoint_done()
+
+
+class section:
+    """``with hpc_elastic.section("checkpoint"): …``: what this thread does meanwhile, with a timeout of its own.
+
+    Sections nest; at the end the outer one goes on. Entering and leaving are signs of life like a heartbeat, but only
+    a heartbeat ends the section ``setup``. The end of a section ``checkpoint``, but by an exception, says that the
+    checkpoint is complete.
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        """Args:
+        name: 1 to 32 letters, digits, ``_``, ``-`` and ``.``
+
+        Raises:
+            TypeError: it is no text.
+            ValueError: it cannot be a section's name.
+        """
+        self._name = _checked_name(name)
+
+    def __enter__(self) -> section:
+        stack = getattr(_inside, "stack", None)
+        if stack is None:
+            stack = _inside.stack = []
+        stack.append(self._name)
+        _speaker.beat(None, self._name, False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stack = _inside.stack
+        stack.pop()
+        outer = stack[-1] if stack else (b"step" if _speaker.has_begun else b"setup")
+        _speaker.beat(None, outer, False, saved=self._name == _CHECKPOINT and kind is None)
+
+
+def _checked_step(step: object) -> int:
+    if isinstance(step, bool):
+        raise TypeError("heartbeat: step must be a whole number, not a bool")
+    try:
+        value = index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"heartbeat: step must be a whole number, not {type(step).__name__}") from None
+    if not 0 <= value <= _MOST:
+        raise ValueError(f"heartbeat: step={value} must be 0 or more, and less than 2**63")
+    return value
+
+
+def _checked_name(name: object) -> bytes:
+    if not isinstance(name, str):
+        raise TypeError(f"heartbeat: a section's name must be text, not {type(name).__name__}")
+    if not is_section_name(name):
+        raise ValueError(
+            f"heartbeat: section={name!r} must be 1 to {NAME_LIMIT} ASCII letters, digits, '_', '-' and '.'"
+        )
+    if len(_names) < 1000:
+        return _names.setdefault(name, name.encode())
+    return name.encode()
+
+
+class _Speaker:
+    """This process' part: silent until it has found the agent's file, and has it for itself."""
+
+    __slots__ = (
+        "_checkpoints", "_count", "_heeds", "_intervals", "_is_told", "_last_ns", "_last_section", "_lock_fd",
+        "_longest_ns", "_map", "_off", "_pid", "_retry_ns", "_saved_ns", "_step", "has_begun",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self._map: object | None = None
+        self._off = False
+        self._retry_ns = 0
+        self._lock_fd = -1
+        self._pid = 0
+        self._count = count(1)
+        self._step = NO_STEP
+        self._last_ns = 0
+        self._last_section = b""
+        self._intervals = 0
+        self._longest_ns = 0
+        self._checkpoints = 0
+        self._saved_ns = 0
+        self._heeds = False
+        self._is_told = False
+        self.has_begun = False
+
+    @property
+    def heeds_notices(self) -> bool:
+        return self._heeds
+
+    @property
+    def is_off(self) -> bool:
+        return self._off
+
+    def read_notice(self) -> NoticeRecord | None:
+        """The agent's notice. That this worker asks, and that it has been told, is said to the agent once."""
+        if not self._heeds:
+            self._heeds = True
+            self.beat(None, self._last_section or b"setup", False)
+        if self._map is None:
+            return None
+        found = read_notice(self._map)
+        if found is not None and not self._is_told:
+            self._is_told = True
+            self.beat(None, self._last_section or b"setup", False)
+        return found
+
+    def checkpoint_done(self) -> None:
+        self.beat(None, self._last_section or b"setup", False, saved=True)
+
+    def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: bool = False) -> None:
+        if self._off:
+            return
+        if self._map is None and not self._open():
+            return
+        now = clock_gettime_ns(CLOCK_BOOTTIME)
+        if step is not None:
+            self._step = step
+        if is_heartbeat:
+            self.has_begun = True
+        if saved:
+            self._checkpoints += 1
+            self._saved_ns = now
+        if section == b"step" and self._last_section == b"step" and is_heartbeat:
+            interval = now - self._last_ns
+            self._intervals += 1
+            if interval > self._longest_ns:
+                self._longest_ns = interval
+        self._last_ns = now
+        self._last_section = section
+        write_record(
+            self._map,
+            count=next(self._count),
+            at_ns=now,
+            step=self._step,
+            pid=self._pid,
+            section=section,
+            intervals=self._intervals,
+            longest_ns=self._longest_ns,
+            checkpoints=self._checkpoints,
+            saved_ns=self._saved_ns,
+            heeds_notices=self._heeds,
+            is_told=self._is_told,
+        )
+
+    def _open(self) -> bool:
+        """Find the file, and take it for this process alone. Whatever is wrong with it: training goes on."""
+        path = os.environ.get(VARIABLE)
+        if not path or _is_helper_process():
+            self._off = True
+            return False
+        now = clock_gettime_ns(CLOCK_BOOTTIME)
+        if now < self._retry_ns:
+            return False
+        try:
+            if self._map_file(path):
+                os.register_at_fork(after_in_child=_be_silent)
+                return True
+            self._retry_ns = now + _RETRY_NS  # another process of this worker's speaks for it, for now
+        except (OSError, ValueError, ImportError):
+            self._off = True
+        return False
+
+    def _map_file(self, path: str) -> bool:
+        import fcntl
+        import mmap
+
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            info = os.fstat(fd)
+            # Another user who owns it could cut it off, and SIGBUS would kill this process.
+            if info.st_uid != os.geteuid() or info.st_size != FILE_BYTES or os.pread(fd, len(MAGIC), 0) != MAGIC:
+                raise ValueError("not a heartbeat's file of ours")
+            try:
+                # Of this process, not of its children; the kernel takes it back when this process ends.
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                return False
+            mapped = mmap.mmap(fd, FILE_BYTES)
+            before = read_record(mapped[:])
+            if before is not None:  # an earlier process of this worker's: ours is to be the newer word
+                self._count = count(before.count + 1)
+            self._lock_fd, fd = fd, -1  # closing it would give the lock back
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        self._pid = os.getpid()
+        self._map = mapped
+        return True
+
+
+def _is_helper_process() -> bool:
+    """Whether this is a daemonic process of `multiprocessing`, as a data loader's worker is."""
+    process = sys.modules.get("multiprocessing.process")
+    return process is not None and bool(process.current_process().daemon)
+
+
+def _be_silent() -> None:
+    """In a forked child: its parent speaks."""
+    global _speaker
+    _speaker = _Speaker()
+    _speaker._off = True
+
+
+_speaker = _Speaker()
+
+
+def is_outside() -> bool:
+    """Whether this process speaks for no worker, and never will: outside of a run, a helper, a forked child."""
+    return _speaker.is_off or not os.environ.get(VARIABLE)
+
+
+def read_notice_of_agent() -> NoticeRecord | None:
+    """For `worker_notice`."""
+    return _speaker.read_notice()
+
+
+def notice_is_there() -> bool:
+    """Whether this worker's agent has a notice for it. The agent does not learn that somebody looked."""
+    try:
+        fd = os.open(os.environ.get(VARIABLE, ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        raw = os.pread(fd, FILE_BYTES, 0) if os.fstat(fd).st_uid == os.geteuid() else b""
+    finally:
+        os.close(fd)
+    return len(raw) == FILE_BYTES and read_notice(raw) is not None
+
+
+def asks_for_notices() -> bool:
+    """Whether this process has ever asked whether there is a notice."""
+    return _speaker.heeds_notices

@@ -1,0 +1,164 @@
+"""One worker's heartbeat as bytes: what the worker writes into a small mapped file, and its agent reads there; and the
+notice that its job is going to be ended, the other way.
+
+The file holds two copies of the record. The worker writes them in turn, each with a checksum, so that a reader always
+finds one that is whole: also while the other is being written, and where the writer was stopped or killed meanwhile.
+"""
+
+from __future__ import annotations
+
+import struct
+from binascii import crc32
+
+from hpc_elastic.light_dataclasses import dataclass
+
+VARIABLE = "HPC_ELASTIC_HEARTBEAT"
+"""In a worker's environment: the path of its file, on the node itself."""
+SETUP = "setup"
+"""The section from the start to the first heartbeat."""
+STEP = "step"
+"""The section of a heartbeat that names none."""
+CHECKPOINT = "checkpoint"
+"""The section whose end is a checkpoint that is complete."""
+NAME_LIMIT = 32
+"""Characters of a section's name."""
+FILE_BYTES = 512
+MAGIC = b"hpc-elastic heartbeat 3\n"
+NO_STEP = -1
+
+_BODY = struct.Struct("<Qqqqqqqqq32s")
+_CHECKSUM = struct.Struct("<Q")
+_AT = (128, 320)
+_LENGTH = _CHECKSUM.size + _BODY.size
+_NOTICE = struct.Struct("<Qqq")
+_NOTICE_AT = 448
+_NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
+_HEEDS, _TOLD = 1, 2
+
+STEP_PENDING = -2
+"""A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeartbeatRecord:
+    """What a worker said last."""
+
+    count: int
+    """Heartbeats so far; from 1."""
+    at_ns: int
+    """CLOCK_BOOTTIME of this host, as in `hpc_elastic.base.clock`."""
+    step: int | None
+    """The last step that it named."""
+    pid: int
+    section: str
+    intervals: int
+    """How many times between two heartbeats in section ``step`` were measured."""
+    longest_ns: int
+    """The longest of them."""
+    checkpoints: int = 0
+    """How many were completed."""
+    saved_ns: int = 0
+    """When the last of them was, by the same clock."""
+    heeds_notices: bool = False
+    """Whether it has ever asked if there is a notice."""
+    is_told: bool = False
+    """Whether it has found one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeRecord:
+    """What an agent tells a worker of a notice."""
+
+    serial: int
+    """From 1; grows when what is told changes."""
+    deadline_ns: int
+    """CLOCK_BOOTTIME of this host: until then a checkpoint is waited for."""
+    step: int
+    """All workers save after this step; or `STEP_PENDING`, or `NO_STEP`."""
+
+
+def is_section_name(name: str) -> bool:
+    """Whether `name` can be a section's: 1 to 32 ASCII letters, digits, ``_``, ``-`` and ``.``."""
+    plain = name.replace("_", "a").replace("-", "a").replace(".", "a")
+    return name.isascii() and plain.isalnum() and len(name) <= NAME_LIMIT
+
+
+def write_record(
+    buffer: bytearray | memoryview | object,
+    *,
+    count: int,
+    at_ns: int,
+    step: int,
+    pid: int,
+    section: bytes,
+    intervals: int,
+    longest_ns: int,
+    checkpoints: int = 0,
+    saved_ns: int = 0,
+    heeds_notices: bool = False,
+    is_told: bool = False,
+) -> None:
+    """Write a record, over the older copy: `count` goes up by one with each call.
+
+    Args:
+        buffer: The mapped file.
+        count: As in `HeartbeatRecord`; the rest too, but `step` is `NO_STEP` where there is none, and `section` ASCII.
+    """
+    flags = heeds_notices * _HEEDS | is_told * _TOLD
+    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section)
+    start = _AT[count & 1]
+    # One store of the whole: no other thread of this process gets in between.
+    buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
+
+
+def read_record(raw: bytes) -> HeartbeatRecord | None:
+    """The newest whole record in the file's contents; None where there is none (yet)."""
+    newest: tuple[int, int, int, int, int, int, int, int, int, bytes] | None = None
+    for start in _AT:
+        body = raw[start + _CHECKSUM.size : start + _LENGTH]
+        if len(body) != _BODY.size:
+            continue
+        (checksum,) = _CHECKSUM.unpack_from(raw, start)
+        found = _BODY.unpack(body)
+        if checksum == crc32(body) and found[0] > 0 and (newest is None or found[0] > newest[0]):
+            newest = found
+    if newest is None:
+        return None
+    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section = newest
+    return HeartbeatRecord(
+        count=count,
+        at_ns=at_ns,
+        step=None if step < 0 else step,
+        pid=pid,
+        section=section.rstrip(b"\0").decode("ascii", "replace"),
+        intervals=intervals,
+        longest_ns=longest_ns,
+        checkpoints=checkpoints,
+        saved_ns=saved_ns,
+        heeds_notices=bool(flags & _HEEDS),
+        is_told=bool(flags & _TOLD),
+    )
+
+
+def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:
+    """Where in the file a notice is written, and what."""
+    body = _NOTICE.pack(notice.serial, notice.deadline_ns, notice.step)
+    return _NOTICE_AT, _CHECKSUM.pack(crc32(body)) + body
+
+
+def read_notice(buffer: bytes | memoryview | object) -> NoticeRecord | None:
+    """The notice in the file's contents; None where there is none, or it is just being written."""
+    raw = bytes(buffer[_NOTICE_AT:_NOTICE_END])  # type: ignore[index]
+    if len(raw) != _NOTICE_END - _NOTICE_AT:
+        return None
+    (checksum,) = _CHECKSUM.unpack_from(raw)
+    body = raw[_CHECKSUM.size :]
+    serial, deadline_ns, step = _NOTICE.unpack(body)
+    if serial < 1 or checksum != crc32(body):
+        return None
+    return NoticeRecord(serial=serial, deadline_ns=deadline_ns, step=step)
+
+
+def empty_file() -> bytes:
+    """What the agent puts there before the worker starts: all of it, so that no page of it is missing later."""
+    return MAGIC.ljust(FILE_BYTES, b"\0")

@@ -1,0 +1,164 @@
+"""``hpc_elastic.should_checkpoint`` and ``preemption_notice``: a worker learns that its job is about to end. No torch.
+
+The agents agree on a step, so that all ranks save the same one: a rank reads it from the page that its heartbeats are
+written to. For the process that gives a worker's heartbeats, as there; in any other there is never a notice.
+
+``hpc_elastic.on_preemption``: have a function called when the job is about to end. No torch.
+
+A thread of this process looks at the page that the agent writes into, as `preemption_notice` does, five times a second.
+No signal handler is installed, and none is in the way: it works whatever the script does with signals.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from time import CLOCK_BOOTTIME, clock_gettime_ns
+
+from hpc_elastic.worker_api import heartbeat
+from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING, NoticeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionNotice:
+    """The job is going to be ended: by its time limit, a preemption, or ``hpc-elastic requeue``."""
+
+    deadline_ns: int
+    """Until then a checkpoint is waited for: CLOCK_BOOTTIME of this host, nanoseconds. It may come nearer."""
+    step: int | None
+    """After this step all ranks save; None while it is being agreed on, and where there are no steps to agree on."""
+    is_agreed: bool
+    """False: the agents are still about to agree; go on training."""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until `deadline_ns`; never below 0."""
+        return max(0.0, (self.deadline_ns - clock_gettime_ns(CLOCK_BOOTTIME)) / 1e9)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to save now, after `step`. True on all ranks after the same step, where their steps are told."""
+        return self.is_agreed and (self.step is None or step >= self.step)
+
+
+def preemption_notice() -> PreemptionNotice | None:
+    """The notice that this worker's agent has for it, or None. Some microseconds.
+
+    Call it, or `should_checkpoint`, from the first step on: where no worker ever does, nobody waits for a checkpoint.
+    """
+    found = heartbeat.read_notice_of_agent()
+    return None if found is None else _notice(found)
+
+
+def should_checkpoint(step: int) -> bool:
+    """Tell the agent that `step` is complete, and whether to save now because the job is going to be ended.
+
+    For the end of every step, on every rank, with the same count on all: it is a `heartbeat` too. Where it returns
+    True, save, call `checkpoint_done`, and either end with 0 or go on; the job is requeued and resumes from there.
+
+    Args:
+        step: Whole, 0 or more.
+
+    Returns:
+        True from the agreed step on; False otherwise, and outside of a run.
+
+    Raises:
+        TypeError, ValueError: as `heartbeat`.
+    """
+    heartbeat.heartbeat(step)
+    notice = preemption_notice()
+    return notice is not None and notice.is_due(step)
+
+
+def _notice(found: NoticeRecord) -> PreemptionNotice:
+    return PreemptionNotice(
+        deadline_ns=found.deadline_ns,
+        step=found.step if found.step >= 0 else None,
+        is_agreed=found.step != STEP_PENDING,
+    )
+
+
+LOOK_SECONDS = 0.2
+
+Callback = Callable[[PreemptionNotice], object]
+
+
+def on_preemption(callback: Callback) -> Callable[[], None]:
+    """Have `callback` called once, with the notice, when it is known when to save.
+
+    It is called in a thread of its own: no place for collectives, which the training loop calls at the same time. Most
+    set a flag there, or start to save what needs no other rank; then `checkpoint_done`, or an end with 0, says that all
+    is saved. Where the workers tell their steps (`heartbeat`, `should_checkpoint`) the notice has the step after which
+    all ranks save. What `callback` raises is printed, and the others are called all the same.
+
+    Args:
+        callback: Takes the notice. One that comes after the notice is called with it too. In a forked child, a data
+            loader's worker for one, and outside of a run it is never called.
+
+    Returns:
+        What takes it back; no error where it has been called already.
+
+    Raises:
+        TypeError: `callback` can't be called.
+    """
+    if not callable(callback):
+        raise TypeError(f"on_preemption: the callback must be callable, not {type(callback).__name__}")
+    watch, key = _watch, next(_keys)
+    watch.waiting[key] = callback
+    watch.start()
+
+    def take_back() -> None:
+        watch.waiting.pop(key, None)
+
+    return take_back
+
+
+class _Watch:
+    """The thread, and for whom it looks. No locks, which a signal handler could meet: a pop gets an entry once."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Callback] = {}
+        self._has_started = False
+
+    def start(self) -> None:
+        if self._has_started or heartbeat.is_outside():
+            return
+        self._has_started = True
+        import threading
+
+        # That this worker heeds notices is known from now on, not from the first look of the thread on.
+        preemption_notice()
+        os.register_at_fork(after_in_child=_forget)
+        threading.Thread(target=self._run, name="hpc_elastic on_preemption", daemon=True).start()
+
+    def _run(self) -> None:
+        from time import sleep
+
+        while _watch is self and not heartbeat.is_outside():
+            notice = preemption_notice()
+            if notice is not None and notice.is_agreed:
+                for key in list(self.waiting):
+                    if (callback := self.waiting.pop(key, None)) is not None:
+                        self._call(callback, notice)
+            sleep(LOOK_SECONDS)
+
+    def _call(self, callback: Callback, notice: PreemptionNotice) -> None:
+        try:
+            callback(notice)
+        except Exception:
+            import sys
+            from traceback import print_exc
+
+            print("hpc_elastic: a callback of on_preemption failed:", file=sys.stderr)
+            print_exc()
+
+
+_watch = _Watch()
+_keys = count()
+
+
+def _forget() -> None:
+    """In a forked child: the thread is not there, and its parent is the one who is asked to save."""
+    global _watch
+    _watch = _Watch()

@@ -1,0 +1,1 @@
+"""Worker processes: spawn, stop, guard, and what they leave behind."""

@@ -1,0 +1,394 @@
+"""The guardian: a tiny process that ends what an agent leaves behind when it dies, by SIGKILL too.
+
+It is forked when the agent starts and does nothing but wait at a pipe whose other end only the agent has. At the end of
+file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
+below them, removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
+
+Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. A process
+that cleared its environment is found by the guardian's last snapshot of the children (`child_snapshot`), a second
+before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and such
+a one stays until Slurm ends the step.
+
+What an agent's children were when it was seen last: so are those found who carry no mark of it any more.
+
+A process that has cleared its environment is found by whom it hangs on, as long as its agent lives. When the agent dies
+it hangs on nobody. What it had from the agent then is that it was a worker's descendant in the worker's session, or
+that it had become the agent's own child (as that of a subreaper). Both can be read from one small file a second.
+
+When an agent counts as stopped: the others go on without it, and its workers must not run beside theirs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import NoReturn
+
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.workers import linux, tree
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
+from hpc_elastic.workers.tree import Environ, Proc, TreeKiller
+
+GUARDIAN_NAME = "hpc-el-guardian"
+_IGNORED = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGPIPE,
+    signal.SIGTSTP,
+)
+_BOUND_S = 10.0
+_STALE_BOUND_S = 5.0
+_LOOK_S = 0.02
+_LOOK_AT_AGENT_S = 2.0
+_GUARDIANS_OWN_TIME_S = 1.0
+_LEAVE = b"."
+
+
+class Guardian:
+    """The agent's handle. `pid` belongs into every `excluding` of the agent's."""
+
+    def __init__(self, *, pid: int, control_fd: int) -> None:
+        self.pid = pid
+        self._control_fd = control_fd
+
+    def release(self, *, timeout: float = 1.0) -> bool:
+        """Tell it to leave, with nothing ended and nothing removed, and wait for it (`timeout` in seconds).
+
+        Returns:
+            Whether it has gone. It was told in any case, and needs no help of ours.
+        """
+        if self._control_fd >= 0:
+            try:
+                os.write(self._control_fd, _LEAVE)
+            except OSError:
+                pass  # it is gone: somebody killed it
+            os.close(self._control_fd)
+            self._control_fd = -1
+        return _wait_for_child(self.pid, timeout)
+
+
+def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None) -> Guardian:
+    """Fork the guardian. Call it before the agent starts a thread or opens files: it is a copy of the agent as it is.
+
+    Args:
+        tag: What it ends when this process dies, however that happens.
+        remove: A node-local folder of the agent's, removed with all that is in it at the same time.
+        stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, its workers are ended: the
+            other nodes have gone on without them by then. None: never.
+
+    Raises:
+        RuntimeError: this process has several threads already.
+        OSError: no process or descriptor left.
+    """
+    if threading.active_count() > 1:
+        raise RuntimeError(
+            "start_guardian must come before the first thread: a fork copies the locks that threads hold"
+        )
+    agent = os.getpid()
+    read_end, write_end = os.pipe()  # close-on-exec: a worker that held the write end would keep the guardian waiting
+    if gc.isenabled():
+        gc.collect()
+    gc.freeze()  # keep the collector from touching, and so copying, every page that the two share
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _be_guardian(agent, read_end, tag, remove, stopped_limit)
+    except OSError:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return Guardian(pid=pid, control_fd=write_end)
+
+
+def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None) -> NoReturn:
+    try:
+        gc.disable()
+        for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_IGN if number in _IGNORED else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.setsid()
+        os.chdir("/")
+        linux.set_name(GUARDIAN_NAME)
+        # Nothing of the agent's may stay open: srun waits for the end of file on stdout and stderr.
+        high = os.dup(read_end) if read_end < 3 else read_end
+        null = os.open("/dev/null", os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        if high != 3:
+            os.dup2(high, 3, inheritable=False)
+        linux.close_from(4)
+        children = ChildSnapshot(agent, leave_out=(os.getpid(),))
+        if _agent_died(agent, 3, tag, stopped_limit, children):
+            end_tagged(tag, clock=SystemClock(), children=children)
+            if remove is not None:
+                import shutil  # only here: it costs as much as all the rest
+
+                shutil.rmtree(remove, ignore_errors=True)
+    finally:
+        os._exit(0)
+
+
+def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None, children: ChildSnapshot) -> bool:
+    """Wait until the agent dies (True) or says goodbye (False). Meanwhile, end the workers of one that is stopped."""
+    clock = SystemClock()
+    pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
+    watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * pause + 0.5)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    try:
+        # The second way to see its death, should some process hold the pipe's other end by mistake.
+        pidfd = linux.pidfd_open(agent)
+    except OSError:
+        return True
+    if os.getppid() != agent:
+        return True
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    ended: frozenset[int] | None = None
+    while not poll.poll(pause * 1000):
+        # A thread that a hung mount holds keeps a dead agent's descriptors open, and its pidfd quiet.
+        proc = tree.look_at(agent)
+        if proc is None or proc.is_dead:
+            return True
+        children.look()
+        stays_stopped = watch.look(proc.state, clock.monotonic())
+        if stays_stopped and ended != children.pids:  # once: who is stopped starts no more
+            end_tagged(tag, clock=clock, children=children)
+        ended = children.pids if stays_stopped else None
+    os.set_blocking(control, False)
+    try:
+        return os.read(control, 1) != _LEAVE
+    except BlockingIOError:
+        return True
+
+
+def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, children: ChildSnapshot | None = None) -> list[Proc]:
+    """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
+
+    Args:
+        tag: The agent's.
+        clock: For the bound and the short waits.
+        bound: Seconds to keep trying.
+        children: Whose remnants are ended too, tag or not.
+
+    Returns:
+        What still runs after `bound` seconds (D state).
+    """
+
+    def is_own(proc: Proc, environ: Environ) -> bool:
+        return tag.is_own_worker(environ, lambda: tree.cgroup_job(proc.pid))
+
+    def find(_elapsed: float) -> _Found:
+        marked = {proc.pid: proc for proc in tree.own_processes_where(is_own)}
+        if children is not None:
+            marked |= {proc.pid: proc for proc in children.remnants()}
+        return _with_descendants(list(marked.values()), protected={os.getpid()}), []
+
+    return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False)
+
+
+def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_S) -> list[Proc]:
+    """Kill what earlier incarnations of this node's agent left running, a stopped or stuck agent itself included.
+
+    A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched: those whose
+    worker tag is of another incarnation, older ones that carry the node's tag (the agent, its store host and its
+    guardian), and all below them. This process, its ancestors and its children are not.
+
+    Args:
+        tag: This agent's own.
+        clock: For the bound and the short waits.
+        bound: Seconds to keep trying. Where there is nothing to end, it takes one look.
+
+    Returns:
+        What still runs after `bound` seconds (D state): tell of it, since it may hold memory and devices.
+    """
+    me = tree.look_at(os.getpid())
+    born = (me.starttime, me.pid) if me is not None else (0, 0)
+
+    def is_stale(proc: Proc, environ: Environ) -> bool:
+        worker_tag = environ.get(TAG_VARIABLE)
+        if worker_tag is not None:
+            is_marked = tag.is_of_other_incarnation(worker_tag)
+        else:
+            # Of two agents that start at once the younger ends the older one, never the other way round.
+            is_marked = environ.get(NODE_TAG_VARIABLE) == tag.node and (proc.starttime, proc.pid) < born
+        return is_marked and tag.is_in_own_job(environ, lambda: tree.cgroup_job(proc.pid))
+
+    def find(elapsed: float) -> _Found:
+        marked = tree.own_processes_where(is_stale)
+        if not marked:
+            return [], []
+        processes = tree.all_processes()
+        protected = tree.ancestors(processes, os.getpid())
+        protected |= {proc.pid for proc in tree.subtree(processes, (os.getpid(),))}
+        strangers = _with_descendants(marked, protected=protected)
+        # An old guardian clears up after its agent by itself, the agent's folder too; it gets a moment for that.
+        waited_for = [p for p in strangers if p.name == GUARDIAN_NAME and elapsed < _GUARDIANS_OWN_TIME_S]
+        return [p for p in strangers if p not in waited_for], waited_for
+
+    return _end_until_none(find, clock=clock, bound=bound, trust_first_look=True)
+
+
+_Found = tuple[list[Proc], list[Proc]]  # what to end, and what will end by itself
+
+
+def _with_descendants(roots: Sequence[Proc], *, protected: AbstractSet[int]) -> list[Proc]:
+    # A protected root's other descendants are no prey: they are our siblings.
+    roots = [proc for proc in roots if proc.pid not in protected]
+    if not roots:
+        return []
+    below = tree.descendants_of({proc.pid for proc in roots}, excluding=protected)
+    return [proc for proc in (*roots, *below) if not proc.is_dead]
+
+
+def _end_until_none(
+    find: Callable[[float], _Found], *, clock: Clock, bound: float, trust_first_look: bool
+) -> list[Proc]:
+    never = threading.Event()
+    killer = TreeKiller()
+    began = clock.monotonic()
+    empty_looks = 1 if trust_first_look else 0
+    while True:
+        elapsed = clock.monotonic() - began
+        doomed, waited_for = find(elapsed)
+        if doomed or waited_for:
+            empty_looks = 0
+            if elapsed > bound:
+                return doomed + waited_for
+        else:
+            # Two looks: a chain of short-lived parents can hide its end from one pass over the process table.
+            empty_looks += 1
+            if empty_looks >= 2:
+                return []
+        number = killer.next_signal(doomed)
+        for proc in doomed:
+            tree.kill_safely(proc, number)
+        clock.wait(never, _LOOK_S)
+
+
+def _wait_for_child(pid: int, timeout: float) -> bool:
+    try:
+        pidfd = linux.pidfd_open(pid)
+    except OSError:
+        pidfd = None
+    poll = select.poll()
+    if pidfd is not None:
+        poll.register(pidfd, select.POLLIN)
+    try:
+        poll.poll(timeout * 1000)  # without a pidfd just the wait: a kernel before 5.3
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    proc: Proc
+    leads: bool
+    """Whether its session is its own, and so one in which none but its descendants can be."""
+
+
+class ChildSnapshot:
+    """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died."""
+
+    def __init__(self, agent: int, *, leave_out: Iterable[int] = ()) -> None:
+        """Args:
+        agent: Its pid.
+        leave_out: Children that are none of a worker's.
+        """
+        self._agent = agent
+        self._leave_out = frozenset(leave_out)
+        own = tree.look_at(agent)
+        self._own_session = own.sid if own is not None else -1
+        self._children: dict[int, _Child] = {}
+
+    def look(self) -> None:
+        """Take in who is there now: one read where nobody has come or gone."""
+        pids = tree.main_children(self._agent)
+        if pids is None:
+            return  # it is dying, or this kernel doesn't tell
+        seen: dict[int, _Child] = {}
+        for pid in pids:
+            known = self._children.get(pid)
+            if known is None and pid not in self._leave_out:
+                proc = tree.look_at(pid)
+                # In the agent's own session are commands that it runs itself; a fork that is no session's yet, too.
+                if proc is None or proc.sid == self._own_session:
+                    continue
+                known = _Child(proc, leads=proc.sid == proc.pid)
+            if known is not None:
+                seen[pid] = known
+        self._children = seen
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The children at the last look, ended ones included."""
+        return frozenset(self._children)
+
+    def remnants(self) -> list[Proc]:
+        """Those that live. A pid or session that has got another meaning since is not taken for one."""
+        leaders = {child.proc.sid: child.proc.starttime for child in self._children.values() if child.leads}
+        known = {(child.proc.pid, child.proc.starttime) for child in self._children.values()}
+        processes = tree.all_processes()
+        found = []
+        for proc in processes.values():
+            if proc.is_dead or proc.pid in self._leave_out:
+                continue
+            began = leaders.get(proc.sid)
+            leader = processes.get(proc.sid)
+            is_member = began is not None and proc.starttime >= began and (leader is None or leader.starttime == began)
+            if is_member or (proc.pid, proc.starttime) in known:
+                found.append(proc)
+        return found
+
+
+_STOPPED = "T"
+
+
+class StoppedWatch:
+    """What somebody who looks at the agent now and then makes of it. Pure."""
+
+    def __init__(self, *, limit: float, longest_gap: float) -> None:
+        """Args:
+        limit: Seconds for which it has to be seen stopped.
+        longest_gap: Between two looks; where more time has passed, the looker was stopped itself (the whole job was
+            suspended), and begins anew.
+        """
+        self._limit = limit
+        self._longest_gap = longest_gap
+        self._since: float | None = None
+        self._looked: float | None = None
+
+    def look(self, state: str, now: float) -> bool:
+        """Take a look in.
+
+        Args:
+            state: The process' state, as ps shows it. A debugger's ``t`` is not meant.
+            now: Seconds, monotonic.
+
+        Returns:
+            Whether it has been stopped for so long that its workers are to be ended.
+        """
+        suspended = self._looked is not None and now - self._looked > self._longest_gap
+        self._looked = now
+        if state != _STOPPED:
+            self._since = None
+        elif self._since is None or suspended:
+            self._since = now
+        return self._since is not None and now - self._since >= self._limit

@@ -1,0 +1,253 @@
+"""The few system calls that Python's `os` lacks, or lacks in some builds.
+
+Python as conda builds it is compiled against a C library so old that `os.pidfd_open`, `signal.pidfd_send_signal` and a
+fast `os.closerange` are missing on a kernel that has them all, so these go through ``syscall(2)``. The numbers are the
+same on every architecture (Linux gave new calls one number for all from 424 on).
+
+Leaving a process of which a thread hangs in the kernel.
+
+A mount that does not answer can hold a thread so that not even the process' own end takes it. The process then stays in
+the table until the mount answers, and all its descriptors stay open: whoever waits for the end of file on its output
+would wait as long. So the output is let go by hand, and nothing else is waited for or cleaned up.
+
+A descriptor kept for the moment when there is none left.
+
+Who can open nothing can't look at ``/proc``, and a look that fails must not pass for "there is no process": workers
+would be taken for gone that still run. So one descriptor is held back, and lent to one look at a time.
+
+Signals as readable events: a handler that does nothing, and a socket on which the signal's number arrives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Callable, Container, Iterable, Sequence
+from types import FrameType
+from typing import NoReturn, TypeVar
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+_SYS_PIDFD_SEND_SIGNAL = 424
+_SYS_PIDFD_OPEN = 434
+_SYS_CLOSE_RANGE = 436
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_prctl = _libc.prctl
+_prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+_prctl.restype = ctypes.c_int
+_prctl_name = _libc["prctl"]
+_prctl_name.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+
+
+def _check(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def set_child_subreaper(*, on: bool = True) -> None:
+    """Orphaned descendants become children of this process. Not inherited by a fork.
+
+    Raises:
+        OSError: refused by a sandbox.
+    """
+    _check(_prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0))
+
+
+def is_child_subreaper() -> bool:
+    """Whether this process is one already."""
+    found = ctypes.c_int(0)
+    _check(_prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(found), 0, 0, 0))
+    return bool(found.value)
+
+
+def set_parent_death_signal(signal_number: int) -> None:
+    """Get `signal_number` when the *thread* that forked this process ends. Survives exec, not a fork."""
+    _check(_prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0))
+
+
+def set_name(name: str) -> None:
+    """Set the name that ps shows (15 bytes at most)."""
+    _check(_prctl_name(_PR_SET_NAME, name.encode()[:15], 0, 0, 0))
+
+
+def pidfd_open(pid: int) -> int | None:
+    """A descriptor (close-on-exec) that names the process `pid` and becomes readable when it ends.
+
+    Returns:
+        None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        OSError: out of descriptors.
+    """
+    try:
+        return _check(_syscall(_SYS_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0)))
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            return None
+        raise
+
+
+def pidfd_send_signal(pidfd: int, signal_number: int) -> None:
+    """Signal exactly the process that `pidfd` names.
+
+    Raises:
+        ProcessLookupError: it has ended and was waited for.
+        PermissionError: it is another user's.
+    """
+    _check(
+        _syscall(
+            _SYS_PIDFD_SEND_SIGNAL,
+            ctypes.c_int(pidfd),
+            ctypes.c_int(signal_number),
+            ctypes.c_void_p(None),
+            ctypes.c_uint(0),
+        )
+    )
+
+
+def close_from(first: int) -> None:
+    """Close every descriptor from `first` on, at a cost that doesn't grow with the descriptor limit."""
+    if _syscall(_SYS_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(0xFFFFFFFF), ctypes.c_uint(0)) == 0:
+        return
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) >= first:
+            try:
+                os.close(int(name))
+            except OSError:
+                pass  # the one that listed the folder
+
+
+def output_pipes() -> list[int]:
+    """Which of stdout and stderr can be closed without asking any filesystem. To be asked early, while all answer."""
+    found = []
+    for fd in (1, 2):
+        try:
+            mode = os.fstat(fd).st_mode
+        except OSError:
+            continue
+        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode):
+            found.append(fd)
+    return found
+
+
+def leave_hung_threads(code: int, pipes: Sequence[int]) -> NoReturn:
+    """End at once, whatever the other threads do.
+
+    Args:
+        code: The exit code.
+        pipes: As `output_pipes` found them.
+    """
+    try:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        for fd in pipes:
+            os.dup2(null, fd)
+    finally:
+        os._exit(code)
+
+
+T = TypeVar("T")
+
+OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+class SpareDescriptor:
+    """One descriptor, held by `hold` and given up while `lend` needs its number. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fd = -1
+
+    def hold(self) -> None:
+        """Take it, where it is not held. To be called while there are descriptors; there may be none: no matter."""
+        with self._lock:
+            self._take()
+
+    def lend(self, action: Callable[[], T]) -> T:
+        """Do what needs a descriptor for a moment, with the spare one where there is no other.
+
+        Raises:
+            OSError: what `action` raised; no descriptor, where the spare one was not held, or was snatched away.
+        """
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in OUT_OF_DESCRIPTORS:
+                raise
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+            try:
+                return action()
+            finally:
+                self._take()
+
+    def _take(self) -> None:
+        if self._fd < 0:
+            try:
+                self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                pass  # the next one that needs it finds out
+
+
+SPARE = SpareDescriptor()
+"""This process'. Nothing is opened before `hold`."""
+
+
+class SignalQueue:
+    """The signals of this process, as something a selector can wait on. Main thread only.
+
+    Python's own handler writes the number to the socket at once, whatever the interpreter is doing; nothing runs in the
+    middle of other code.
+    """
+
+    def __init__(self, signals: Iterable[signal.Signals]) -> None:
+        self._read, self._write = socket.socketpair()
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        for number in signals:
+            signal.signal(number, _ignore)
+            signal.siginterrupt(number, False)
+
+    def fileno(self) -> int:
+        return self._read.fileno()
+
+    def take(self) -> list[signal.Signals]:
+        """The signals since the last call, in order of arrival; equal ones may have merged."""
+        try:
+            raw = self._read.recv(4096)
+        except BlockingIOError:
+            return []
+        found = []
+        for number in raw:
+            try:
+                found.append(signal.Signals(number))
+            except ValueError:
+                continue  # a real-time signal without a name
+        return found
+
+    def holds(self, numbers: Container[signal.Signals]) -> bool:
+        """Whether one of `numbers` has come since the last `take`, which still returns it."""
+        try:
+            raw = self._read.recv(4096, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        return any(number in numbers for number in raw)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The number has gone through the wake-up socket."""

@@ -1,0 +1,463 @@
+"""Starting workers, and learning how they ended.
+
+A worker leads its own session, has ``/dev/null`` as input and pipes as output, gets SIGKILL when the agent dies, and
+finds signals, umask and core limit as the user's shell left them, whatever the batch script or the agent made of them.
+
+An ended worker stays a zombie until `WorkerProcess.release`: that keeps its pid, and so the number of its process
+group, from being given to a stranger while signals are still sent to the group.
+
+What file a command names, and what to tell a user whose command did not start. Pure.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import select
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Container, Mapping, Sequence
+from typing import NoReturn
+
+from hpc_elastic.base.clock import Clock, uptime_ns
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.workers import linux, tree
+from hpc_elastic.workers.linux import SPARE
+
+_F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ, which some builds lack
+_DEFAULT_PIPE = 64 << 10
+_LARGEST_PIPE = 1 << 20
+# A user without privileges may hold 64 MiB of pipes (fs.pipe-user-pages-soft); past that, *every* new pipe of theirs
+# has one page, the training script's own included. So an agent takes a quarter of it at most.
+_ALL_PIPES = 16 << 20
+EXEC_WAIT_S = 5.0
+_LOST_STATUS = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inherited:
+    """What the user's shell handed down, and the workers must get back."""
+
+    umask: int
+    core_limit: tuple[int, int]
+    """Soft and hard RLIMIT_CORE."""
+    subreaper: bool
+    """Whether orphaned descendants come to this process. False in a sandbox that refuses it."""
+    file_limit: tuple[int, int] | None = None
+    """Soft and hard RLIMIT_NOFILE; None: as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitStatus:
+    """How a worker ended."""
+
+    exitcode: int
+    """As `subprocess` has it: 0–255, or minus the signal's number."""
+    core_dumped: bool
+    noticed_ns: int
+    """This host's wall clock, nanoseconds since the epoch, when its end was seen."""
+    noticed_uptime_ns: int
+    """The same moment by the clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`)."""
+    lost: bool = False
+    """Somebody else took the status; `exitcode` is 255 then, so that an unknown end never passes for success."""
+
+
+class WorkerProcess:
+    """One worker's process. `pidfd` is readable once it has ended; None on an old kernel: go by SIGCHLD then."""
+
+    __slots__ = ("_clock", "exit_status", "is_released", "pid", "pidfd", "started_ns", "stderr_fd", "stdout_fd")
+
+    def __init__(
+        self, *, pid: int, pidfd: int | None, stdout_fd: int, stderr_fd: int, started_ns: int, clock: Clock
+    ) -> None:
+        self.pid = pid
+        self.pidfd = pidfd
+        self.stdout_fd = stdout_fd
+        self.stderr_fd = stderr_fd
+        self.started_ns = started_ns
+        self.exit_status: ExitStatus | None = None
+        self.is_released = False
+        self._clock = clock
+
+    def poll(self) -> ExitStatus | None:
+        """How it ended, or None while it runs. Leaves the zombie; may be called as often as one likes."""
+        if self.exit_status is None:
+            try:
+                info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                self.exit_status = ExitStatus(
+                    exitcode=_LOST_STATUS,
+                    core_dumped=False,
+                    noticed_ns=self._clock.time_ns(),
+                    noticed_uptime_ns=uptime_ns(self._clock),
+                    lost=True,
+                )
+                self.is_released = True
+                return self.exit_status
+            if info is not None:
+                exited = info.si_code == os.CLD_EXITED
+                self.exit_status = ExitStatus(
+                    exitcode=info.si_status if exited else -info.si_status,
+                    core_dumped=info.si_code == os.CLD_DUMPED,
+                    noticed_ns=self._clock.time_ns(),
+                    noticed_uptime_ns=uptime_ns(self._clock),
+                )
+        return self.exit_status
+
+    def signal_group(self, signal_number: int) -> None:
+        """Signal its process group: the worker and what it started, whether it itself still runs or not.
+
+        Nothing happens after `release`: the group's number could be a stranger's then.
+        """
+        if self.is_released:
+            return
+        try:
+            os.killpg(self.pid, signal_number)
+        except (ProcessLookupError, PermissionError):
+            pass  # nobody left in it, or only set-user-id programs
+
+    def take_output(self) -> tuple[int, int]:
+        """Hand over the read ends of stdout and stderr: who takes them closes them."""
+        taken = self.stdout_fd, self.stderr_fd
+        self.stdout_fd = self.stderr_fd = -1
+        return taken
+
+    def release(self) -> ExitStatus | None:
+        """Let the kernel forget it and close our descriptors, once it has ended and its group needs no more signals.
+
+        Returns:
+            How it ended; None where it still runs: nothing is done then.
+        """
+        status = self.poll()
+        if status is None:
+            return None
+        if not self.is_released:
+            self.is_released = True
+            try:
+                os.waitpid(self.pid, 0)
+            except ChildProcessError:
+                pass
+        self.close()
+        return status
+
+    def close(self) -> None:
+        """Close our descriptors, and leave the process alone (one that sits in D state cannot be released)."""
+        for fd in (self.pidfd, *self.take_output()):
+            if fd is not None and fd >= 0:
+                os.close(fd)
+        self.pidfd = None
+
+
+def prepare_agent_process() -> Inherited:
+    """Make this process fit to be an agent. First thing in the main thread, before any other thread.
+
+    It becomes the reaper of its orphaned descendants, creates files for its user alone (umask 077), dumps no core (its
+    memory holds the run's secret), and has descriptors 0 to 2 open, so that no pipe ever gets one of these numbers. It
+    may open as many files as the hard limit allows: each worker takes five, and the usual soft limit is 1024.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open("/dev/null", os.O_RDWR), True)  # the lowest free number: this one
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would throw every exit status away
+    subreaper = True
+    try:
+        linux.set_child_subreaper()
+    except OSError:
+        subreaper = False
+    core_limit = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, core_limit[1]))
+    file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit[1], file_limit[1]))
+    except (OSError, ValueError):
+        pass  # a sandbox: then it is as it is
+    SPARE.hold()
+    return Inherited(umask=os.umask(0o077), core_limit=core_limit, subreaper=subreaper, file_limit=file_limit)
+
+
+def pipe_bytes_for(workers: int) -> int:
+    """How large the output pipes of each of `workers` workers may be: a power of two between 64 KiB and 1 MiB."""
+    share = _ALL_PIPES // (2 * max(1, workers))
+    return max(_DEFAULT_PIPE, min(_LARGEST_PIPE, 1 << (share.bit_length() - 1)))
+
+
+def start_worker(
+    *,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    inherited: Inherited,
+    clock: Clock,
+    pipe_bytes: int = _LARGEST_PIPE,
+    exec_wait: float = EXEC_WAIT_S,
+) -> WorkerProcess:
+    """Start one worker. Call it from the main thread: the parent-death signal comes when the *forking thread* ends.
+
+    Args:
+        argv: The command, found by the PATH of `env` where it has no slash, and its arguments.
+        env: The whole environment.
+        cwd: Where it runs.
+        inherited: What `prepare_agent_process` gave.
+        clock: For `started_ns` and `ExitStatus.noticed_ns`.
+        pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
+        exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
+
+    Raises:
+        WorkerStartError: no such command, not executable, no such `cwd`, no process or descriptor left …
+        RuntimeError: not in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("start_worker must be called from the main thread: its end would kill the workers")
+    opened: list[int] = []
+    try:
+        try:
+            stdout_r, stdout_w, stderr_r, stderr_w = _output_pipes(opened, pipe_bytes)
+            error_r, error_w = os.pipe()
+            opened += (error_r, error_w)
+            started_ns = clock.time_ns()
+            pid = _fork_worker(argv, dict(env), cwd, inherited, stdout_w, stderr_w, error_w)
+        except OSError as error:
+            raise WorkerStartError(command=argv[0], reason=_shortage(error), errno=error.errno) from None
+        for fd in (stdout_w, stderr_w, error_w):
+            opened.remove(fd)
+            os.close(fd)
+        _check_started(error_r, pid, argv[0], cwd, exec_wait)
+        opened.remove(error_r)
+        os.close(error_r)
+        pidfd = _open_pidfd(pid, argv[0])
+        opened.clear()
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return WorkerProcess(
+        pid=pid, pidfd=pidfd, stdout_fd=stdout_r, stderr_fd=stderr_r, started_ns=started_ns, clock=clock
+    )
+
+
+def reap_orphans(known: Container[int]) -> list[int]:
+    """Wait for the ended processes that came to this subreaper when their parents ended.
+
+    Never takes a status that somebody else waits for: neither that of a pid in `known` (workers, guardian, store
+    host), nor that of a child in the agent's own session: `subprocess` children are there, and no descendant
+    of a worker can be.
+
+    Returns:
+        The pids that were reaped.
+    """
+    own_session = os.getsid(0)
+    reaped = []
+    for pid in tree.children(os.getpid()):
+        if pid in known:
+            continue
+        proc = tree.look_at(pid)
+        if proc is None or not proc.is_dead or proc.sid == own_session:
+            continue
+        try:
+            if os.waitpid(pid, os.WNOHANG)[0] == pid:
+                reaped.append(pid)
+        except ChildProcessError:
+            pass
+    return reaped
+
+
+def _shortage(error: OSError) -> str:
+    """What there was not enough of, and whose limit it is."""
+    if error.errno == errno.EMFILE:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{error.strerror}: an agent may have {limit} (ulimit -Hn), and needs five for each worker"
+    if error.errno == errno.EAGAIN:
+        limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        most = "any number" if limit == resource.RLIM_INFINITY else str(limit)
+        return f"{error.strerror}: this user may have {most} of processes and threads (ulimit -u), a cgroup maybe fewer"
+    return f"{error.strerror} (too many processes or open files?)"
+
+
+def _output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int]:
+    fds: list[int] = []
+    for _ in range(2):
+        read_end, write_end = os.pipe()
+        opened += (read_end, write_end)
+        fds += (read_end, write_end)
+        os.set_blocking(read_end, False)  # the write end, another open file, goes on blocking
+        if pipe_bytes > _DEFAULT_PIPE:
+            try:
+                fcntl.fcntl(write_end, _F_SETPIPE_SZ, pipe_bytes)
+            except OSError:
+                pass  # over the user's share: it works at its usual size too
+    return fds[0], fds[1], fds[2], fds[3]
+
+
+def _open_pidfd(pid: int, command: str) -> int | None:
+    try:
+        return linux.pidfd_open(pid)
+    except OSError as error:  # out of descriptors: a worker that nobody can watch must not run
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        reason = f"pidfd: {_shortage(error)}"
+        raise WorkerStartError(command=command, reason=reason, errno=error.errno) from None
+
+
+def _fork_worker(
+    argv: Sequence[str],
+    env: dict[str, str],
+    cwd: str,
+    inherited: Inherited,
+    stdout_w: int,
+    stderr_w: int,
+    error_w: int,
+) -> int:
+    parent = os.getpid()
+    paths = candidates(argv[0], env)
+    all_signals = signal.valid_signals()
+    # Blocked across the fork: a handler of ours must not run in the child, where it would write into our wake-up pipe.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, all_signals)
+    try:
+        with warnings.catch_warnings():
+            if sys.version_info >= (3, 12):
+                # "multi-threaded, fork may deadlock": the child below calls nothing that takes another thread's lock.
+                warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            _become_worker(argv, env, cwd, inherited, paths, parent, (stdout_w, stderr_w, error_w), all_signals)
+        return pid
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _become_worker(
+    argv: Sequence[str],
+    env: dict[str, str],
+    cwd: str,
+    inherited: Inherited,
+    paths: list[str],
+    parent: int,
+    fds: tuple[int, int, int],
+    all_signals: set[signal.Signals],
+) -> NoReturn:
+    path, error_w = cwd, fds[2]
+    try:
+        os.setsid()
+        linux.set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(127)  # the agent died before the line above could hear of it
+        os.chdir(cwd)
+        path = paths[0]
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(fds[0], 1)
+        os.dup2(fds[1], 2)
+        if error_w != 3:
+            os.dup2(error_w, 3, inheritable=False)
+            error_w = 3
+        linux.close_from(4)
+        os.umask(inherited.umask)
+        resource.setrlimit(resource.RLIMIT_CORE, inherited.core_limit)
+        if inherited.file_limit is not None:
+            hard = min(inherited.file_limit[1], resource.getrlimit(resource.RLIMIT_NOFILE)[1])  # lowered meanwhile?
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(inherited.file_limit[0], hard), hard))
+        for number in all_signals - {signal.SIGKILL, signal.SIGSTOP}:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        code, path = _exec_first(paths, argv, env)
+    except OSError as error:
+        code = error.errno or errno.EIO
+    except BaseException:
+        code = errno.EINVAL
+    try:
+        os.write(error_w, f"{code} {path}".encode("utf-8", "surrogateescape"))
+    finally:
+        os._exit(127)
+
+
+def _exec_first(paths: list[str], argv: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
+    """Run the first of `paths` that can be. Returns, with the errno and path to tell of, only where none can."""
+    told = (errno.ENOENT, paths[-1])
+    for path in paths:
+        try:
+            os.execve(path, list(argv), env)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            if code == errno.EACCES:
+                told = (code, path)  # found, but not executable: better to tell than "not found in the last folder"
+            elif code not in (errno.ENOENT, errno.ENOTDIR):
+                return code, path
+    return told
+
+
+def _check_started(error_r: int, pid: int, command: str, cwd: str, exec_wait: float) -> None:
+    # The pipe closes itself when the program is executed. A program on a hung mount would keep us here: after a while
+    # the worker counts as started, and is watched like any other.
+    poll = select.poll()
+    poll.register(error_r, select.POLLIN)
+    if not poll.poll(max(0.0, exec_wait) * 1000):
+        return
+    raw = os.read(error_r, 65536)
+    if not raw:
+        return
+    os.waitpid(pid, 0)
+    code, _, path = raw.decode("utf-8", "surrogateescape").partition(" ")
+    there = os.path.exists(os.path.join(cwd, path))
+    raise exec_failure(command=command, cwd=cwd, path=path, code=int(code), path_exists=there)
+
+
+class WorkerStartError(HpcElasticError):
+    """A worker's process could not be started. `errno` is the system's code; `command` is what was to run."""
+
+    template = "cannot start {command!r}: {reason}"
+
+
+def candidates(command: str, env: Mapping[str, str]) -> list[str]:
+    """The paths to try for `command`, in order, as execvp does: a name with a slash is a path, any other goes by PATH.
+
+    Relative ones mean: from the worker's working directory.
+    """
+    if "/" in command:
+        return [command]
+    return [os.path.join(folder or ".", command) for folder in env.get("PATH", os.defpath).split(":")]
+
+
+def find_program(command: str, env: Mapping[str, str] | None = None) -> str | None:
+    """The first of `candidates` that may be executed. (What `shutil.which` does, without its imports.)"""
+    for path in candidates(command, os.environ if env is None else env):
+        if os.access(path, os.X_OK) and not os.path.isdir(path):
+            return path
+    return None
+
+
+def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: bool) -> WorkerStartError:
+    """Say why a command did not start.
+
+    Args:
+        command: As the user gave it.
+        cwd: The worker's working directory.
+        path: The file that was tried last, or the folder, for a `cwd` that could not be entered.
+        code: The errno.
+        path_exists: Whether there is something at `path` after all.
+    """
+    if code == errno.EACCES and "/" not in command and not path_exists:
+        code = errno.ENOENT  # not that file is forbidden, but a folder in PATH is closed to us
+    text = os.strerror(code)
+    if path == cwd:
+        reason = f"its working directory {cwd!r} cannot be entered: {text}"
+    elif code == errno.ENOENT and path_exists:
+        reason = f"{path!r} is there, but the interpreter that its first line ('#!') names is not"
+    elif code in (errno.ENOENT, errno.ENOTDIR) and "/" not in command:
+        reason = "no such command in PATH; give its path, or load the module or environment that has it"
+    elif code in (errno.ENOENT, errno.ENOTDIR):
+        reason = f"there is no such file (looked from {cwd!r})"
+    elif code == errno.EACCES:
+        reason = f"{path!r} may not be executed: {text}; run: chmod +x {path}"
+    elif code == errno.ENOEXEC:
+        reason = f"{path!r} is not a program: no '#!' in its first line, or built for another machine"
+    elif code == errno.E2BIG:
+        reason = "its arguments and environment are longer than this system allows together"
+    else:
+        reason = f"{path}: {text}"
+    return WorkerStartError(command=command, reason=reason, errno=code)

@@ -1,0 +1,285 @@
+"""Ending a worker group, in small steps that an event loop can take.
+
+The first signal goes to every worker's process group and to whatever left these groups; after the grace everything that
+is below the agent gets SIGKILL, again and again, until nothing is left. As the agent is a subreaper, nothing that a
+worker started can get out from below it: a daemon that forked twice and made itself a session hangs on us like a child.
+What is not touched: the agent's own helpers (`excluding`, and anything in the agent's own session), and all the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from enum import Enum
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.errors import IllegalTransitionError
+from hpc_elastic.light_dataclasses import dataclass, field
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, reap_orphans
+from hpc_elastic.workers.tree import Delivery, Proc, TreeKiller
+
+_KILL_BOUND_S = 5.0
+_FIRST_LOOK_S = 0.03
+_LONGEST_LOOK_S = 0.5
+_KILL_FIRST_LOOK_S = 0.002
+_KILL_LONGEST_LOOK_S = 0.1
+_ORPHAN_LOOKS = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survivor:
+    """A process that SIGKILL did not end in time, and why one may think so."""
+
+    pid: int
+    name: str
+    state: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """The group is gone, but for `left`."""
+
+    exits: Mapping[int, ExitStatus]
+    """By the worker's pid. A worker in `left` has none, and was not released."""
+    killed: int
+    """Processes that the first signal did not end and SIGKILL was sent to."""
+    left: tuple[Survivor, ...]
+    """Tell of them, and pass their pids as `excluding` from now on: else the next stop waits for them again."""
+    seconds: float
+    """From `begin` to the end."""
+
+
+class _Phase(Enum):
+    NEW = "new"
+    GRACE = "grace"
+    KILL = "kill"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class _Progress:
+    phase: _Phase = _Phase.NEW
+    began: float = 0.0
+    deadline: float = 0.0
+    next_look: float = 0.0
+    interval: float = _FIRST_LOOK_S
+    signalled: set[tuple[int, int]] = field(default_factory=set)
+    killed: set[tuple[int, int]] = field(default_factory=set)
+    refused: set[int] = field(default_factory=set)
+    killer: TreeKiller = field(default_factory=TreeKiller)
+
+
+class GroupStopper:
+    """Ends one worker group. Call `begin` once, then `step` when it asks for it and whenever a process has ended.
+
+    All methods are for the main thread, and none blocks.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerProcess],
+        *,
+        grace: float,
+        clock: Clock,
+        excluding: AbstractSet[int] = frozenset(),
+        kill_bound: float = _KILL_BOUND_S,
+        before_kill: Callable[[Sequence[Proc]], float] | None = None,
+    ) -> None:
+        """
+        Args:
+            workers: The group's, those included that have ended already: what they started may still run.
+            grace: Seconds from the first signal to SIGKILL.
+            clock: Its monotonic clock is used.
+            excluding: Pids that are left alone with all below them: the guardian, the store host, earlier survivors.
+            kill_bound: Seconds after the first SIGKILL at which what still runs (D state) is reported and left.
+            before_kill: Called once, with what still runs, when the grace is over: the place for taking evidence.
+                Returns the seconds to wait before SIGKILL.
+        """
+        self._workers = tuple(workers)
+        self._grace = grace
+        self._clock = clock
+        self._excluding = frozenset(excluding)
+        self._kill_bound = kill_bound
+        self._before_kill = before_kill
+        self._own_session = os.getsid(0)
+        self._state = _Progress()
+        self._first_signal = signal.SIGTERM
+
+    def begin(self, first_signal: signal.Signals = signal.SIGTERM) -> None:
+        """Send `first_signal`, and SIGCONT so that a stopped process gets it. The grace runs from now."""
+        if self._state.phase is not _Phase.NEW:
+            raise IllegalTransitionError(state=self._state.phase.value, event="begin")
+        now = self._clock.monotonic()
+        self._first_signal = first_signal
+        self._state = _Progress(
+            phase=_Phase.GRACE, began=now, deadline=now + max(0.0, self._grace), next_look=now + _FIRST_LOOK_S
+        )
+        for worker in self._workers:
+            worker.signal_group(first_signal)
+            worker.signal_group(signal.SIGCONT)
+
+    def kill_now(self) -> None:
+        """Give up the rest of the grace, or all of it: SIGKILL at once. May be called in any phase."""
+        state = self._state
+        if state.phase is _Phase.NEW:
+            state.began = self._clock.monotonic()
+        if state.phase in (_Phase.NEW, _Phase.GRACE):
+            self._enter_kill(self._clock.monotonic())
+
+    def shorten(self, grace: float) -> None:
+        """Have the grace end at most `grace` seconds from now. It never gets longer; without effect once it is over."""
+        state = self._state
+        if state.phase is _Phase.NEW:
+            self._grace = min(self._grace, grace)
+        elif state.phase is _Phase.GRACE:
+            state.deadline = min(state.deadline, self._clock.monotonic() + max(0.0, grace))
+
+    def step(self) -> Stopped | float:
+        """Look at what is left, and do what is due.
+
+        Returns:
+            What became of the group, or the seconds after which to call again (sooner does no harm).
+        """
+        state = self._state
+        if state.phase in (_Phase.NEW, _Phase.DONE):
+            raise IllegalTransitionError(state=state.phase.value, event="step")
+        if not self._is_anything_left():
+            return self._finish(())
+        now = self._clock.monotonic()
+        if state.phase is _Phase.GRACE and now >= state.deadline and not self._was_postponed(now):
+            self._enter_kill(now)
+        if state.phase is _Phase.KILL and now >= state.deadline:
+            return self._finish(self._survivors())
+        if now >= state.next_look:
+            left = self._left_below()
+            if state.phase is _Phase.KILL:
+                self._kill(left)
+            else:
+                self._signal_strays(left)
+            longest = _KILL_LONGEST_LOOK_S if state.phase is _Phase.KILL else _LONGEST_LOOK_S
+            state.next_look = now + state.interval
+            state.interval = min(longest, state.interval * 1.5)
+        return max(0.0, min(state.deadline, state.next_look) - now)
+
+    def _is_anything_left(self) -> bool:
+        ended = {worker.pid for worker in self._workers if worker.poll() is not None}
+        known = self._excluding | {worker.pid for worker in self._workers}
+        reap_orphans(known)
+        # No child, no descendant (tree.children); so the costly look at the whole tree is taken only where one is left.
+        for pid in tree.children(os.getpid()):
+            if pid in ended or pid in self._excluding:
+                continue
+            proc = tree.look_at(pid)
+            if proc is not None and proc.sid != self._own_session:
+                return True
+        return False
+
+    def _left_below(self) -> list[Proc]:
+        below = tree.descendants(os.getpid(), excluding=self._excluding)
+        return [proc for proc in below if not proc.is_dead and proc.sid != self._own_session]
+
+    def _signal_strays(self, left: Sequence[Proc]) -> None:
+        """The first signal for those who left the workers' process groups. Everyone gets it once."""
+        groups = {worker.pid for worker in self._workers}
+        for proc in left:
+            identity = (proc.pid, proc.starttime)
+            if proc.pgid not in groups and identity not in self._state.signalled:
+                self._state.signalled.add(identity)
+                tree.kill_safely(proc, self._first_signal)
+                tree.kill_safely(proc, signal.SIGCONT)
+
+    def _was_postponed(self, now: float) -> bool:
+        if self._before_kill is None:
+            return False
+        take_evidence, self._before_kill = self._before_kill, None
+        extra = take_evidence(self._left_below())
+        self._state.deadline = now + extra
+        return extra > 0
+
+    def _enter_kill(self, now: float) -> None:
+        state = self._state
+        state.phase = _Phase.KILL
+        state.deadline = now + self._kill_bound
+        state.interval = _KILL_FIRST_LOOK_S
+        state.next_look = now
+
+    def _kill(self, left: Sequence[Proc]) -> None:
+        number = self._state.killer.next_signal(left)
+        for worker in self._workers:
+            worker.signal_group(number)  # whole groups at once: no fork slips through
+        for proc in left:
+            self._state.killed.add((proc.pid, proc.starttime))
+            if tree.kill_safely(proc, number) is Delivery.REFUSED:
+                self._state.refused.add(proc.pid)
+        self._signal_orphans(number)
+
+    def _signal_orphans(self, number: signal.Signals) -> None:
+        """Those whose parent was faster than the look above: a process that forks and ends a thousand times a second.
+
+        They are our children, whom nobody but us waits for: their pids are nobody else's, and need no second look.
+        """
+        known: set[int] = set()
+        for _ in range(_ORPHAN_LOOKS):
+            new = set(tree.main_children(os.getpid()) or ()) - known - self._excluding
+            if not new:
+                return
+            known |= new
+            for pid in new:
+                try:
+                    if os.getsid(pid) != self._own_session:
+                        os.kill(pid, number)
+                except (ProcessLookupError, PermissionError):
+                    continue
+
+    def _survivors(self) -> tuple[Survivor, ...]:
+        found = []
+        for proc in self._left_below():
+            if proc.pid in self._state.refused:
+                why = "it belongs to another user"
+            elif proc.state == "D":
+                why = "it sits in an uninterruptible system call (a hung mount or device?)"
+            else:
+                why = "it did not end on SIGKILL"
+            found.append(Survivor(pid=proc.pid, name=proc.name, state=proc.state, why=why))
+        return tuple(found)
+
+    def _finish(self, left: tuple[Survivor, ...]) -> Stopped:
+        exits = {}
+        for worker in self._workers:
+            status = worker.release()
+            if status is not None:
+                exits[worker.pid] = status
+        self._state.phase = _Phase.DONE
+        return Stopped(
+            exits=exits,
+            killed=len(self._state.killed),
+            left=left,
+            seconds=self._clock.monotonic() - self._state.began,
+        )
+
+
+def stop_now(
+    workers: Sequence[WorkerProcess],
+    *,
+    clock: Clock,
+    excluding: AbstractSet[int] = frozenset(),
+    grace: float = 0.0,
+    kill_bound: float = _KILL_BOUND_S,
+) -> Stopped:
+    """End a group and wait for it, for last resorts: blocks up to `grace` + `kill_bound` seconds."""
+    stopper = GroupStopper(workers, grace=grace, clock=clock, excluding=excluding, kill_bound=kill_bound)
+    if grace > 0:
+        stopper.begin()
+    else:
+        stopper.kill_now()
+    never = threading.Event()
+    while True:
+        result = stopper.step()
+        if isinstance(result, Stopped):
+            return result
+        clock.wait(never, min(result, 0.02))

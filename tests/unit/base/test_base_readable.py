@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import time
+
+import pytest
+
+from hpc_elastic.base.waking import wait_readable
+
+
+def test_says_which_can_be_read() -> None:
+    a, b = socket.socketpair()
+    with a, b:
+        assert wait_readable([a, b], 0) == set()
+        b.send(b"x")
+        assert wait_readable([a, b], 10) == {a.fileno()}
+        assert wait_readable([a.fileno()], 10) == {a.fileno()}
+
+
+def test_an_end_is_something_to_read() -> None:
+    read, write = os.pipe()
+    os.close(write)
+    assert wait_readable([read], 10) == {read}
+    os.close(read)
+
+
+def test_gives_up_when_the_time_has_passed_and_not_before() -> None:
+    began = time.monotonic()
+    assert wait_readable([], 0.0104) == set()
+    assert time.monotonic() - began >= 0.0104
+    assert wait_readable([], -1) == set()
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1100, reason="no descriptor of that number here")
+def test_takes_a_descriptor_that_select_does_not() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1100), hard))
+    read, write = os.pipe()
+    high = 1099
+    os.dup2(read, high)
+    try:
+        os.write(write, b"x")
+        assert wait_readable([high], 10) == {high}
+    finally:
+        for fd in (read, write, high):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

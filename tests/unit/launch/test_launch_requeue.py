@@ -1,0 +1,197 @@
+"""Whether the job goes back into the queue: the whole table, with reasons and exit codes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.launch.requeue import (
+    ArmingFacts,
+    RequeueAction,
+    RequeueFacts,
+    back_off,
+    decide_arming,
+    decide_requeue,
+)
+from hpc_elastic.options.job_options import RequeueChoice
+
+PLAIN = RequeueFacts(
+    outcome=Outcome.FAILED,
+    reason="restarts exhausted",
+    retryable=True,
+    attempt=0,
+    max_requeues=3,
+    armed=True,
+    armed_reason="",
+    same_as_before=False,
+)
+
+MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
+
+
+@pytest.mark.parametrize(
+    ("what", "facts", "action", "code", "reason"),
+    [
+        ("success", replace(PLAIN, outcome=Outcome.SUCCEEDED), "end", 0, "the run succeeded"),
+        (
+            "spent restarts",
+            PLAIN,
+            "requeue",
+            75,
+            "requeue 1 of 3 (2 left): restarts exhausted",
+        ),
+        ("the last requeue", replace(PLAIN, attempt=2), "requeue", 75, "requeue 3 of 3 (0 left): restarts exhausted"),
+        ("no requeue left", replace(PLAIN, attempt=3), "end", 1, "3 of 3 requeues used"),
+        ("none allowed", replace(PLAIN, max_requeues=0), "end", 1, "0 of 0 requeues used"),
+        ("too few nodes", replace(PLAIN, outcome=Outcome.TOO_FEW_NODES), "requeue", 75, "requeue 1 of 3"),
+        ("notice was given", replace(PLAIN, outcome=Outcome.PREEMPTED), "requeue", 75, "requeue 1 of 3"),
+        (
+            "notice was given, no requeue left",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, attempt=3),
+            "end",
+            143,
+            "3 of 3 requeues used",
+        ),
+        (
+            "not retryable",
+            replace(PLAIN, retryable=False),
+            "end",
+            93,
+            "another attempt would end the same way: restarts exhausted",
+        ),
+        ("a hang, no requeue left", replace(PLAIN, hang=True, attempt=3), "end", 124, "3 of 3 requeues used"),
+        ("a hang again", replace(PLAIN, hang=True, retryable=False), "end", 124, "would end the same way"),
+        ("a hang with requeues left", replace(PLAIN, hang=True), "requeue", 75, "requeue 1 of 3"),
+        ("the same failure as before", replace(PLAIN, same_as_before=True), "end", 1, "by the same failure"),
+        (
+            "not armed",
+            replace(PLAIN, armed=False, armed_reason="the site has JobRequeue=0"),
+            "end",
+            1,
+            "requeue is not armed: the site has JobRequeue=0",
+        ),
+        (
+            "cancelled by the user",
+            replace(PLAIN, outcome=Outcome.CANCELLED, reason="SIGINT on n1", signal_number=2),
+            "end",
+            130,
+            "the run was cancelled (SIGINT on n1)",
+        ),
+        ("cancelled in Slurm", replace(PLAIN, outcome=Outcome.CANCELLED, signal_number=15), "end", 143, "cancelled"),
+        ("cancelled elsewhere", replace(PLAIN, outcome=Outcome.CANCELLED), "end", 143, "the run was cancelled"),
+        (
+            "cancelled while it ended",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, cancelled=True, requeued=True),
+            "end",
+            143,
+            "the job was cancelled meanwhile",
+        ),
+        (
+            "the time limit without a notice",
+            replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15),
+            "requeue",
+            75,
+            "requeue 1 of 3",
+        ),
+        (
+            "the time limit, not armed",
+            replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15, armed=False, armed_reason="x"),
+            "end",
+            143,
+            "requeue is not armed: x",
+        ),
+        (
+            "Slurm preempts it without a grace time, and cancels it",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15),
+            "requeue",
+            75,
+            "requeue 1 of 3",
+        ),
+        (
+            "Slurm has requeued it",
+            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15, requeued=True, attempt=9, armed=False),
+            "requeue",
+            75,
+            "Slurm itself has put the job back into the queue",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_rows(what: str, facts: RequeueFacts, action: str, code: int, reason: str) -> None:
+    decision = decide_requeue(facts)
+    assert decision.action.value == action
+    assert decision.exit_code == code
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("idle", "seconds"), [(0, 0), (1, 0), (2, 60), (3, 120), (4, 240), (6, 960), (7, 1800), (1000, 1800)]
+)
+def test_attempts_without_progress_are_tried_again_ever_later(idle: int, seconds: float) -> None:
+    assert back_off(idle) == seconds
+    decision = decide_requeue(replace(PLAIN, attempt=1, idle=idle))
+    assert decision.delay == seconds
+    assert (f"in {seconds} s since {idle} attempts in a row made no progress" in decision.reason) is (seconds > 0)
+
+
+ARMING = ArmingFacts(wanted=True, choice=RequeueChoice.AUTO, has_batch_script=True, can_chain=True)
+
+
+@pytest.mark.parametrize(
+    ("facts", "way", "reason"),
+    [
+        (ARMING, "requeue", ""),
+        (replace(ARMING, wanted=False), "none", "--no-requeue or --max-requeues 0 was given"),
+        (replace(ARMING, has_batch_script=False), "none", "salloc"),
+        (replace(ARMING, choice=RequeueChoice.CHAIN), "chain", "--requeue-with chain was given"),
+        (replace(ARMING, choice=RequeueChoice.CHAIN, can_chain=False), "none", "not one that hpc-elastic submit made"),
+        (replace(ARMING, problem="Slurm is down", known=False), "requeue", "not verified: Slurm is down"),
+        (replace(ARMING, known=False), "none", "does not know"),
+        (replace(ARMING, job_allows=False), "chain", "was submitted with --no-requeue"),
+        (replace(ARMING, job_allows=False, site_allows=False), "chain", "the site has JobRequeue=0"),
+        (replace(ARMING, job_allows=False, site_allows=False, can_chain=False), "allow", "the site has JobRequeue=0"),
+        (replace(ARMING, job_allows=False, can_chain=False), "none", "was submitted with --no-requeue"),
+        (replace(ARMING, job_allows=False, choice=RequeueChoice.SCONTROL), "none", "--no-requeue"),
+        (replace(ARMING, job_allows=False, site_allows=False, choice=RequeueChoice.SCONTROL), "allow", "JobRequeue=0"),
+        (replace(ARMING, site_allows=False), "requeue", ""),
+    ],
+)
+def test_the_way_that_there_is(facts: ArmingFacts, way: str, reason: str) -> None:
+    arming = decide_arming(facts)
+    assert arming.way.value == way
+    assert reason in arming.reason
+    assert bool(reason) is bool(arming.reason)
+    assert arming.is_armed is (way != "none")
+
+
+def test_every_combination_keeps_the_promises() -> None:
+    for outcome, retryable, attempt, most, armed, same, number in itertools.product(
+        Outcome, (True, False), (0, 1, 3, 9), (0, 1, 3), (True, False), (True, False), (None, 2, 15)
+    ):
+        facts = RequeueFacts(
+            outcome=outcome,
+            reason="why",
+            retryable=retryable,
+            attempt=attempt,
+            max_requeues=most,
+            armed=armed,
+            armed_reason="because",
+            same_as_before=same,
+            signal_number=number,
+        )
+        decision = decide_requeue(facts)
+        assert decision.reason
+        wanted = (
+            outcome in (Outcome.FAILED, Outcome.TOO_FEW_NODES, *MADE_ROOM)
+            and retryable
+            and attempt < most
+            and armed
+            and not same
+            and (number is None or outcome in MADE_ROOM)
+        )
+        assert (decision.action is RequeueAction.REQUEUE) is wanted, facts
+        assert (decision.exit_code == 75) is wanted, "75 means that it was requeued, and nothing else does"
+        assert (decision.exit_code == 0) is (outcome is Outcome.SUCCEEDED), "0 means success, and nothing else does"

@@ -1,0 +1,168 @@
+"""Where a run stands, from a run directory as its parts write it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.base.files import make_private_dir, write_json
+from hpc_elastic.cli.status_text import duration, status_json, status_lines
+from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, read_status, state_of
+from hpc_elastic.rendezvous.notice import Notice
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import Member, Outcome, RoundRecord, Status
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.slurm.job_state import JobState
+from hpc_elastic.store.file_store import FileStore
+from tests.rigs.fake_clock import FakeClock
+
+RUN_ID = "20261121-000000-train-abcd"
+MEMBERS = (Member("a", 0, 2), Member("b", 2, 2))
+
+
+def record(status: Status, **changes: Any) -> RoundRecord:
+    base: dict[str, Any] = {"epoch": "e", "term": 1, "leader": "a", "round": 1, "members": MEMBERS, "lost": (1,)}
+    return RoundRecord(number=1, status=status, **{**base, **changes})
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder / RUN_ID)
+        self.clock = FakeClock()
+        make_private_dir(self.paths.root)
+        entry = Entrypoint(kind=EntryKind.SCRIPT, target="train.py", args=(), python="python3")
+        RunSpec(
+            run_id=RUN_ID, uid="u", name="train", created_ns=7, entrypoint=entry, cwd="/", cluster="slurm", min_nodes=2,
+            max_nodes=3,
+        ).save(self.paths.run_json)  # fmt: skip
+
+    def attempt(self, number: int) -> Run:
+        self.there = self.paths.attempt(number)
+        make_private_dir(self.there.root)
+        info = AttemptInfo(
+            number=number, cluster="slurm", nodes=("n1", "n2", "n3"), batch_host="n1", started_ns=1, job_id="42"
+        )
+        info.save(self.there.attempt_json)
+        return self
+
+    def log(self, newest: RoundRecord) -> Run:
+        assert RoundLog(FileStore(self.there.store, clock=self.clock), RUN_ID).append(newest)
+        return self
+
+    def steps(self, node: int, round_index: int, *steps: int | None) -> Run:
+        path = self.there.heartbeats(node)
+        make_private_dir(path.parent)
+        ranks = [{"rank": 2 * (node // 2) + n, "step": step} for n, step in enumerate(steps)]
+        told = self.clock.time_ns() - 3_000_000_000
+        write_json(path, {"version": 1, "round": round_index, "written_ns": told, "ranks": ranks})
+        return self
+
+    def ended(self, outcome: str, code: int) -> Run:
+        StoredResult(outcome=outcome, reason="why", exit_code=code, action="end", decision="").save(
+            self.there.result_json
+        )
+        return self
+
+    def status(self) -> RunStatus:
+        return read_status(self.paths, clock=self.clock)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def test_submitted_and_not_begun(run: Run) -> None:
+    status = run.status()
+    assert (status.state, status.attempt, status.name, status.cluster) == (RunState.SUBMITTED, None, "train", "slurm")
+    assert status_lines(status, None, seconds_left=None)[0] == f"run {RUN_ID}: submitted"
+
+
+def test_an_attempt_whose_nodes_have_not_met(run: Run) -> None:
+    status = run.attempt(0).status()
+    assert (status.state, status.job_id, status.nodes) == (RunState.MEETING, "42", ("n1", "n2", "n3"))
+    assert not run.there.store.exists(), "who looks makes nothing"
+
+
+def test_training(run: Run) -> None:
+    run.attempt(2).log(record(Status.FINAL, reason="rank 3 ended with SIGKILL on n2", restarts_used=1, waiting=1))
+    run.steps(0, 1, 40, 41).steps(2, 1, 40, None)
+    status = run.status()
+    assert status.state is RunState.TRAINING
+    assert (status.round, status.members, status.workers, status.lost) == (1, ("n1", "n3"), 4, ("n2",))
+    assert (status.restarts_used, status.requeues_used, status.waiting) == (1, 2, 1)
+    assert status.steps == StepStatus(least=40, most=41, behind=(0, 2), ranks=3, told_seconds=3.0)
+    job = JobState(job_id="42", state="RUNNING", reason="")
+    text = "\n".join(status_lines(status, job, seconds_left=13280))
+    assert f"run {RUN_ID}: training, attempt 2, job 42" in text
+    assert "slurm    : RUNNING, 3:41:20 left" in text
+    assert "round    : 1: 2 nodes, 4 workers: n[1,3]" in text
+    assert "because  : rank 3 ended with SIGKILL on n2" in text
+    assert "steps    : 40 to 41 (behind: rank 0,2); told 0:00:03 ago by 3 workers" in text
+    assert "used     : 1 of 3 restarts in this attempt, 2 of 3 requeues" in text
+
+
+def test_words_of_another_round_are_none_of_this_one(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL)).steps(0, 0, 400, 400)
+    assert run.status().steps is None
+
+
+@pytest.mark.parametrize(
+    ("newest", "code", "state"),
+    [
+        (None, None, RunState.MEETING),
+        (record(Status.JOINABLE), None, RunState.MEETING),
+        (record(Status.FROZEN), None, RunState.MEETING),
+        (record(Status.FINAL), None, RunState.TRAINING),
+        (record(Status.FINAL, notice=Notice("SIGUSR2 on n1", 85.0)), None, RunState.SAVING),
+        (record(Status.CLOSED, outcome=Outcome.FAILED), None, RunState.ENDING),
+        (record(Status.CLOSED, outcome=Outcome.FAILED), 1, RunState.ENDED),
+        (record(Status.CLOSED, outcome=Outcome.PREEMPTED), 75, RunState.REQUEUED),
+    ],
+)
+def test_the_state_in_one_word(newest: RoundRecord | None, code: int | None, state: RunState) -> None:
+    assert state_of(newest, code) is state
+
+
+def test_the_end(run: Run) -> None:
+    run.attempt(0).log(record(Status.CLOSED, outcome=Outcome.FAILED, reason="boom")).ended("failed", 1)
+    status = run.status()
+    assert (status.state, status.outcome, status.exit_code, status.reason) == (RunState.ENDED, "failed", 1, "why")
+    assert "  ended    : failed (exit code 1): why" in status_lines(status, None, seconds_left=None)
+
+
+def test_what_is_damaged_is_said_and_the_rest_is_shown(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL))
+    run.there.attempt_json.write_text("{")
+    status = run.status()
+    assert status.state is RunState.TRAINING
+    assert status.members == ("node 0", "node 2")
+    assert "attempt.json" in status.problem
+    run.paths.run_json.unlink()
+    assert "run.json" in run.status().problem
+
+
+def test_nothing_from_a_file_steers_the_terminal(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL, reason="rank 1: \x1b[2J\nboom"))
+    lines = status_lines(run.status(), None, seconds_left=None)
+    assert not [line for line in lines if not line.isprintable()]
+
+
+def test_json_has_the_same(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL)).steps(0, 1, 5)
+    job = JobState(job_id="42", state="PENDING", reason="Resources")
+    value = status_json(run.status(), job, seconds_left=None)
+    assert (value["version"], value["state"], value["steps"]["least"]) == (1, "training", 5)
+    assert value["slurm"] == {"state": "PENDING", "reason": "Resources", "nodes": [], "seconds_left": None}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00:00"), (59.9, "0:00:59"), (13280, "3:41:20"), (183600, "2-03:00:00")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,115 @@
+"""What people type who come from other launchers, and the hint that they get."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.all_options import ALL_OPTIONS
+from hpc_elastic.options.table import MEANT, SBATCHS_OWN, Keys, nearest
+from hpc_elastic.submission.parameters import unknown
+
+ENV = {"HPC_ELASTIC_SITE_CONFIG": "", "HPC_ELASTIC_USER_CONFIG": "", "HPC_ELASTIC_PROJECT_CONFIG": ""}
+NAMES = {name[2:] for option in ALL_OPTIONS for name in option.names if name.startswith("--")}
+
+
+def answer(*argv: str) -> str:
+    """What `submit` says to it; the option's name where it is taken."""
+    try:
+        parsed = read_command_line([*argv, "train.py"], subcommand="submit", description="", env=ENV)
+    except UsageError as error:
+        return str(error)
+    assert parsed is not None
+    (source,) = parsed.sources.values()
+    return source
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        # torchrun
+        ("--nproc_per_node", "--nproc-per-node"),
+        ("--nproc-per-nod", "unknown option --nproc-per-nod; did you mean --nproc-per-node?"),
+        ("--nprocs", "did you mean --nproc-per-node (on each node)?"),
+        ("--nproc", "did you mean --nproc-per-node (on each node)?"),
+        ("--nnodes", "--nnodes"),
+        ("--nnode", "did you mean --nodes?"),
+        ("--node_rank", "--node-rank: not needed: Slurm says which node is which"),
+        ("--rdzv_endpoint", "--rdzv-endpoint: there is nothing to point at"),
+        ("--rdzv_timeout", "did you mean --rdzv-conf (timeout=SECONDS)?"),
+        ("--max_restart", "did you mean --max-restarts?"),
+        ("--master_port", "--master-port"),
+        # accelerate
+        ("--num_processes", "did you mean --nproc-per-node (on each node, not on all of them)?"),
+        ("--num_machines", "did you mean --nodes?"),
+        ("--machine_rank", "--machine-rank: not needed: Slurm says which node is which"),
+        ("--main_process_ip", "did you mean --master-addr (only where"),
+        ("--main_process_port", "did you mean --master-port (only where"),
+        ("--multi_gpu", "--multi-gpu: not needed"),
+        ("--mixed_precision", "--mixed-precision: this starts workers only: set it in the script"),
+        # DeepSpeed, Lightning
+        ("--num-nodes", "did you mean --nodes?"),
+        ("--num_gpus", "did you mean --gpus-per-node (on each node)?"),
+        ("--include", "did you mean --nodelist?"),
+        ("--devices", "did you mean --gpus-per-node (on each node)?"),
+        ("--hostfile", "did you mean --nodelist?"),
+        ("--max-nodes", "did you mean --nodes (a range, as in --nodes 2-4)?"),
+        # sbatch
+        ("--gpus", "--gpus"),
+        ("--ntasks-per-node", "--ntasks-per-node: tasks are started by srun, one agent per node; use --nproc-per-node"),
+        ("--ntasks", "--ntasks: tasks are started by srun, one agent per node; use --nproc-per-node"),
+        ("-n", "-n: tasks are started by srun, one agent per node; use --nproc-per-node"),
+        ("--gpus-per-task", "--gpus-per-task: one agent per node has all its GPUs; use --gpus-per-node"),
+        ("--wrap", "--wrap: the script is made here"),
+        ("--time-limit", "did you mean --time?"),
+        ("--walltime", "did you mean --time?"),
+        ("--mail", "did you mean --mail-user (and --mail-type says when)?"),
+        ("--email", "did you mean --mail-user (and --mail-type says when)?"),
+        ("--queue", "did you mean --partition?"),
+        ("--name", "did you mean --job-name?"),
+        ("--cpus", "did you mean --cpus-per-task (on each node)?"),
+        ("--memory", "did you mean --mem (on each node)?"),
+        ("--workdir", "did you mean --chdir?"),
+        ("--mem-per-cpu", "it is sbatch's: give --sbatch-arg=--mem-per-cpu=value"),
+        ("--nice", "it is sbatch's: give --sbatch-arg=--nice=value"),
+        ("--nodez", "did you mean --nodes?"),
+        ("--quos", "did you mean --qos?"),
+        (
+            "--frobnicate",
+            "unknown option --frobnicate; the script's own stand behind its name, others of sbatch's",
+        ),
+    ],
+)
+def test_the_command_lines_hint(typed: str, says: str) -> None:
+    found = answer(typed, "1")
+    assert found == says if says in (f"--{name}" for name in NAMES) else says in found
+
+
+def test_the_table_holds_together() -> None:
+    assert {option for option, _ in MEANT.values()} <= NAMES
+    assert not NAMES & set(MEANT), "an option of ours needs no hint"
+    assert not NAMES & SBATCHS_OWN
+    assert not SBATCHS_OWN & set(MEANT)
+
+
+@pytest.mark.parametrize(
+    ("typed", "key"),
+    [
+        ("num_nodes", "nodes"),
+        ("num-processes", "nproc-per-node"),
+        ("time_limit", "time"),
+        ("partitoin", "partition"),
+        ("mem_per_cpu", None),
+        ("frobnicate", None),
+    ],
+)
+def test_so_it_is_in_files_and_for_the_executor(typed: str, key: str | None) -> None:
+    assert Keys(ALL_OPTIONS).nearest(typed) == key
+    found = str(unknown(typed.replace("-", "_")))
+    assert f"did you mean {key.replace('-', '_')}?" in found if key else "goes into additional_parameters" in found
+
+
+def test_only_what_is_known_is_meant() -> None:
+    assert nearest("num-nodes", ["nodez"]) is None
+    assert nearest("mail", ["mails"]) == "mails"

@@ -1,0 +1,80 @@
+"""When what was printed: what is written down, read again, and thinned out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_elastic.output.log_times import HEADER, TimeMark, mark_line, read_marks, thinned, times_node, times_path
+
+MARKS = st.lists(
+    st.builds(
+        TimeMark,
+        st.integers(0, 5),
+        st.integers(1, 2),
+        st.integers(0, 3),
+        st.integers(0, 10**12),
+        st.integers(0, 2 * 10**15),
+    ),
+    max_size=60,
+)
+
+
+def marks_in(raw: bytes) -> list[TimeMark]:
+    return [TimeMark(*mark) for mark in read_marks(raw)]
+
+
+def text(marks: list[TimeMark]) -> bytes:
+    return HEADER + b"".join(map(mark_line, marks))
+
+
+@given(MARKS)
+def test_what_is_written_is_read_again(marks: list[TimeMark]) -> None:
+    assert marks_in(text(marks)) == marks
+
+
+@given(MARKS, st.integers(0, 40))
+def test_a_torn_end_costs_its_own_line_alone(marks: list[TimeMark], cut: int) -> None:
+    raw = text(marks)[: len(text(marks)) - cut]
+    found = marks_in(raw)
+    assert found == marks[: len(found)]
+    whole = max(0, raw.count(b"\n") - 1)
+    assert len(found) == whole
+
+
+def test_foreign_lines_are_left_out_and_other_versions_altogether() -> None:
+    line = mark_line(TimeMark(3, 1, 0, 10, 20))
+    assert marks_in(HEADER + b"\n\0\xff garbage\n" + line + b"3 1 0 -5 9\n3 7 0 5 9\n") == [TimeMark(3, 1, 0, 10, 20)]
+    assert marks_in(HEADER + line + b"3 1 0 9 %d\n" % 10**30 + line) == marks_in(HEADER + line + line)
+    assert marks_in(HEADER + line + b"3 1 0\n3 1\n") == marks_in(HEADER + line), "five numbers in two lines are none"
+    assert marks_in(b"log times 2\n" + line) == []
+    assert marks_in(b"") == []
+
+
+@given(MARKS)
+def test_thinning_keeps_the_newest_and_the_first_of_each_piece(marks: list[TimeMark]) -> None:
+    raw = text(marks)
+    left = marks_in(thinned(raw))
+    assert all(mark in marks for mark in left)
+    newest: list[TimeMark] = []
+    while len(newest) < len(marks) and len(text(marks[len(marks) - len(newest) - 1 :])) - len(HEADER) < len(raw) // 4:
+        newest = marks[len(marks) - len(newest) - 1 :]
+    assert left[len(left) - len(newest) :] == newest
+    for mark in marks:
+        first = next(m for m in marks if (m.rank, m.stream, m.piece) == (mark.rank, mark.stream, mark.piece))
+        assert first in left
+
+
+def test_thinning_takes_a_good_third() -> None:
+    raw = text([TimeMark(number % 16, 1 + number % 2, 0, number, number) for number in range(10_000)])
+    assert len(thinned(raw)) < 0.65 * len(raw)
+
+
+def test_names() -> None:
+    path = times_path(Path("/run/attempt-000/round-001"), 12)
+    assert path.name == "times-node-00012"
+    assert times_node(path.name) == 12
+    assert times_node("rank-00012") is None
+    assert times_node(".times-node-00012.55.ab") is None

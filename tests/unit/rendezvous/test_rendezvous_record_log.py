@@ -1,0 +1,200 @@
+"""The log of numbered records: creating the next number is the compare-and-set and the fence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
+from hpc_elastic.store.memory_store import MemoryStore
+
+
+class CountingStore(MemoryStore):
+    """Counts what a look costs, and can hide a value that is listed (not readable yet)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gets = 0
+        self.lists = 0
+        self.hidden: set[str] = set()
+
+    def get(self, key: str) -> str | None:
+        self.gets += 1
+        return None if key in self.hidden else super().get(key)
+
+    def list(self, folder: str) -> list[str]:
+        self.lists += 1
+        return super().list(folder)
+
+
+def key(number: int) -> str:
+    return f"log/{number:016d}"
+
+
+def test_an_empty_log_has_no_latest_record() -> None:
+    assert RecordLog(MemoryStore()).latest() is None
+
+
+def test_what_one_appends_the_others_read() -> None:
+    store = MemoryStore()
+    writer, reader = RecordLog(store), RecordLog(store)
+    assert writer.append(1, {"round": 0})
+    assert writer.append(2, {"round": 1})
+    found = reader.latest()
+    assert found is not None
+    assert found.number == 2
+    assert found.value["round"] == 1
+
+
+def test_only_one_record_gets_a_number_even_where_both_say_the_same() -> None:
+    store = MemoryStore()
+    first, second = RecordLog(store), RecordLog(store)
+    assert first.append(1, {"same": True}) is True
+    assert second.append(1, {"same": True}) is False, "the nonce tells two writers apart"
+    assert second.latest() == first.latest()
+
+
+def test_a_deposed_writer_loses_and_reads_what_the_others_did() -> None:
+    store = MemoryStore()
+    deposed, other = RecordLog(store), RecordLog(store)
+    deposed.append(1, {"by": "deposed"})
+    other.latest()
+    other.append(2, {"by": "other"})
+    assert deposed.append(2, {"by": "deposed"}) is False
+    latest = deposed.latest()
+    assert latest is not None
+    assert latest.value["by"] == "other"
+
+
+def test_names_sort_as_numbers_do() -> None:
+    store = MemoryStore()
+    log = RecordLog(store)
+    for number in range(1, 13):
+        assert log.append(number, {})
+    found = RecordLog(store).latest()
+    assert found is not None
+    assert found.number == 12
+
+
+def test_a_gap_does_not_hide_the_newest() -> None:
+    """Old records are removed; and a listing may lack one for a while."""
+    store = MemoryStore()
+    for number in (3, 7):
+        RecordLog(store).append(number, {"number": number})
+    found = RecordLog(store).latest()
+    assert found is not None
+    assert found.number == 7
+
+
+def test_the_newest_that_can_be_read_holds_for_this_look() -> None:
+    store = CountingStore()
+    writer, reader = RecordLog(store), RecordLog(store)
+    for number in (1, 2, 3):
+        writer.append(number, {"number": number})
+    store.hidden = {key(2), key(3)}
+    found = reader.latest()
+    assert found is not None
+    assert found.number == 1
+    store.hidden = {key(3)}
+    found = reader.latest()
+    assert found is not None
+    assert found.number == 2
+    store.hidden = set()
+    found = reader.latest()
+    assert found is not None
+    assert found.number == 3
+
+
+def test_the_latest_never_goes_back() -> None:
+    store = MemoryStore()
+    log = RecordLog(store)
+    log.append(1, {})
+    log.append(2, {})
+    store.delete(key(2))  # a listing that lacks it
+    found = log.latest()
+    assert found is not None
+    assert found.number == 2
+
+
+def test_a_look_costs_one_listing_and_one_read_of_something_new() -> None:
+    store = CountingStore()
+    writer, reader = RecordLog(store), RecordLog(store)
+    for number in range(1, 11):
+        writer.append(number, {})
+    store.gets = store.lists = 0
+    reader.latest()
+    assert (store.lists, store.gets) == (1, 1)
+    reader.latest()
+    assert (store.lists, store.gets) == (2, 1)
+
+
+def test_foreign_names_are_left_out() -> None:
+    store = MemoryStore()
+    RecordLog(store).append(1, {})
+    for name in ("README", "0000000000000002.tmp", "-3", "1e9"):
+        store.put_if_absent(f"log/{name}", "{}")
+    found = RecordLog(store).latest()
+    assert found is not None
+    assert found.number == 1
+
+
+@pytest.mark.parametrize("raw", ["no json", "[1]", "7", '"x"', "null", "{"])
+def test_a_record_that_is_no_object_reads_as_an_empty_one(raw: str) -> None:
+    store = MemoryStore()
+    store.put_if_absent(key(1), raw)
+    found = RecordLog(store).latest()
+    assert found is not None
+    assert found.value == {}
+
+
+def test_compacting_keeps_the_newest() -> None:
+    store = MemoryStore()
+    log = RecordLog(store)
+    for number in range(1, 51):
+        log.append(number, {})
+    log.compact()
+    assert sorted(int(name) for name in store.list("log")) == list(range(51 - KEPT_RECORDS, 51))
+    RecordLog(store).compact()
+    assert len(store.list("log")) == KEPT_RECORDS
+
+
+def test_a_short_log_is_not_compacted() -> None:
+    store = MemoryStore()
+    log = RecordLog(store)
+    log.append(1, {})
+    log.compact()
+    assert store.list("log") == [key(1).removeprefix("log/")]
+
+
+def test_a_writer_that_was_stopped_for_long_is_fenced_though_its_number_was_compacted_away() -> None:
+    store = MemoryStore()
+    stopped, other = RecordLog(store), RecordLog(store)
+    stopped.append(1, {"by": "stopped"})
+    for number in range(2, 60):
+        other.append(number, {"by": "other"})
+    other.compact()
+    assert store.get(key(2)) is None
+    assert stopped.append(2, {"by": "stopped"}) is False
+    latest = stopped.latest()
+    assert latest is not None
+    assert latest.number == 59
+    assert json.loads(store.get(key(59)) or "")["by"] == "other"
+
+
+def test_a_record_that_others_built_on_at_once_was_appended() -> None:
+    """Before its writer had looked whether its number was too old."""
+
+    class Eager(MemoryStore):
+        def list(self, folder: str) -> list[str]:
+            if self.get(key(2)) is not None:
+                self.put_if_absent(key(3), '{"by": "other"}')
+            return super().list(folder)
+
+    store = Eager()
+    log = RecordLog(store)
+    assert log.append(1, {"by": "one"})
+    assert log.append(2, {"by": "one"}) is True
+    latest = log.latest()
+    assert latest is not None
+    assert (latest.number, latest.value["by"]) == (3, "other")

@@ -1,0 +1,321 @@
+"""The event log: one writer, readers that meet anything, a full disk that loses nothing it can keep."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.run import events
+from hpc_elastic.run.events import EventLog, read_event_file, read_events
+
+
+class CountingClock:
+    """Each look is a nanosecond later."""
+
+    def __init__(self) -> None:
+        self.now = 1000
+
+    def monotonic(self) -> float:
+        return float(self.now)
+
+    def time_ns(self) -> int:
+        self.now += 1
+        return self.now
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        return stop.is_set()
+
+
+def open_log(folder: Path, *, uid: str = "u1", role: str = "agent", node: int = 3) -> EventLog:
+    return EventLog(folder, role=role, host="nid003", node=node, uid=uid, clock=CountingClock())
+
+
+def test_events_come_back_with_their_head_and_in_order(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("started", pid=42)
+    log.write("worker_failed", message='two\nlines, "quoted", ünïcode')
+    log.close()
+    assert list(read_events(tmp_path / "events")) == [
+        {"v": 1, "t": 1001, "n": 0, "host": "nid003", "node": 3, "role": "agent", "event": "started", "pid": 42},
+        {
+            "v": 1,
+            "t": 1002,
+            "n": 1,
+            "host": "nid003",
+            "node": 3,
+            "role": "agent",
+            "event": "worker_failed",
+            "message": 'two\nlines, "quoted", ünïcode',
+        },
+    ]
+
+
+def test_each_writer_has_a_file_of_its_own_and_none_takes_another_s(tmp_path: Path) -> None:
+    open_log(tmp_path / "events", uid="a").close()
+    open_log(tmp_path / "events", uid="b").close()
+    open_log(tmp_path / "events", uid="a", role="supervisor", node=-1).close()
+    with pytest.raises(FileExistsError):
+        open_log(tmp_path / "events", uid="a")
+    assert len(os.listdir(tmp_path / "events")) == 3
+    assert {os.stat(tmp_path / "events" / name).st_mode & 0o777 for name in os.listdir(tmp_path / "events")} == {0o600}
+
+
+def test_values_that_are_no_json_become_text(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("odd", path=tmp_path, raw="\udcff")
+    log.close()
+    (event,) = read_events(tmp_path / "events")
+    assert (event["path"], event["raw"]) == (str(tmp_path), "\udcff")
+
+
+def test_a_full_disk_never_raises_and_the_lines_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("before")
+    real_pwrite = os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(events.os, "pwrite", full)
+    log.write("during", k=1)
+    log.write("during", k=2)
+    assert [e["event"] for e in read_events(tmp_path / "events")] == ["before"]
+    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    log.write("after")
+    log.close()
+    assert [(e["n"], e["event"]) for e in read_events(tmp_path / "events")] == [
+        (0, "before"),
+        (1, "during"),
+        (2, "during"),
+        (3, "after"),
+    ]
+
+
+def test_what_the_disk_drops_after_it_was_written_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS client does on a full disk: the write succeeds, and fsync tells that it did not."""
+    log = open_log(tmp_path / "events")
+    log.write("one")
+
+    pwrite = os.pwrite
+
+    def into_the_cache(fd: int, data: bytes, offset: int) -> int:
+        return pwrite(fd, bytes(len(data)), offset)
+
+    def refused(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(events.os, "pwrite", into_the_cache)
+        patched.setattr(events.os, "fdatasync", refused)
+        log.write("two")
+        log.write("three")
+    log.write("four")
+    log.close()
+    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two", "three", "four"]
+    (path,) = (tmp_path / "events").iterdir()
+    assert b"\0" not in path.read_bytes()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_a_filesystem_without_fsync_is_written_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    offsets = []
+    pwrite = os.pwrite
+
+    def noted(fd: int, data: bytes, offset: int) -> int:
+        offsets.append(offset)
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(events.os, "fdatasync", refuse)
+    monkeypatch.setattr(events.os, "pwrite", noted)
+    log = open_log(tmp_path / "events")
+    for name in ("one", "two"):
+        log.write(name)
+    log.close()
+    assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two"]
+    assert len(offsets) == 2
+
+
+def test_a_line_that_was_cut_by_a_full_disk_is_written_again_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = open_log(tmp_path / "events")
+    real_pwrite = os.pwrite
+    monkeypatch.setattr(events.os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[:7], offset))
+    log.write("cut")
+    assert list(read_events(tmp_path / "events")) == []
+    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    log.write("whole")
+    log.close()
+    assert [e["event"] for e in read_events(tmp_path / "events")] == ["cut", "whole"]
+
+
+def test_what_a_long_full_disk_costs_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_log(tmp_path / "events")
+    real_pwrite = os.pwrite
+
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(events.os, "pwrite", full)
+    for k in range(1005):
+        log.write("during", k=k)
+    monkeypatch.setattr(events.os, "pwrite", real_pwrite)
+    log.close()
+    found = list(read_events(tmp_path / "events"))
+    assert found[-1]["event"] == "events_dropped"
+    kept = [e["k"] for e in found if e["event"] == "during"]
+    assert found[-1]["count"] == 1005 - len(kept)
+    assert kept == list(range(1005 - len(kept), 1005))
+
+
+def test_closing_twice_is_fine(tmp_path: Path) -> None:
+    log = open_log(tmp_path / "events")
+    log.close()
+    log.close()
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "events"
+    log = open_log(folder)
+    log.write("first")
+    log.close()
+    (name,) = os.listdir(folder)
+    with open(folder / name, "ab") as file:
+        file.write(b"[1, 2]\n")
+        file.write(b'{"v": 1, "no event": true}\n')
+        file.write(b"\x00\x00\x00\x00\n")
+        file.write(b"\xff\xfe not UTF-8\n")
+        file.write(b"[" * 200_000 + b"\n")
+        file.write(b'{"v": 99, "event": "from the future", "new": {}}\n')
+        file.write(b'{"v": 1, "event": "torn')
+    (folder / ".hidden.jsonl").write_text('{"event": "hidden"}\n')
+    (folder / "notes.txt").write_text('{"event": "not a log"}\n')
+    (folder / "folder.jsonl").mkdir()
+    assert [e["event"] for e in read_events(folder)] == ["first", "from the future"]
+
+
+def test_a_missing_folder_has_no_events(tmp_path: Path) -> None:
+    assert list(read_events(tmp_path / "gone")) == []
+
+
+def test_no_file_stays_open_between_two_lines(tmp_path: Path) -> None:
+    """A process that is started meanwhile inherits none, and hangs with no mount that hangs."""
+    log = open_log(tmp_path / "events", uid="a")
+    log.write("worker_failed")
+    opened = {
+        os.readlink(f"/proc/self/fd/{name}")
+        for name in os.listdir("/proc/self/fd")
+        if int(name) > 2 and os.path.lexists(f"/proc/self/fd/{name}")
+    }
+    assert not [path for path in opened if path.startswith(f"{tmp_path}")]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    log = open_log(tmp_path / "events")
+    log.write("one")
+    log.close()
+    planted = tmp_path / "events" / "agent-00009-x.jsonl"
+    line = b'{"event": "planted"}\n'
+    writer = -1
+    if kind == "fifo":
+        os.mkfifo(planted)
+        writer = os.open(planted, os.O_RDWR | os.O_NONBLOCK)
+        os.write(writer, line)
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_bytes(line)
+        planted.symlink_to(tmp_path / "elsewhere")
+    else:
+        planted.mkdir()
+    try:
+        assert [event["event"] for event in read_events(tmp_path / "events")] == ["one"]
+    finally:
+        if writer >= 0:
+            os.close(writer)
+
+
+def test_lines_across_pieces_of_a_file_and_between_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_READ_AT_ONCE", 7)
+    lines = [b'{"event": "a", "t": 1}', b"\xff\xfe", b'{"event": "\xc3\xbc"}', b"[1]", b'{"event": "b"} x', b"{}", b""]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join([*lines, b'{"event": "torn", "t"']))
+    assert list(read_events(tmp_path)) == [{"event": "a", "t": 1}, {"event": "\u00fc"}]
+
+
+def test_a_line_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "_READ_AT_ONCE", 1000)
+    monkeypatch.setattr(events, "_LONGEST_LINE", 5000)
+    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"}\n' + b"x" * 10_000 + b'\n{"event": "b"}\n')
+    assert [event["event"] for event in read_events(tmp_path)] == ["a"]
+
+
+def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"\n"b": 1}\n{"event": "c"}\n')
+    assert list(read_events(tmp_path)) == [{"event": "c"}]
+
+
+def test_a_line_that_takes_gigabytes_to_decode_is_left_out_and_told(tmp_path: Path) -> None:
+    """60 MB in one line took 1.7 GB."""
+    path = tmp_path / "events" / "x.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"event": "a"}\n{"event": "b", "x": [' + b"[]," * 20_000_000 + b"0]}\n")
+    told: list[str] = []
+    tracemalloc.start()
+    try:
+        assert list(read_event_file(path, tell=told.append)) == [{"event": "a"}]
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+    assert told == [
+        f"events/x.jsonl: {path.stat().st_size - 15} bytes were left out: a line is longer than 4194304 bytes"
+    ]
+
+
+def test_of_a_sparse_file_only_the_beginning_and_the_end_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+    path = tmp_path / "events" / "x.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(b'{"event": "a"}\n' * 5000)
+    with path.open("r+b") as file:
+        file.seek(2 << 30)
+        file.write(b'\n{"event": "b"}\n')
+    told: list[str] = []
+    decode = events._read_lines
+
+    def counted(raw: bytes) -> Iterator[dict[str, Any]]:
+        nonlocal read
+        read += len(raw)
+        return decode(raw)
+
+    monkeypatch.setattr(events, "_read_lines", counted)
+    found = list(read_event_file(path, tell=told.append))
+    assert read < 66 << 20
+    assert found == [{"event": "a"}] * 5000  # then a line without end is given up
+    assert len(told) == 1
+    path.write_bytes(b'{"event": "a", "fill": "%s"}\n' % (b"x" * 9_971) * 10_000)
+    with path.open("ab") as file:
+        file.write(b'{"event": "b"}\n')
+    told.clear()
+    found = list(read_event_file(path, tell=told.append))
+    assert found[-1] == {"event": "b"}
+    assert 6_000 < len(found) < 7_000
+    assert len(told) == 1
+    assert told[0].startswith("events/x.jsonl: ")
+    assert told[0].endswith(" bytes were left out: it is larger than 67108864 bytes")

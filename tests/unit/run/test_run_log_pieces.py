@@ -1,0 +1,160 @@
+"""The pieces of a rotated output file: sizes as users write them, names, and reading back over pieces."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run.log_pieces import (
+    EndReader,
+    find_pieces,
+    holds_at_end,
+    parse_count,
+    parse_size,
+    piece_path,
+    to_remove,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64K", 64 << 10),
+        ("65536", 64 << 10),
+        ("500M", 500 << 20),
+        ("1G", 1 << 30),
+        ("1g", 1 << 30),
+        ("1GB", 1 << 30),
+        ("1GiB", 1 << 30),
+        (" 2T ", 2 << 40),
+        ("100000B", 100_000),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text, option="--log-max-size") == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "-1G", "1.5G", "1P", "1 G", "0x10M", "1Gb/s", "1e9", "²K", "9" * 40])
+def test_what_is_no_size_is_refused_by_name(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--log-max-size.*such as 500M or 1G") as caught:
+        parse_size(text, option="--log-max-size")
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0", "1", "1K", "63K", "65535", "999999T"])
+def test_sizes_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--log-max-size {text}: give from 64K"):
+        parse_size(text, option="--log-max-size")
+
+
+def test_counts() -> None:
+    assert parse_count("2", option="--log-max-files") == 2
+    for text in ("1", "0", "-3", "many", "1001", "", "²"):
+        with pytest.raises(UsageError, match=r"--log-max-files .*from 2 to 1000"):
+            parse_count(text, option="--log-max-files")
+
+
+def test_the_first_and_the_latest_are_kept() -> None:
+    assert to_remove([], 3) == to_remove([0], 3) == to_remove([0, 1], 3) == []
+    assert to_remove([0, 1, 2], 3) == [1]
+    assert to_remove([0, 5, 6, 7], 3) == [5, 6]
+    assert to_remove([0, 1], 2) == [1]
+    assert to_remove([0], 2) == []
+
+
+@given(st.integers(0, 50), st.integers(2, 12))
+def test_so_many_are_kept_as_were_asked_for(full: int, count: int) -> None:
+    numbers = list(range(full))
+    left = [number for number in numbers if number not in to_remove(numbers, count)]
+    assert len(left) + 1 == min(full + 1, count)
+    assert not full or left[0] == 0
+    assert left[1:] == numbers[len(numbers) - len(left) + 1 :] if left else True
+
+
+def test_pieces_are_found_by_number(tmp_path: Path) -> None:
+    path = tmp_path / "stdout.log"
+    for name in (
+        "stdout.log",
+        "stdout.log.000",
+        "stdout.log.1000",
+        "stdout.log.007",
+        "stderr.log.003",
+        "stdout.log.bak",
+    ):
+        (tmp_path / name).touch()
+    assert find_pieces(path) == [0, 7, 1000]
+    assert piece_path(path, 7).name == "stdout.log.007"
+
+
+def _write(path: Path, pieces: dict[int, bytes], last: bytes | None) -> None:
+    for number, data in pieces.items():
+        piece_path(path, number).write_bytes(data)
+    if last is not None:
+        path.write_bytes(last)
+
+
+def test_the_end_is_read_over_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    _write(path, {0: b"abc", 1: b"", 2: b"defg"}, b"hi")
+    with EndReader(path) as file:
+        assert file.read(1) == b"i"
+        assert file.read(4) == b"fghi"
+        assert file.read(100) == b"abcdefghi"
+        assert file.read(3, before=1) == b"fgh"
+        assert file.read(2, before=7) == b"ab"
+        assert file.read(5, before=7) == b"ab"
+        assert file.read(5, before=20) == b""
+        assert file.has(8)
+        assert not file.has(9)
+
+
+def test_what_is_not_next_to_the_end_is_not_taken_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    _write(path, {0: b"first", 5: b"de", 6: b"fg"}, b"hi")
+    with EndReader(path) as file:
+        assert file.read(100) == b"defghi"
+
+
+def test_a_file_that_is_just_being_rotated_is_read_from_its_last_full_piece(tmp_path: Path) -> None:
+    path = tmp_path / "stderr.log"
+    with pytest.raises(FileNotFoundError):
+        EndReader(path)
+    _write(path, {0: b"abc", 1: b"def"}, None)
+    with EndReader(path) as file:
+        assert file.read(4) == b"cdef"
+
+
+def test_no_folder_is_listed_where_nothing_was_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "stderr.log"
+    path.write_bytes(b"short")
+    monkeypatch.setattr(os, "listdir", lambda *_: pytest.fail("a question too many for the file server"))
+    with EndReader(path) as file:
+        assert file.read(1000) == b"short"
+
+
+@given(data=st.binary(max_size=60), cuts=st.lists(st.integers(0, 60), max_size=4), count=st.integers(1, 70))
+def test_any_pieces_read_like_the_whole(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, cuts: list[int], count: int
+) -> None:
+    path = tmp_path_factory.mktemp("pieces") / "log"
+    edges = sorted({0, len(data), *(min(cut, len(data)) for cut in cuts)})
+    parts = [data[a:b] for a, b in pairwise(edges)] or [b""]
+    _write(path, dict(enumerate(parts[:-1])), parts[-1])
+    with EndReader(path) as file:
+        for before in range(0, len(data) + 2, 7):
+            assert file.read(count, before=before) == data[: max(0, len(data) - before)][-count:]
+
+
+def test_words_at_the_end_of_an_output_file(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    assert not holds_at_end(log, b"Traceback", within=100)
+    log.write_bytes(b"Traceback" + b"x" * 100)
+    assert not holds_at_end(log, b"Traceback", within=100)
+    assert holds_at_end(log, b"Traceback", within=109)
+    assert not holds_at_end(tmp_path, b"Traceback", within=100)

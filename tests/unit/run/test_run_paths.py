@@ -1,0 +1,60 @@
+"""Names in a run directory, made and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
+
+
+def test_the_layout() -> None:
+    run = RunPaths(Path("/runs/20261121-053000-train-9f3c"))
+    attempt = run.attempt(2)
+    rank = attempt.rank(7, 12)
+    root = "/runs/20261121-053000-train-9f3c"
+    assert run.run_id == "20261121-053000-train-9f3c"
+    assert [str(p) for p in (run.run_json, run.secret, run.script, run.job_log, run.latest)] == [
+        f"{root}/run.json",
+        f"{root}/secret",
+        f"{root}/job.sbatch",
+        f"{root}/job.log",
+        f"{root}/latest",
+    ]
+    assert [str(p) for p in (attempt.root, attempt.attempt_json, attempt.store, attempt.events)] == [
+        f"{root}/attempt-002",
+        f"{root}/attempt-002/attempt.json",
+        f"{root}/attempt-002/store",
+        f"{root}/attempt-002/events",
+    ]
+    assert str(attempt.report_json) == f"{root}/attempt-002/report.json"
+    assert str(attempt.report_text) == f"{root}/attempt-002/report.txt"
+    assert [p.name for p in (rank.stdout, rank.stderr, rank.error_file, rank.stacks)] == [
+        "stdout.log",
+        "stderr.log",
+        "error.json",
+        "stacks.txt",
+    ]
+    assert str(rank.root) == f"{root}/attempt-002/round-007/rank-00012"
+
+
+@pytest.mark.parametrize("number", [0, 7, 999, 1000, 123456])
+def test_names_read_back_as_their_numbers(number: int) -> None:
+    attempt = RunPaths(Path("/r")).attempt(number)
+    assert attempt_number(attempt.root.name) == attempt.number == number
+    assert round_index(attempt.round_dir(number).name) == number
+    assert rank_index(attempt.rank(0, number).root.name) == number
+
+
+@pytest.mark.parametrize("name", ["attempt-1", "attempt-0x1", "attempt-001\n", "attempt-001.tmp", "xattempt-001", ""])
+def test_foreign_names_have_no_number(name: str) -> None:
+    assert attempt_number(name) is None
+    assert round_index(name.replace("attempt", "round")) is None
+    assert rank_index(name.replace("attempt", "rank")) is None
+    assert AttemptPaths(Path("/r") / (name or "x")).number == 0
+
+
+def test_names_sort_as_their_numbers_do() -> None:
+    names = [RunPaths(Path("/r")).attempt(n).root.name for n in range(1000)]
+    assert names == sorted(names)

@@ -1,0 +1,316 @@
+"""What a worker says of itself: what is refused, what is written, and who is not listened to."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hpc_elastic
+from hpc_elastic.worker_api import heartbeat
+from hpc_elastic.worker_api.heartbeat_record import (
+    FILE_BYTES,
+    NO_STEP,
+    VARIABLE,
+    HeartbeatRecord,
+    empty_file,
+    read_record,
+    write_record,
+)
+
+
+@pytest.fixture
+def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a worker that is this process."""
+    path = tmp_path / "beats"
+    path.write_bytes(empty_file())
+    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setattr(heartbeat, "_speaker", heartbeat._Speaker())
+    yield path
+    if heartbeat._speaker._lock_fd >= 0:
+        os.close(heartbeat._speaker._lock_fd)
+
+
+def said(path: Path) -> HeartbeatRecord:
+    record = read_record(path.read_bytes())
+    assert record is not None
+    return record
+
+
+def test_the_last_word_stands_in_the_file(beats: Path) -> None:
+    before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    hpc_elastic.heartbeat(step=7)
+    first = said(beats)
+    assert (first.count, first.step, first.section, first.pid) == (1, 7, "step", os.getpid())
+    assert before <= first.at_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    hpc_elastic.heartbeat(section="checkpoint")
+    second = said(beats)
+    assert (second.count, second.step, second.section) == (2, 7, "checkpoint")
+    hpc_elastic.heartbeat(9)
+    assert (said(beats).step, said(beats).section) == (9, "step")
+
+
+def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_says_so(beats: Path) -> None:
+    def completed() -> int:
+        return said(beats).checkpoints
+
+    with hpc_elastic.section("setup-data"):
+        pass
+    assert (completed(), said(beats).saved_ns) == (0, 0)
+    with hpc_elastic.section("checkpoint"):
+        before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+        assert (completed(), said(beats).section) == (0, "checkpoint")
+    assert completed() == 1
+    assert before <= said(beats).saved_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    with pytest.raises(OSError, match="no space"), hpc_elastic.section("checkpoint"):
+        raise OSError("no space left")
+    assert completed() == 1, "one that failed is none"
+    hpc_elastic.heartbeat(step=5, section="evaluation")
+    hpc_elastic.checkpoint_done()
+    assert (completed(), said(beats).section, said(beats).step) == (2, "evaluation", 5)
+    hpc_elastic.heartbeat(step=6)
+    assert completed() == 2, "a later word keeps what was said"
+
+
+def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(beats: Path) -> None:
+    hpc_elastic.checkpoint_done()
+    assert (said(beats).checkpoints, said(beats).section) == (1, "setup")
+
+
+def test_times_between_steps_are_measured_where_nothing_else_was_done(beats: Path) -> None:
+    hpc_elastic.heartbeat(step=1)
+    hpc_elastic.heartbeat(step=2)
+    with hpc_elastic.section("checkpoint"):
+        pass
+    assert said(beats).intervals == 1
+    hpc_elastic.heartbeat(step=3)
+    assert said(beats).intervals == 2
+    hpc_elastic.heartbeat(section="eval")
+    hpc_elastic.heartbeat(step=4)
+    assert said(beats).intervals == 2
+    assert said(beats).longest_ns > 0
+
+
+def test_sections_nest_and_setup_lasts_until_the_first_heartbeat(beats: Path) -> None:
+    seen = []
+    with hpc_elastic.section("load"):
+        seen.append(said(beats).section)
+    seen.append(said(beats).section)
+    hpc_elastic.heartbeat(step=0)
+    with hpc_elastic.section("checkpoint"):
+        hpc_elastic.heartbeat(step=1)
+        seen.append(said(beats).section)
+        with pytest.raises(RuntimeError), hpc_elastic.section("upload"):
+            seen.append(said(beats).section)
+            raise RuntimeError
+        seen.append(said(beats).section)
+    seen.append(said(beats).section)
+    assert seen == ["load", "setup", "checkpoint", "upload", "checkpoint", "step"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"step": -1}, ValueError, "step=-1"),
+        ({"step": 1 << 63}, ValueError, "2\\*\\*63"),
+        ({"step": 1.5}, TypeError, "not float"),
+        ({"step": "1"}, TypeError, "not str"),
+        ({"step": True}, TypeError, "not a bool"),
+        ({"section": ""}, ValueError, "section=''"),
+        ({"section": "x" * 33}, ValueError, "1 to 32"),
+        ({"section": "two words"}, ValueError, "'two words'"),
+        ({"section": "é"}, ValueError, "ASCII"),
+        ({"section": 3}, TypeError, "not int"),
+        ({"section": b"step"}, TypeError, "not bytes"),
+    ],
+)
+def test_what_cannot_be_right_is_named(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    """Outside of a run too: a typo is to be found where it was made."""
+    with pytest.raises(error, match=words):
+        hpc_elastic.heartbeat(**arguments)
+    if "section" in arguments:
+        with pytest.raises(error, match=words):
+            hpc_elastic.section(arguments["section"])
+
+
+def test_whole_numbers_of_other_types_are_steps(beats: Path) -> None:
+    class Whole:
+        def __index__(self) -> int:
+            return 12
+
+    hpc_elastic.heartbeat(step=Whole())  # type: ignore[arg-type]
+    assert said(beats).step == 12
+
+
+@pytest.mark.parametrize("kind", ["unset", "empty", "gone", "foreign", "folder", "link"])
+def test_no_run_no_heartbeat(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "_speaker", heartbeat._Speaker())
+    path = tmp_path / "beats"
+    if kind == "foreign":
+        path.write_bytes(b"x" * FILE_BYTES)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        (tmp_path / "real").write_bytes(empty_file())
+        path.symlink_to(tmp_path / "real")
+    if kind == "unset":
+        monkeypatch.delenv(VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(VARIABLE, "" if kind == "empty" else str(path))
+    hpc_elastic.heartbeat(step=1)
+    with hpc_elastic.section("checkpoint"):
+        hpc_elastic.heartbeat()
+    assert heartbeat._speaker._map is None
+    if kind == "foreign":
+        assert path.read_bytes() == b"x" * FILE_BYTES
+    if kind == "link":
+        assert (tmp_path / "real").read_bytes() == empty_file()
+
+
+def test_a_process_that_is_not_the_worker_is_not_listened_to(beats: Path) -> None:
+    """Of a worker's processes one speaks: a helper that goes on beating would hide that the worker hangs."""
+    hpc_elastic.heartbeat(step=1)
+    code = "import hpc_elastic; hpc_elastic.heartbeat(step=99)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    assert said(beats).step == 1
+    pid = os.fork()
+    if pid == 0:
+        hpc_elastic.heartbeat(step=98)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert said(beats).step == 1
+    hpc_elastic.heartbeat(step=2)
+    assert said(beats).step == 2
+
+
+def test_a_worker_that_replaces_another_one_in_the_same_shell_is_heard(beats: Path) -> None:
+    code = "import hpc_elastic\nfor n in range(5): hpc_elastic.heartbeat(step=n)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    assert (said(beats).step, said(beats).count) == (4, 5)
+    hpc_elastic.heartbeat(step=0)
+    assert (said(beats).step, said(beats).pid) == (0, os.getpid())
+
+
+def test_daemonic_processes_of_multiprocessing_stay_silent(beats: Path) -> None:
+    """A data loader's worker that beats before its worker does must not take its place."""
+    code = (
+        "import multiprocessing as m, hpc_elastic\n"
+        "p = m.get_context('fork').Process(target=hpc_elastic.heartbeat, args=(5,), daemon=True)\n"
+        "p.start(); p.join(); raise SystemExit(p.exitcode)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    assert read_record(beats.read_bytes()) is None
+
+
+def test_threads_may_all_beat(beats: Path) -> None:
+    def many() -> None:
+        for step in range(2000):
+            hpc_elastic.heartbeat(step=step)
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said(beats).count == 8000
+
+
+def test_the_lock_goes_with_the_process_that_speaks(beats: Path) -> None:
+    hpc_elastic.heartbeat(step=1)
+    code = (
+        f"import fcntl, os, sys; fd = os.open({str(beats)!r}, os.O_RDWR)\n"
+        "try: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept OSError: sys.exit(7)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 7
+    assert fcntl is not None
+
+
+# -- the record
+
+
+def put(buffer: bytearray, count: int, step: int = NO_STEP, section: bytes = b"step") -> None:
+    write_record(buffer, count=count, at_ns=count, step=step, pid=1, section=section, intervals=0, longest_ns=0)
+
+
+def test_an_empty_file_says_nothing() -> None:
+    assert read_record(empty_file()) is None
+    assert read_record(b"") is None
+    assert read_record(os.urandom(FILE_BYTES)) is None
+
+
+@given(cut=st.integers(0, 200), garbage=st.randoms(use_true_random=False), count=st.integers(2, 1 << 40))
+def test_a_record_that_is_being_written_is_never_misread(cut: int, garbage: random.Random, count: int) -> None:
+    """Whatever part of the new copy is there, the reader finds the old record or the new one."""
+    before = bytearray(empty_file())
+    put(before, count - 1, step=count - 1)
+    after = bytearray(before)
+    put(after, count, step=count)
+    changed = [at for at in range(len(after)) if after[at] != before[at]]
+    torn = bytearray(before)
+    for at in garbage.sample(changed, min(cut, len(changed))):
+        torn[at] = after[at]
+    record = read_record(bytes(torn))
+    assert record is not None
+    assert record.step in (count - 1, count)
+    assert record.count == record.step
+    assert (record.step == count) == (torn == after)
+
+
+@given(
+    count=st.integers(1, 1 << 60),
+    step=st.integers(-1, (1 << 63) - 1),
+    name=st.text("abcXYZ019_.-", min_size=1, max_size=32),
+)
+def test_a_record_comes_back_as_it_was_written(count: int, step: int, name: str) -> None:
+    buffer = bytearray(empty_file())
+    put(buffer, count, step, name.encode())
+    assert read_record(bytes(buffer)) == HeartbeatRecord(
+        count=count,
+        at_ns=count,
+        step=None if step < 0 else step,
+        pid=1,
+        section=name,
+        intervals=0,
+        longest_ns=0,
+    )
+
+
+# -- what it costs
+
+
+def test_importing_the_package_imports_nothing() -> None:
+    code = "import sys; before = set(sys.modules); import hpc_elastic; print(*sorted(set(sys.modules) - before))"
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": os.getcwd()}
+    )
+    assert not set(result.stdout.split()) & {"mmap", "fcntl", "torch", "struct", "hpc_elastic.worker_api.heartbeat"}
+    assert "hpc_elastic" in result.stdout.split()
+
+
+def test_names_that_are_not_there() -> None:
+    with pytest.raises(AttributeError, match="hart"):
+        hpc_elastic.hart  # noqa: B018
+    assert {"heartbeat", "section", "__version__"} <= set(dir(hpc_elastic))
+
+
+def test_a_heartbeat_costs_microseconds(beats: Path) -> None:
+    """At most 5 µs: measured as the best of many, so that the machine's other work is left out."""
+    hpc_elastic.heartbeat(step=0)
+    best = float("inf")
+    for _ in range(20):
+        started = time.process_time()
+        for step in range(500):
+            hpc_elastic.heartbeat(step=step)
+        best = min(best, (time.process_time() - started) / 500)
+    assert best <= 5e-6

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.workers.cgroup import oom_kill_count
+
+EVENTS = "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n"
+CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
+
+
+def tree(tmp_path: Path, *, cgroup: str, mounts: str, files: dict[str, str]) -> str:
+    proc = tmp_path / "proc"
+    for pid in ("self", "77"):
+        (proc / pid).mkdir(parents=True)
+        (proc / pid / "cgroup").write_text(cgroup)
+    (proc / "self" / "mountinfo").write_text(mounts.replace("@", str(tmp_path)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return str(proc)
+
+
+V2 = "30 23 0:26 / @/cg rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+V1 = (
+    "31 23 0:28 / @/cg rw - tmpfs tmpfs rw\n32 31 0:29 / @/cg/cpu rw - cgroup cgroup rw,cpu\n"
+    "35 31 0:32 / @/cg/memory rw - cgroup cgroup rw,memory\n38 31 0:35 / @/cg/unified rw - cgroup2 cgroup2 rw\n"
+)
+
+
+def test_v2(tmp_path: Path) -> None:
+    files = {"cg/system.slice/job_1/step_0/task_0/memory.events": EVENTS}
+    proc = tree(tmp_path, cgroup="0::/system.slice/job_1/step_0/task_0\n", mounts=V2, files=files)
+    assert oom_kill_count(proc=proc) == 2
+    assert oom_kill_count(77, proc=proc) == 2
+
+
+def test_v1_beside_a_unified_tree(tmp_path: Path) -> None:
+    cgroup = "9:name=systemd:/x\n4:memory:/slurm/uid_0/job_1/step_0/task_0\n1:cpu:/\n0::/\n"
+    files = {"cg/memory/slurm/uid_0/job_1/step_0/task_0/memory.oom_control": CONTROL}
+    assert oom_kill_count(proc=tree(tmp_path, cgroup=cgroup, mounts=V1, files=files)) == 5
+
+
+def test_in_a_container_that_sees_a_part_of_the_tree(tmp_path: Path) -> None:
+    mounts = "30 23 0:26 /docker/abc @/c\\040g rw - cgroup2 cgroup2 rw\n"
+    proc = tree(tmp_path, cgroup="0::/docker/abc/sub\n", mounts=mounts, files={"c g/sub/memory.events": EVENTS})
+    assert oom_kill_count(proc=proc) == 2
+
+
+def test_in_a_namespace_of_its_own_whose_tree_lies_over_the_machines(tmp_path: Path) -> None:
+    """As seen on a node of the Slurm rig: the machine's mounts are still listed, from above the namespace's top."""
+    hidden = V1.replace(" / @/cg/memory", " /.. @/cg/memory")
+    mounts = hidden + "80 31 0:96 / @/cg rw - tmpfs cgroup rw\n82 80 0:32 / @/cg/memory rw - cgroup memory rw,memory\n"
+    files = {"cg/memory/slurm/job_1/memory.oom_control": CONTROL, "cg/memory/memory.oom_control": "oom_kill 0\n"}
+    assert oom_kill_count(proc=tree(tmp_path, cgroup="4:memory:/slurm/job_1\n", mounts=mounts, files=files)) == 5
+
+
+def test_of_several_mounts_the_one_that_has_the_cgroup_counts(tmp_path: Path) -> None:
+    """A container's own part of the tree is mounted beside another one's."""
+    mounts = "29 23 0:26 /other @/old rw - cgroup2 cgroup2 rw\n30 23 0:26 /docker @/cg rw - cgroup2 cgroup2 rw\n"
+    files = {"cg/abc/memory.events": EVENTS, "old/memory.events": "oom_kill 7\n"}
+    proc = tree(tmp_path, cgroup="0::/docker/abc\n", mounts=mounts, files=files)
+    assert oom_kill_count(proc=proc) == 2
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mounts", "files"),
+    [
+        ("0::/\n", V2, {}),
+        ("0::/a\n", "", {"cg/a/memory.events": EVENTS}),
+        ("", V2, {"cg/memory.events": EVENTS}),
+        ("nonsense\n\n", "nonsense - \n", {}),
+        ("0::/a\n", V2, {"cg/a/memory.events": "oom_kill many\n"}),
+        ("0::/../a\n", V2, {"cg/memory.events": EVENTS}),
+        ("0::/a\n", V2.replace(" / ", " /.. "), {"cg/memory.events": EVENTS}),
+    ],
+)
+def test_nothing_is_said_where_nothing_is_known(
+    tmp_path: Path, cgroup: str, mounts: str, files: dict[str, str]
+) -> None:
+    assert oom_kill_count(proc=tree(tmp_path, cgroup=cgroup, mounts=mounts, files=files)) is None
+
+
+def test_a_process_that_has_gone(tmp_path: Path) -> None:
+    assert oom_kill_count(1, proc=str(tmp_path)) is None

@@ -1,0 +1,172 @@
+"""Tags, command paths, process tables, pipe sizes: the pure pieces of processes/."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_elastic.workers.spawn import WorkerStartError, candidates, exec_failure, find_program, pipe_bytes_for
+from hpc_elastic.workers.tags import Tag
+from hpc_elastic.workers.tree import Environ, Proc, ancestors, parse_cgroup_job, parse_stat, subtree
+
+
+def _proc(pid: int, ppid: int) -> Proc:
+    return Proc(pid=pid, starttime=pid, ppid=ppid, pgid=pid, sid=pid, state="S", name="p")
+
+
+def test_tag_text_and_incarnations() -> None:
+    tag = Tag(run_uid="run", node_key="3", agent_uid="a1")
+    assert str(tag) == "run:3:a1"
+    assert tag.node == "run:3"
+    assert tag.is_of_other_incarnation("run:3:a2")
+    assert not tag.is_of_other_incarnation("run:3:a1")
+    assert not tag.is_of_other_incarnation("run:33:a2")
+    assert not tag.is_of_other_incarnation("run2:3:a2")
+    assert not tag.is_of_other_incarnation("xrun:3:a2")
+    assert not tag.is_of_other_incarnation("run:3")
+
+
+OWN, OTHER = b"HPC_ELASTIC_TAG=run:host:a1\0", b"HPC_ELASTIC_TAG=run:host:a2\0"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "raw", "cgroup", "is_own"),
+    [
+        (("12",), OWN + b"SLURM_JOB_ID=12\0", None, True),
+        (("12",), OWN + b"SLURM_JOB_ID=13\0", "12", False),
+        (("14", "12"), OWN + b"SLURM_JOB_ID=12\0", None, True),
+        (("12",), OTHER + b"SLURM_JOB_ID=12\0", None, False),
+        (("12",), OWN, "12", True),
+        (("12",), OWN, "13", False),
+        (("12",), OWN, None, False),
+        ((), OWN, "12", True),
+        ((), OWN + b"SLURM_JOB_ID=12\0", "12", False),
+        ((), OWN + b"SLURM_JOB_ID=\0", None, True),
+    ],
+)
+def test_a_tag_counts_in_the_runs_own_jobs_alone(
+    jobs: tuple[str, ...], raw: bytes, cgroup: str | None, is_own: bool
+) -> None:
+    """A job that a worker submits inherits it; a worker may drop what Slurm says of its job."""
+    tag = Tag(run_uid="run", node_key="host", agent_uid="a1", jobs=frozenset(jobs))
+    assert tag.is_own_worker(Environ(raw), lambda: cgroup) is is_own
+
+
+@pytest.mark.parametrize(
+    ("text", "job"),
+    [
+        ("0::/system.slice/slurmstepd.scope/job_12/step_0/user/task_0\n", "12"),
+        ("9:cpuset:/\n4:freezer:/slurm/uid_1000/job_345/step_batch\n0::/user.slice\n", "345"),
+        ("4:freezer:/slurm_n1/uid_1000/job_7/step_0\n", "7"),
+        ("0::/user.slice/job_12\n", None),
+        ("0::/\n", None),
+        ("", None),
+        ("4:freezer:/slurm/uid_1000/job_x\n", None),
+    ],
+)
+def test_the_job_of_a_cgroup(text: str, job: str | None) -> None:
+    assert parse_cgroup_job(text.encode()) == job
+
+
+@pytest.mark.parametrize("value", ["", "a:b", "a=b", "a\n", "ü"])
+def test_tag_refuses_what_would_blur_it(value: str) -> None:
+    with pytest.raises(ValueError, match="node_key"):
+        Tag(run_uid="run", node_key=value, agent_uid="a")
+
+
+def test_candidates_follow_the_workers_path() -> None:
+    assert candidates("/bin/x", {"PATH": "/a"}) == ["/bin/x"]
+    assert candidates("./x", {"PATH": "/a"}) == ["./x"]
+    assert candidates("x", {"PATH": "/a:/b"}) == ["/a/x", "/b/x"]
+    assert candidates("x", {"PATH": "/a:"}) == ["/a/x", "./x"], "an empty entry is the working directory"
+    assert candidates("x", {}), "without PATH the system's default"
+
+
+def test_start_error_pickles_with_its_facts() -> None:
+    error = exec_failure(command="x", cwd="/w", path="/a/x", code=errno.EACCES, path_exists=True)
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy, WorkerStartError)
+    assert str(copy) == str(error)
+    assert copy.errno == errno.EACCES
+
+
+def test_closed_folder_in_path_is_no_forbidden_command() -> None:
+    error = exec_failure(command="x", cwd="/w", path="/root/bin/x", code=errno.EACCES, path_exists=False)
+    assert "no such command in PATH" in str(error)
+    error = exec_failure(command="/root/bin/x", cwd="/w", path="/root/bin/x", code=errno.EACCES, path_exists=False)
+    assert "may not be executed" in str(error)
+
+
+def test_unknown_exec_failure_names_the_path_and_the_systems_word() -> None:
+    error = exec_failure(command="x", cwd="/w", path="/a/x", code=errno.EIO, path_exists=True)
+    assert str(error) == "cannot start 'x': /a/x: Input/output error"
+
+
+@pytest.mark.parametrize("name", ["bash", "a) R 1 (b", "two words", ") ", "("])
+def test_stat_is_read_whatever_the_process_calls_itself(name: str) -> None:
+    tail = "S 10 20 30 0 -1 4194304 1 2 3 4 5 6 7 8 20 0 1 0 987654 11 12"
+    proc = parse_stat(f"77 ({name}) {tail}\n".encode())
+    assert proc == Proc(pid=77, starttime=987654, ppid=10, pgid=20, sid=30, state="S", name=name)
+    assert not proc.is_dead
+
+
+@pytest.mark.parametrize("raw", [b"", b"77", b"77 (x) S 1", b"x (x) S 10 20 30"])
+def test_torn_stat_is_no_process(raw: bytes) -> None:
+    assert parse_stat(raw) is None
+
+
+def test_environ_finds_whole_names_only() -> None:
+    environ = Environ(b"XTAG=no\0TAGX=no\0TAG=a=b\0EMPTY=\0VALUE=TAG2=x\0")
+    assert environ.get("TAG") == "a=b"
+    assert environ.get("EMPTY") == ""
+    assert environ.get("TAG2") is None
+    assert Environ(b"LAST=x").get("LAST") == "x"
+
+
+def test_subtree_and_ancestors() -> None:
+    table = {p.pid: p for p in (_proc(1, 0), _proc(2, 1), _proc(3, 2), _proc(4, 3), _proc(5, 2), _proc(6, 1))}
+    assert {p.pid for p in subtree(table, (2,))} == {3, 4, 5}
+    assert {p.pid for p in subtree(table, (2,), excluding={3})} == {5}
+    assert {p.pid for p in subtree(table, (3, 5))} == {4}
+    assert ancestors(table, 4) == {4, 3, 2, 1}
+
+
+@given(st.dictionaries(st.integers(1, 30), st.integers(0, 30), max_size=30), st.sets(st.integers(1, 30), max_size=3))
+def test_subtree_ends_even_in_a_table_that_was_torn_into_circles(parents: dict[int, int], excluding: set[int]) -> None:
+    table = {pid: _proc(pid, ppid) for pid, ppid in parents.items()}
+    found = [p.pid for p in subtree(table, (1,), excluding=excluding)]
+    assert len(found) == len(set(found))
+    assert not set(found) & (excluding | {1})
+    for pid in found:
+        assert 1 in ancestors(table, pid)
+
+
+@given(st.integers(0, 5000))
+def test_pipes_stay_within_the_users_share(workers: int) -> None:
+    size = pipe_bytes_for(workers)
+    assert size & (size - 1) == 0
+    assert 64 << 10 <= size <= 1 << 20
+    assert size == 64 << 10 or 2 * workers * size <= 16 << 20
+
+
+def test_usual_node_gets_the_largest_pipes() -> None:
+    assert pipe_bytes_for(8) == 1 << 20
+    assert pipe_bytes_for(0) == 1 << 20
+
+
+def test_program_is_found_where_it_may_be_executed(tmp_path: Path) -> None:
+    for name, mode in (("a", 0o644), ("b", 0o755)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tool").write_text("")
+        (tmp_path / name / "tool").chmod(mode)
+    (tmp_path / "b" / "folder").mkdir()
+    env = {"PATH": f"{tmp_path}/a:{tmp_path}/b"}
+    assert find_program("tool", env) == f"{tmp_path}/b/tool"
+    assert find_program(f"{tmp_path}/b/tool", {}) == f"{tmp_path}/b/tool"
+    assert find_program("folder", env) is None
+    assert find_program("nothing", env) is None
