@@ -8,11 +8,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection
 
+from msgspec import Struct
+
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeStatus, seconds_to_save
 from hpc_elastic.rendezvous.participant import Participant
@@ -24,8 +25,7 @@ CHECKPOINT_LOOK_SECONDS = 1.0
 """Between two looks at the workers' heartbeats, while nodes wait."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStatus:
+class CheckpointStatus(Struct, frozen=True, kw_only=True):
     """What this node reports about a checkpoint."""
 
     round: int
@@ -124,8 +124,7 @@ def notice_of(spec: RunSpec, reason: str) -> Notice:
     return Notice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeReply:
+class NoticeReply(Struct, frozen=True, kw_only=True):
     """What this node reports: where its workers stand, or, without a status, that they have saved."""
 
     round: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
+from msgspec import Struct, field
+
 from hpc_elastic.agent.crash import CrashGuard
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
@@ -14,7 +16,6 @@ from hpc_elastic.agent.restart_group import NoRing, RingWatch
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileThread
-from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.pump import Pump
 from hpc_elastic.rendezvous.coordination import Coordination
@@ -27,8 +28,7 @@ from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import Inherited
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentContext:
+class AgentContext(Struct, frozen=True, kw_only=True):
     """What an agent is made of: see `agent.main`, which puts it together."""
 
     spec: RunSpec

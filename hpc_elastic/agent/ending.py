@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.agent.checkpoints import notice_of
@@ -255,8 +256,6 @@ def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, s
         Its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node belongs
         to the job; None where it could not be run to its end.
     """
-    import subprocess
-
     how = "--finish" if confirmed else "--finish-unconfirmed"
     argv = own_command("batch", how, str(attempt), uid, run_dir)
     try:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import Struct, field
+
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
 
 HANG_FINGERPRINT = "hang:"
@@ -28,8 +29,7 @@ SLACK_SECONDS = 1.0
 SLACK_SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SectionTimeouts:
+class SectionTimeouts(Struct, frozen=True, kw_only=True):
     """What was asked for: seconds without a sign of life, by section."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -46,8 +46,7 @@ class SectionTimeouts:
         return min(found, default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankBeat:
+class RankBeat(Struct, frozen=True, kw_only=True):
     """A worker's last sign of life, as its agent sees it."""
 
     rank: int
@@ -77,8 +76,7 @@ class RankBeat:
         return max(0.0, now - self.at)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangVerdict:
+class HangVerdict(Struct, frozen=True, kw_only=True):
     """Workers of this node hang."""
 
     culprit: RankBeat

@@ -18,6 +18,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
@@ -37,7 +40,6 @@ from hpc_elastic.failures.stacks import (
 )
 from hpc_elastic.failures.traceback_text import TEXT_LIMIT, cut_middle
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers import tree
@@ -54,16 +56,14 @@ _LOOK_SECONDS = 0.02
 _PY_SPY_BYTES = 512 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class Target(Struct, frozen=True, kw_only=True):
     """A worker, and which of its processes is the one to ask."""
 
     worker: WorkerProcess
     pid: int
 
 
-@dataclass(slots=True)
-class _Asked:
+class _Asked(Struct):
     proc: Proc | None
     state: ProcessState
     py_spy: subprocess.Popen[bytes] | None = None
@@ -236,8 +236,7 @@ def _start_py_spy(silent: Sequence[_Asked]) -> bool:
     return any(asked.py_spy is not None for asked in silent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HungWorker:
+class HungWorker(Struct, frozen=True, kw_only=True):
     """What is known of one worker of a hung round when it has ended."""
 
     facts: ExitFacts

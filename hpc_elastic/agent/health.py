@@ -17,12 +17,13 @@ from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 
+from msgspec import Struct, field
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.workers.cgroup import memory_folders
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS
 
@@ -73,8 +74,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_REASONS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthPlan:
+class HealthPlan(Struct, frozen=True, kw_only=True):
     """What is looked at before this node joins a round."""
 
     limits: Mapping[Check, float] = field(default_factory=dict)
@@ -140,8 +140,7 @@ def parse_health_command(text: str, *, option: str = "--health-check") -> tuple[
 # -- what was measured ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoomFacts:
+class RoomFacts(Struct, frozen=True, kw_only=True):
     """One filesystem of the node's own."""
 
     path: str
@@ -152,8 +151,7 @@ class RoomFacts:
     """Why it could not be asked; empty: it could."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryFacts:
+class MemoryFacts(Struct, frozen=True, kw_only=True):
     """What can still be had."""
 
     free: int
@@ -162,16 +160,14 @@ class MemoryFacts:
     """``the cgroup's limit of 8.0 GiB``; empty: the node's own memory."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockOffset:
+class ClockOffset(Struct, frozen=True, kw_only=True):
     """How far the server's clock is ahead of this host's, at least and at most, seconds; below 0: behind."""
 
     least: float
     most: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFacts:
+class SharedFacts(Struct, frozen=True, kw_only=True):
     """What the run directory's filesystem said."""
 
     path: str
@@ -186,8 +182,7 @@ class SharedFacts:
     """Where its stamps are the server's; a client that stamps by itself shows no offset."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuDevice:
+class GpuDevice(Struct, frozen=True, kw_only=True):
     """One GPU by NVML. None: it can't say."""
 
     index: int
@@ -201,8 +196,7 @@ class GpuDevice:
     """What NVML says in place of an answer: ``GPU is lost``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFacts:
+class GpuFacts(Struct, frozen=True, kw_only=True):
     """All of a node that NVML shows to this process."""
 
     devices: tuple[GpuDevice, ...] = ()
@@ -212,8 +206,7 @@ class GpuFacts:
     """Whether this node has NVML's library."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptFacts:
+class ScriptFacts(Struct, frozen=True, kw_only=True):
     """How the user's own check ended."""
 
     exitcode: int
@@ -225,8 +218,7 @@ class ScriptFacts:
 # -- what follows from it ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(Struct, frozen=True, kw_only=True):
     """What one check says."""
 
     check: str
@@ -237,8 +229,7 @@ class Finding:
     """The run directory's filesystem refuses, or does not answer: that need not be this node's fault."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthVerdict:
+class HealthVerdict(Struct, frozen=True, kw_only=True):
     """What all of them say."""
 
     reason: str = ""

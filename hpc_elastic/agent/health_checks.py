@@ -17,6 +17,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpc_elastic.agent.health import (
     CHECK_SECONDS,
     DESCRIPTORS,
@@ -45,7 +48,6 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import links
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, WorkerStartError, start_worker
@@ -64,8 +66,7 @@ _KEPT_OUTPUT = 65536
 _LOOK_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthSite:
+class HealthSite(Struct, frozen=True, kw_only=True):
     """Where the checks run."""
 
     probe: Path | None = None
@@ -266,8 +267,7 @@ class HealthChecks:
         return _Job("script", command[0], seconds, look)
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
+class _Job(Struct, frozen=True):
     name: str
     what: str
     """As a reason names it."""
@@ -383,8 +383,7 @@ class _Session:
         self._post(verdict)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
+class _Ended(Struct, frozen=True):
     exitcode: int
     stdout: str
     stderr: str

@@ -13,10 +13,11 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from hpc_elastic.agent.hang import RankBeat, setup_beat
 from hpc_elastic.base.files import check_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.light_dataclasses import replace
 from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, NoticeRecord, empty_file, pack_notice, read_record
 
 logger = logging.getLogger(__name__)

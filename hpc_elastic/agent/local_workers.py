@@ -1,11 +1,4 @@
-"""The workers of one node in one round: started, watched, ended, and described where they failed.
-
-What describes failures is imported when that is due; by then `later.import_what_failures_need` has had it loaded.
-
-What an agent imports once its workers run: it takes as long as half of its start, and nobody waits for it then.
-
-And not when it is needed: the mount that holds this package may hang by then, or a newer version lie there.
-"""
+"""The workers of one node in one round: started, watched, ended, and described where they failed."""
 
 from __future__ import annotations
 
@@ -13,17 +6,30 @@ import logging
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.agent.hang_stop import (
+    HEAD_START_SECONDS,
+    HungWorker,
+    StacksThenStop,
+    describe_hang,
+    find_targets,
+    rank_stacks,
+    read_stacks,
+)
 from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.light_dataclasses import dataclass, replace
+from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
+from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.pump import Pump
 from hpc_elastic.rendezvous.ranks import RankLayout
@@ -35,9 +41,7 @@ from hpc_elastic.workers.spawn import EXEC_WAIT_S, ExitStatus, Inherited, Worker
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 if TYPE_CHECKING:
-    from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop
     from hpc_elastic.failures.stacks import RankStacks
-    from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +62,7 @@ _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Slot:
+class _Slot(Struct):
     local_rank: int
     global_rank: int
     process: WorkerProcess
@@ -70,8 +73,7 @@ class _Slot:
     """The end of its stderr that a full disk refused."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Struct, frozen=True, kw_only=True):
     """Where the workers are, for their evidence."""
 
     attempt: AttemptPaths
@@ -306,8 +308,6 @@ class LocalWorkers:
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
         self._stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding())
         if self._wants_stacks:
-            from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
-
             running = [(slot.process, self._speaker(slot)) for slot in self._slots if slot.exit is None]
             targets = find_targets(running)
             alone = self.layout.group_world_size == 1
@@ -354,8 +354,6 @@ class LocalWorkers:
                 ]
             )
         except FilesystemHangsError as error:
-            from hpc_elastic.failures.evidence import describe_exit
-
             logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
             return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in told]
 
@@ -363,8 +361,6 @@ class LocalWorkers:
         """The workers that were to leave their stacks."""
         if self._asked is None:
             return []
-        from hpc_elastic.agent.hang_stop import HungWorker
-
         found = []
         for slot in self._slots:
             if not slot.stopped_by_agent:
@@ -388,8 +384,6 @@ class LocalWorkers:
     def _gather_stacks(self, asked: Sequence[tuple[_Slot, HungWorker]]) -> list[WorkerFailure]:
         if not asked:
             return []
-        from hpc_elastic.agent.hang_stop import describe_hang, rank_stacks, read_stacks
-
         failures = []
         for slot, worker in asked:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
@@ -400,8 +394,6 @@ class LocalWorkers:
         return failures
 
     def _gather(self, slot: _Slot, facts: ExitFacts) -> WorkerFailure:
-        from hpc_elastic.failures.evidence import describe_failure
-
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = describe_failure(
             facts=facts,
@@ -413,8 +405,6 @@ class LocalWorkers:
         return failure
 
     def _write_evidence(self, failure: WorkerFailure, path: Path) -> None:
-        from hpc_elastic.failures.evidence import write_evidence
-
         if write_evidence(failure, path):
             self.unwritten_evidence.append(lambda: write_evidence(failure, path))
 
@@ -429,8 +419,6 @@ class LocalWorkers:
             self._pump.drained(slot.process.pid, DRAIN_SECONDS)
             if slot.exit is None or not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_GLANCE):
                 continue
-            from hpc_elastic.failures.evidence import describe_failure
-
             facts = self._facts(slot, slot.exit, kills)
             failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
             if failure.exception_type:
@@ -448,9 +436,6 @@ class LocalWorkers:
 
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
-        from hpc_elastic.failures.classify import Category, FailureClass
-        from hpc_elastic.failures.evidence import WorkerFailure, write_evidence
-
         local_rank = min(len(self._slots), self.layout.local_world_size - 1)
         paths = self.paths_of(local_rank)
         failure = WorkerFailure(
@@ -485,8 +470,6 @@ class LocalWorkers:
         return f"rank {slot.global_rank} ended with {how}"
 
     def _facts(self, slot: _Slot, status: ExitStatus, oom_kills: int) -> ExitFacts:
-        from hpc_elastic.failures.worker_failure import ExitFacts
-
         return ExitFacts(
             attempt=self._place.attempt.number,
             round=self.round,
@@ -511,18 +494,3 @@ class LocalWorkers:
         # It was failing already when our signal came: its own words are worth keeping.
         ours = _OURS | _ABORTED if self._asked is not None else _OURS
         return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in ours
-
-
-MODULES = (
-    "subprocess",
-    "hpc_elastic.failures.evidence",
-    "hpc_elastic.failures.error_file",
-    "hpc_elastic.failures.stacks",
-    "hpc_elastic.agent.hang_stop",
-)
-
-
-def import_what_failures_need() -> None:
-    """Import them. For a thread that may be held up by files."""
-    for module in MODULES:
-        import_module(module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import argparse
 import logging
 import os
 import signal
@@ -11,6 +11,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec import Struct
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
@@ -37,7 +39,7 @@ from hpc_elastic.base.file_executor import FileThread, is_refusal
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.base.outcome import REFUSED_CODE, ExitCode
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
-from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.options.worker_values import Std, parse_std_streams, shown_in_job_log
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
@@ -88,7 +90,6 @@ def agent_main(argv: Sequence[str]) -> int:
     guardian = start_guardian(
         me.tag, remove=str(folder.path) if folder.path is not None else None, stopped_limit=settings.silence_until_lost
     )
-    gc.enable()  # `cli.agent` turned it off for the imports
     left = kill_stale_processes(me.tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
@@ -193,8 +194,7 @@ def agent_main(argv: Sequence[str]) -> int:
     return code
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Me:
+class _Me(Struct, frozen=True, kw_only=True):
     """Which agent this is, and whose."""
 
     spec: RunSpec
@@ -297,8 +297,6 @@ def _shown(spec: RunSpec) -> Callable[[int], Std]:
 
 def _keep(error: BaseException, me: _Me, clock: Clock) -> None:
     """Leave an error file of our own failure, as a worker leaves one of its."""
-    from hpc_elastic.failures.error_file import write_own_failure
-
     path = me.paths.agent_error_file(me.node)
     write_own_failure(path, error, role="agent", host=me.host, now_ns=clock.time_ns())
 
@@ -308,8 +306,7 @@ def node_key(cluster: str, node: int) -> str:
     return str(node) if cluster == "local" else "host"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _Options(Struct, frozen=True, kw_only=True):
     run_dir: str
     attempt: int
     node: int | None
@@ -317,28 +314,6 @@ class _Options:
 
 
 def _parse(argv: Sequence[str]) -> _Options:
-    given = dict(zip(argv[::2], argv[1::2], strict=False))
-    numbers = {name: value for name, value in given.items() if name != "--run-dir"}
-    if (
-        2 * len(given) == len(argv)
-        and {"--run-dir", "--attempt"} <= given.keys() <= {"--run-dir", "--attempt", "--node", "--launcher-pid"}
-        and all(value.isascii() and value.isdigit() for value in numbers.values())
-        and not given["--run-dir"].startswith("-")
-    ):
-        # As launchers call it. Whatever else, --help too, is for argparse, which takes 2 ms to import.
-        node, launcher = numbers.get("--node"), numbers.get("--launcher-pid")
-        return _Options(
-            run_dir=given["--run-dir"],
-            attempt=int(given["--attempt"]),
-            node=None if node is None else int(node),
-            launcher_pid=None if launcher is None else int(launcher),
-        )
-    return _parse_fully(argv)
-
-
-def _parse_fully(argv: Sequence[str]) -> _Options:
-    import argparse
-
     parser = argparse.ArgumentParser(prog="hpc-elastic agent", allow_abbrev=False)
     parser.add_argument("--run-dir", required=True, help="the run directory, on the shared filesystem")
     parser.add_argument("--attempt", type=int, required=True, help="number of the attempt")

@@ -21,7 +21,6 @@ from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import open_own, write_private
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.lazy_pattern import pattern
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ Post = Callable[[Callable[[], object]], None]
 _MOST_WAITING = 1000
 """Lines that are kept while a disk hangs."""
 _FORMS = "jsonl:FILE or prometheus:FILE.prom"
-_NAME = pattern(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
+_NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
 
 
 class MetricSink(Protocol):

@@ -22,7 +22,7 @@ from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.ending import HeardSignals, exit_code, finish_if_unclaimed, leave_run
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.local_workers import LocalWorkers, import_what_failures_need
+from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.agent.restart_policy import early_failure, own_failure, sum_up
@@ -397,7 +397,6 @@ class NodeAgent:
         )
         if first and facts.agent_store:
             context.store_server.serve()
-        context.files.post(import_what_failures_need)
 
     def _write_again(self) -> None:
         """The filesystem takes files again, or never will."""

@@ -16,10 +16,11 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.coordinator import DecideRestart
@@ -34,8 +35,7 @@ from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import Notifier, open_notifier
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousSession:
+class RendezvousSession(Struct, frozen=True, kw_only=True):
     """One process's parts of the rendezvous, put together."""
 
     info: NodeInfo

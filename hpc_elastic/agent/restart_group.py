@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import Struct
+
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartWith, RingEvent, RingLine, decode
 
@@ -26,8 +27,7 @@ WAIT_SECONDS = 300.0
 _MOST_AT_ONCE = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeadWorker:
+class DeadWorker(Struct, frozen=True, kw_only=True):
     """A worker that ended badly, and not by us."""
 
     local_rank: int

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.rendezvous.coordinator import RestartDecision, failure_order
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord
 
@@ -22,8 +24,7 @@ PROGRESS_SECONDS = 600.0
 """Workers that ran this long made progress, where neither a step nor `--restart-window` says otherwise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
+class RestartPolicy(Struct, frozen=True, kw_only=True):
     """The run's budget, as the user gave it."""
 
     max_restarts: int
@@ -131,8 +132,6 @@ def sum_up(
         step: The furthest that a worker here has reported.
         hang: Of the hung worker that is furthest behind.
     """
-    from hpc_elastic.failures.classify import FailureClass
-
     order = {"root": 0, "hang": 1, "infrastructure": 2, "symptom": 3}
     first = min(failures, key=lambda f: (order.get(f.failure_class.value, 4), f.ended_ns))
     is_hang = first.failure_class is FailureClass.HANG

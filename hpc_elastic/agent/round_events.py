@@ -13,18 +13,19 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from msgspec import Struct
+
 from hpc_elastic.agent.hang import RankBeat
 from hpc_elastic.agent.hang_watch import describe_beat
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.clock_offset import Offset
-from hpc_elastic.light_dataclasses import dataclass
+from hpc_elastic.failures.stacks import RankStacks, fold_stacks, fold_threads
 from hpc_elastic.rendezvous.state import node_of
 from hpc_elastic.run.events import EventLog
 
 if TYPE_CHECKING:
-    from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.failures.worker_failure import WorkerFailure
 
 logger = logging.getLogger(__name__)
@@ -137,8 +138,6 @@ def log_stacks(
         beats: Their last signs of life.
         now: On the beats' clock, when the workers were about to be ended.
     """
-    from hpc_elastic.failures.stacks import fold_stacks, fold_threads
-
     told = {rank: found.main for rank, found in stacks.items() if found.main}
     events.write(
         "stacks_taken",
@@ -167,8 +166,7 @@ class Ruler(Protocol):
     def offset_to(self, uid: str) -> Offset | None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockSample:
+class ClockSample(Struct, frozen=True, kw_only=True):
     """What is known at one moment."""
 
     offset: Offset

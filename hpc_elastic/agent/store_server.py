@@ -24,11 +24,13 @@ import logging
 import os
 import select
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
+from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_elastic.agent.address_filter import Guard
@@ -255,8 +257,6 @@ class StoreServer:
         return os.open(self._log_path, flags, 0o600)
 
     def _start(self) -> bool:
-        import subprocess
-
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [self._python, str(_HOST_PROGRAM), "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         try:
@@ -377,8 +377,6 @@ class StoreServer:
             self._control = None
         if self._process is None:
             return
-        from subprocess import TimeoutExpired
-
         self._process.kill()  # it holds nothing that would want to be saved
         try:
             self._process.wait(_RELEASE_SECONDS)
@@ -465,8 +463,6 @@ def torch_available(python: str) -> bool:
 
         spec = importlib.util.find_spec("torch")
         return spec is not None and spec.origin is not None
-    import subprocess
-
     try:
         done = subprocess.run(
             [found, "-c", _FIND_TORCH],

@@ -10,8 +10,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct, field
+
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError
-from hpc_elastic.light_dataclasses import dataclass, field
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.worker_spec import RoundStore, WorkerSpec
@@ -41,8 +42,7 @@ class WorkerState(int, Enum):
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
-@dataclass(slots=True)
-class Worker:
+class Worker(Struct):
     """One rank on this node."""
 
     local_rank: int
@@ -90,8 +90,7 @@ class WorkerGroup:
         return f"WorkerGroup(role={self.spec.role!r}, state={self.state.name}, workers={self.workers!r})"
 
 
-@dataclass(slots=True)
-class MonitorResult:
+class MonitorResult(Struct):
     """What `SimpleElasticAgent._monitor_workers` found."""
 
     state: WorkerState
@@ -101,8 +100,7 @@ class MonitorResult:
     """Global rank → failure."""
 
 
-@dataclass(slots=True)
-class RunResult:
+class RunResult(Struct):
     """How the run ended for this node's workers.
 
     It can be indexed by global rank; a rank whose function returned nothing is not in it, as none is for a script.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.spec import RunSpec
@@ -13,8 +14,7 @@ from hpc_elastic.slurm.job_environment import in_job
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundFacts:
+class RoundFacts(Struct, frozen=True, kw_only=True):
     """What all workers of a node share in a round."""
 
     layout: RankLayout

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct, to_builtins
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.spec import Entrypoint
@@ -74,8 +75,7 @@ class Rendezvous(Protocol):
     def shutdown(self) -> bool: ...
 
 
-@dataclass(slots=True)
-class WorkerSpec:
+class WorkerSpec(Struct):
     """What one node's workers run, and how often they may be started again.
 
     Raises:
@@ -135,8 +135,7 @@ class WorkerSpec:
         return str(self.entrypoint)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
+class GroupFacts(Struct, frozen=True, kw_only=True):
     """What one agent says of itself at the start of a round."""
 
     role: str
@@ -147,15 +146,14 @@ class GroupFacts:
     """Whether one of its workers' failures ended its last round."""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        return json.dumps(to_builtins(self)).encode()
 
     @classmethod
     def from_json(cls, raw: bytes) -> GroupFacts:
         return cls(**json.loads(raw))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlace:
+class WorkerPlace(Struct, frozen=True, kw_only=True):
     """One worker's ranks."""
 
     global_rank: int

@@ -9,7 +9,7 @@ but clocks run apart by and by: a bound that is `age` old has grown by `drift_ns
 
 from __future__ import annotations
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
 
 DRIFT = 1000
 """One nanosecond in so many is how fast two hosts' clocks may run apart: NTP slews each by up to 500 ppm. (chrony does
@@ -21,8 +21,7 @@ def drift_ns(age_ns: int) -> int:
     return -(-abs(age_ns) // DRIFT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offset:
+class Offset(Struct, frozen=True, kw_only=True):
     """How far one clock is ahead of another."""
 
     offset_ns: int

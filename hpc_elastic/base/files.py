@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.lazy_pattern import pattern
 
 
 def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
@@ -170,7 +170,7 @@ DECEPTIVE = (
     "\u00ad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # not to be seen
 )
 """Characters, as the inside of a pattern's brackets, with which a text shows something that is not there."""
-_DECEPTIVE = pattern(f"[{DECEPTIVE}]")
+_DECEPTIVE = re.compile(f"[{DECEPTIVE}]")
 
 
 def escaped(char: str) -> str:

@@ -13,11 +13,6 @@ def main(argv: Sequence[str]) -> int:
         from hpc_elastic.cli import step_agent
 
         return step_agent.main(argv)
-    import gc
-
-    # Importing leaves no garbage, and looking for some in all those objects takes a tenth of an agent's start. It is
-    # turned on again once the guardian has been forked, which shares them.
-    gc.disable()
     from hpc_elastic.agent.main import agent_main
 
     return agent_main(list(argv))

@@ -8,8 +8,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.cli import run_job
@@ -60,8 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--tail", metavar="N", help="the last N of what is there (default: all)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EventChoice:
+class EventChoice(Struct, frozen=True, kw_only=True):
     """Which events somebody wants to see."""
 
     names: frozenset[str] | None

@@ -9,8 +9,9 @@ import os
 import sys
 import threading
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import open_own
@@ -40,8 +41,7 @@ _SIGNS_SECONDS = 20.0
 _ASK_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
+class RunEnd(Struct, frozen=True, kw_only=True):
     """How it ended."""
 
     code: int
@@ -143,8 +143,7 @@ _CHUNK = 1 << 16
 _MOST_REPORTS = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class End(Struct, frozen=True, kw_only=True):
     """How a run ended."""
 
     code: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_streams import LogStream, Piece, first_lines, last_of
@@ -17,8 +18,7 @@ SECONDS = 10
 LINES = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class Moment(Struct, frozen=True, kw_only=True):
     """The first failure, as the report's verdict has it."""
 
     attempt: int

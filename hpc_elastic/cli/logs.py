@@ -11,8 +11,9 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import BinaryIO
+
+from msgspec import Struct
 
 from hpc_elastic.cli.log_around import LINES, SECONDS, first_failure, nearest_lines
 from hpc_elastic.cli.run_argument import (
@@ -56,8 +57,7 @@ from hpc_elastic.run.paths import AttemptPaths
 ALL_STREAMS = (STDOUT, STDERR)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogChoice:
+class LogChoice(Struct, frozen=True, kw_only=True):
     """What was asked for."""
 
     ranks: NumberSet | None = None
@@ -125,8 +125,7 @@ _NO_TIME = "-"
 _TIME_WIDTH = 23
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogStyle:
+class LogStyle(Struct, frozen=True, kw_only=True):
     """How lines are printed."""
 
     clean: bool

@@ -11,9 +11,10 @@ import argparse
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+from msgspec import Struct
 
 from hpc_elastic.base.files import read_json
 from hpc_elastic.errors import UsageError
@@ -44,8 +45,7 @@ _ITEM = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?\Z", re.ASCII)
 _MOST_ITEMS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class NumberSet:
+class NumberSet(Struct, frozen=True):
     """Numbers from 0 on, as ranges."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -102,8 +102,7 @@ def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -
 RUN_HELP = "a run id or its beginning, a Slurm job id, or a run's or attempt's directory"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRun:
+class AskedRun(Struct, frozen=True, kw_only=True):
     """What RUN means."""
 
     paths: RunPaths

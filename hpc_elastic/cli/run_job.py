@@ -8,8 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.cli.run_argument import RUN_HELP, check_single, find_run_dir
@@ -30,8 +32,7 @@ SHORT_SECONDS = 10.0
 _JOBS_AT_ONCE = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunJob:
+class RunJob(Struct, frozen=True, kw_only=True):
     """A run, where it stands, and its job."""
 
     paths: RunPaths

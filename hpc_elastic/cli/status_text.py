@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
+
+from msgspec import to_builtins
 
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus
@@ -78,7 +79,7 @@ def status_json(status: RunStatus, job: JobState | None, *, seconds_left: float 
         }
         if differ := _differ(status, job):
             slurm["differs"] = str(differ)
-    return {"version": JSON_VERSION, **asdict(status), "state": status.state.value, "slurm": slurm}
+    return {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
 
 
 def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:

@@ -18,16 +18,16 @@ import re
 import signal
 from collections.abc import Sequence
 
+from msgspec import Struct
+
 from hpc_elastic.failures.worker_failure import Category, FailureClass
-from hpc_elastic.light_dataclasses import dataclass
 
 _GAP = 200
 """How many characters ``*`` may stand for."""
 _ROOT, _SYMPTOM, _INFRASTRUCTURE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
 
 
-@dataclass(frozen=True, slots=True)
-class FailurePattern:
+class FailurePattern(Struct, frozen=True):
     """One row.
 
     Attributes:
@@ -269,8 +269,7 @@ NOT_RETRYABLE_EXIT_CODE = 93
 """A worker that ends with this says: don't start me again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Classification:
+class Classification(Struct, frozen=True, kw_only=True):
     """A failure's place, with the reason in words for the report."""
 
     failure_class: FailureClass

@@ -22,11 +22,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
+
 from hpc_elastic.base.files import write_private
 from hpc_elastic.errors import describe_error
 from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, clean_text, cut_end, cut_middle
 from hpc_elastic.failures.worker_failure import Category
-from hpc_elastic.light_dataclasses import dataclass, field
 
 OWN_KEY = "hpc_elastic"
 OWN_VERSION = 1
@@ -46,8 +47,7 @@ _SALVAGE_MESSAGE = re.compile(r'"message"' + _STRING, re.DOTALL)
 _SALVAGE_TIME = re.compile(r'"timestamp"\s*:\s*"?(\d+)')
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorFile:
+class ErrorFile(Struct, frozen=True, kw_only=True):
     """What a file says about a failure."""
 
     problem: str = "missing"

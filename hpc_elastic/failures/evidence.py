@@ -30,7 +30,6 @@ from hpc_elastic.failures.traceback_text import (
     find_python_traceback,
 )
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
-from hpc_elastic.light_dataclasses import field_names
 from hpc_elastic.run.log_pieces import EndReader
 
 __all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
@@ -268,7 +267,7 @@ def _build(
 
 
 def _facts(facts: ExitFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in field_names(ExitFacts)}
+    return {name: getattr(facts, name) for name in ExitFacts.__struct_fields__}
 
 
 def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpc_elastic.digests import sha1
+from hpc_elastic.base.digests import sha1
 from hpc_elastic.failures.traceback_text import Frame, summary_line
 
 _FRAMES = 3

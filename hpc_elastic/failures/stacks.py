@@ -17,8 +17,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpc_elastic.failures.traceback_text import Frame, clean_text
-from hpc_elastic.light_dataclasses import dataclass, replace
 
 DUMP_LIMIT = 512 << 10
 """Bytes at the end of stderr.log in which the dump is looked for: some hundred threads."""
@@ -33,8 +35,7 @@ _END = re.compile(r"Extension modules: |Current thread's C stack trace")
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThreadStack:
+class ThreadStack(Struct, frozen=True, kw_only=True):
     """One thread of a dump."""
 
     frames: tuple[Frame, ...]
@@ -43,8 +44,7 @@ class ThreadStack:
     name: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackDump:
+class StackDump(Struct, frozen=True, kw_only=True):
     """What faulthandler printed."""
 
     threads: tuple[ThreadStack, ...]
@@ -57,8 +57,7 @@ class StackDump:
         return next((thread.frames for thread in self.threads if thread.is_main), ())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStacks:
+class RankStacks(Struct, frozen=True, kw_only=True):
     """Where a rank's threads stood, for an event."""
 
     main: tuple[str, ...] = ()
@@ -213,8 +212,7 @@ _NAMES: Mapping[str, Mapping[int, str]] = {"x86_64": _X86_64, "aarch64": _GENERI
 _FORKS = ("vfork", "clone", "clone3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class Whereabouts(Struct, frozen=True, kw_only=True):
     """One thread, or the main thread of a child, in the kernel's words."""
 
     pid: int
@@ -238,8 +236,7 @@ class Whereabouts:
         return f"{self.state or '?'}{where}{call}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProcessState:
+class ProcessState(Struct, frozen=True, kw_only=True):
     """What the kernel told of a process before it was ended."""
 
     pid: int

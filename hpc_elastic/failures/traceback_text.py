@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
 
 _HEADER = "Traceback (most recent call last):"
 _MOST_JOINED = 4
@@ -195,8 +195,7 @@ class TextKind(str, Enum):
     CPP = "c++"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class Frame(Struct, frozen=True, kw_only=True):
     """One line of a stack."""
 
     file: str
@@ -204,8 +203,7 @@ class Frame:
     function: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureText:
+class FailureText(Struct, frozen=True, kw_only=True):
     """One failure, as its process described it."""
 
     kind: TextKind
@@ -352,8 +350,7 @@ class _Rank(Enum):
     IGNORED = 3
 
 
-@dataclass(slots=True)
-class _Block:
+class _Block(Struct):
     start: int  # the header's line
     exception: int  # the line with the type
     end: int  # one past the message's last line

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from msgspec import Struct
+
 from hpc_elastic.failures.traceback_text import clean_text, cut_end, summary_line
-from hpc_elastic.light_dataclasses import dataclass, field_names
 
 
 class FailureClass(str, Enum):
@@ -53,8 +54,7 @@ class EvidenceSource(str, Enum):
     """Only the agent's event tells of it: error.json was not written or has gone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitFacts:
+class ExitFacts(Struct, frozen=True, kw_only=True):
     """What the agent knows when a worker ended badly."""
 
     attempt: int
@@ -80,8 +80,7 @@ class ExitFacts:
     """The last step that the worker reported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerFailure:
+class WorkerFailure(Struct, frozen=True, kw_only=True):
     """A worker's bad end with its evidence. All texts are bounded and free of control characters."""
 
     attempt: int = 0
@@ -124,7 +123,7 @@ class WorkerFailure:
     def to_json(self) -> dict[str, Any]:
         """As JSON values, with ``version``."""
         value: dict[str, Any] = {"version": VERSION}
-        for name in field_names(WorkerFailure):
+        for name in WorkerFailure.__struct_fields__:
             content = getattr(self, name)
             value[name] = content.value if isinstance(content, Enum) else content
         return value
@@ -163,4 +162,4 @@ _ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureC
 _TEXT_LIMIT = 128 << 10
 
 
-_DEFAULTS: dict[str, Any] = {name: getattr(WorkerFailure(), name) for name in field_names(WorkerFailure)}
+_DEFAULTS: dict[str, Any] = {name: getattr(WorkerFailure(), name) for name in WorkerFailure.__struct_fields__}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _TEXT = re.compile(r"rank=(\d+).*Interruption\.(\w+)")
 
@@ -27,8 +28,7 @@ class Interruption(enum.Enum):
     MONITOR_PROCESS_EXCEPTION = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class InterruptionRecord:
+class InterruptionRecord(Struct, frozen=True):
     """One line of the store's list.
 
     Args:

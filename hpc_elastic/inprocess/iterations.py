@@ -7,10 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct, field
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
@@ -31,8 +31,7 @@ from hpc_elastic.worker_api.restart_group import RingEvent
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class Rank:
+class Rank(Struct, kw_only=True):
     """What one call has on one rank, as long as it lasts."""
 
     state: State

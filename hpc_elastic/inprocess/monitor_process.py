@@ -15,11 +15,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.files import open_own
 from hpc_elastic.base.waking import wait_readable
@@ -41,8 +42,7 @@ ELSEWHERE = object()
 """In place of a server: somebody else serves already."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreSource:
+class StoreSource(Struct, frozen=True):
     """Where a monitor process has the ring's store from."""
 
     factory: type[StoreMixin]
@@ -75,8 +75,7 @@ class StoreSource:
         return replace(self, kwargs={**self.kwargs, **place})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MonitorSettings:
+class MonitorSettings(Struct, frozen=True, kw_only=True):
     """Seconds, of `hpc_elastic.inprocess.wrap.Wrapper`'s arguments of the same names."""
 
     interval: float
@@ -90,8 +89,7 @@ class MonitorSettings:
     """Absolute, for this rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Place(Struct, frozen=True, kw_only=True):
     """Where the rank is in an iteration; what the rank tells its monitor."""
 
     iteration: int
@@ -111,8 +109,7 @@ class Place:
         return cls(iteration=iteration, rank=rank, count=count, initial_rank=initial_rank, call=call)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unplaced:
+class Unplaced(Struct, frozen=True, kw_only=True):
     """A process that has no place yet: what its monitor has to say if it dies."""
 
     call: str
@@ -229,8 +226,7 @@ def _has_ended(pid: int) -> bool:
         return True  # the user's program has collected it
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
+class _Rank(Struct, frozen=True):
     """What the child must know of its rank."""
 
     main: int

@@ -15,14 +15,14 @@ import mmap
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 _FIELDS = struct.Struct("=qqqq")
 _SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Reading(Struct, frozen=True, kw_only=True):
     """The counters at one moment.
 
     Attributes:

@@ -17,8 +17,9 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from hpc_elastic.inprocess.exception import InternalError
 from hpc_elastic.inprocess.state import State
@@ -31,8 +32,7 @@ JOINERS, WITHDRAWN, SEATED = "joiners", "withdrawn", "seated"
 DECIDED, FINISHED, PULSE = "decided", "finished", "pulse"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joiner:
+class Joiner(Struct, frozen=True, kw_only=True):
     """A fresh process that has announced itself."""
 
     uid: str
@@ -40,8 +40,7 @@ class Joiner:
     """Of the process that it was started in the place of."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Admission:
+class Admission(Struct, frozen=True, kw_only=True):
     """Who is in the next iteration. In the numbers of the one that ended."""
 
     iteration: int
@@ -206,8 +205,7 @@ class Newcomer:
         return found if found is not None and self.uid in found.places else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Surroundings(Struct, frozen=True, kw_only=True):
     """Nothing of it is there under torchrun or srun."""
 
     reports: str = ""

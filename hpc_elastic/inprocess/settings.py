@@ -10,9 +10,10 @@ import os.path
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+
+from msgspec import Struct
 
 from hpc_elastic.inprocess.abort import Abort
 from hpc_elastic.inprocess.finalize import Finalize
@@ -60,8 +61,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class Settings(Struct, frozen=True, kw_only=True):
     """As `hpc_elastic.inprocess.wrap.Wrapper`'s arguments of the same names."""
 
     store_factory: type[StoreMixin]

@@ -20,11 +20,11 @@ import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct
 
 from hpc_elastic.inprocess.exception import InternalError
 from hpc_elastic.inprocess.sockets import notice_silence
@@ -42,8 +42,7 @@ _DYING_SECONDS = 2.0
 """A process that dies may close its connections before its listening socket."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Standby:
+class Standby(Struct, frozen=True, kw_only=True):
     """A store that nobody uses yet."""
 
     initial_rank: int
@@ -310,8 +309,7 @@ def knock(address: tuple[str, int], seconds: float) -> bool | None:
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(Struct, frozen=True, kw_only=True):
     """What a rank knows when it comes to a meeting."""
 
     initial_rank: int
@@ -353,8 +351,7 @@ def objection(arrivals: Collection[Arrival]) -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Meeting:
+class Meeting(Struct, frozen=True, kw_only=True):
     """What all that came have agreed on."""
 
     iteration: int

@@ -15,7 +15,8 @@ Slurm's TaskProlog failed.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.launch.local_launcher import describe_code
@@ -29,8 +30,7 @@ MAX_TRIALS = 8
 """Some ten minutes: a site's SlurmdTimeout, and a slow reboot."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Lost:
+class _Lost(Struct, kw_only=True):
     """One lost node."""
 
     at: float | None
@@ -93,8 +93,7 @@ _OWN_PREFIX = "hpc-elastic: error: "
 _NAMED = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnableNode:
+class UnableNode(Struct, frozen=True, kw_only=True):
     """A node that can't run the agent."""
 
     name: str

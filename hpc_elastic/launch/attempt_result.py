@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.state import RoundRecord
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptResult:
+class AttemptResult(Struct, frozen=True, kw_only=True):
     """How the attempt ended."""
 
     outcome: Outcome

@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import HpcElasticError
@@ -37,8 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextNodes:
+class NextNodes(Struct, frozen=True, kw_only=True):
     """Who is bad, and what the next attempt does about it."""
 
     bad: tuple[NodeScore, ...] = ()

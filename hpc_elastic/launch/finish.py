@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, ExitCode

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.site import Allocation
@@ -128,8 +129,7 @@ class ControllerOutage:
             self.since = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodesDiffer:
+class NodesDiffer(Struct, frozen=True, kw_only=True):
     """Nodes about which Slurm and the run disagree, in the run's order."""
 
     taken: tuple[str, ...] = ()

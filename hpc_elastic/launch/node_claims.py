@@ -16,8 +16,9 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec import Struct, field
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir
@@ -33,8 +34,7 @@ _KEPT_SECONDS = 7 * 86400.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeWish:
+class NodeWish(Struct, frozen=True, kw_only=True):
     """What a command line asks for."""
 
     listed: tuple[str, ...] = ()
@@ -96,8 +96,7 @@ def _in_use(nodes: Sequence[str], taken: Mapping[str, str]) -> str:
     return f"{_names(nodes)} of this allocation in use by {runs}"
 
 
-@dataclass(slots=True)
-class NodeClaims:
+class NodeClaims(Struct):
     """Those of this process, on the nodes of one allocation."""
 
     folder: Path | None

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.options.job_options import RequeueChoice
@@ -35,8 +36,7 @@ class RequeueWay(str, Enum):
     NONE = "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArmingFacts:
+class ArmingFacts(Struct, frozen=True, kw_only=True):
     """What is known about the job when an attempt begins."""
 
     wanted: bool
@@ -56,8 +56,7 @@ class ArmingFacts:
     """``JobRequeue=1``: what holds for jobs that don't say."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arming:
+class Arming(Struct, frozen=True, kw_only=True):
     """Which way there is."""
 
     way: RequeueWay
@@ -107,8 +106,7 @@ def back_off(idle: int) -> float:
     return min(MOST_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2.0 ** min(idle - 2, 30))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequeueFacts:
+class RequeueFacts(Struct, frozen=True, kw_only=True):
     """What the decision rests on."""
 
     outcome: Outcome
@@ -140,8 +138,7 @@ _MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
 """Ended by Slurm, though nothing is wrong with the run: it goes on in the queue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequeueDecision:
+class RequeueDecision(Struct, frozen=True, kw_only=True):
     """What to do, why, and the code to exit with."""
 
     action: RequeueAction

@@ -11,8 +11,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.requeue import RequeueWay
@@ -44,8 +46,7 @@ GONE_WITH_EPILOG = 28.0
 """The same where the site runs something on each node then."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextAttempt:
+class NextAttempt(Struct, frozen=True, kw_only=True):
     """How the next attempt is to come about."""
 
     way: RequeueWay = RequeueWay.REQUEUE
@@ -64,8 +65,7 @@ class NextAttempt:
     """Whether a follow-on job is submitted where Slurm refuses the requeue."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requeued:
+class Requeued(Struct, frozen=True, kw_only=True):
     """What was done."""
 
     words: str

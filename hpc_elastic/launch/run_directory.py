@@ -7,8 +7,10 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.files import make_private_dir, why_replaceable, write_private
 from hpc_elastic.errors import UsageError
@@ -23,8 +25,7 @@ _LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "devpts")
 _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
-@dataclass(frozen=True, slots=True)
-class NewRun:
+class NewRun(Struct, frozen=True):
     """A run directory that was just made, and that nobody uses yet."""
 
     paths: RunPaths

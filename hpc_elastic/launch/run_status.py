@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_json
@@ -55,8 +57,7 @@ class RunState(str, Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepStatus:
+class StepStatus(Struct, frozen=True, kw_only=True):
     """Where the workers are, by their heartbeats."""
 
     least: int
@@ -69,8 +70,7 @@ class StepStatus:
     """Since the newest of these words was written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatus:
+class RunStatus(Struct, frozen=True, kw_only=True):
     """One run, now."""
 
     run_id: str

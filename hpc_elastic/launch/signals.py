@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
@@ -75,8 +77,7 @@ class Deadline(str, Enum):
     KILL_WAIT = "KillWait"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True):
     """What a signal means. Until END_TIME and GRACE workers may save first; with KILL_WAIT everything ends at once."""
 
     meaning: Meaning
@@ -138,8 +139,7 @@ TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProx
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmAnswer:
+class SlurmAnswer(Struct, frozen=True):
     """What Slurm said, and when the job ends by that."""
 
     condition: JobCondition
@@ -149,8 +149,7 @@ class SlurmAnswer:
     """The job's time limit, in seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalDecision:
+class SignalDecision(Struct, frozen=True, kw_only=True):
     """What to do."""
 
     meaning: Meaning
@@ -213,8 +212,7 @@ NOTICE_SLACK = 5.0
 """After the time in which workers may save: how long the nodes may take to close the run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenNotice:
+class GivenNotice(Struct, frozen=True, kw_only=True):
     """On the giver's monotonic clock."""
 
     notice: Notice

@@ -6,9 +6,10 @@ What differs between a Slurm job and this machine, for one attempt.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
+
+from msgspec import Struct
 
 from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
@@ -18,8 +19,7 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentEnded:
+class AgentEnded(Struct, frozen=True, kw_only=True):
     """An agent is not there any more, or never came to be."""
 
     node: int
@@ -85,8 +85,7 @@ class Launcher(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteFacts:
+class SiteFacts(Struct, frozen=True, kw_only=True):
     """What the site says at an attempt's start."""
 
     cluster: str
@@ -102,8 +101,7 @@ class SiteFacts:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EligibleNodes:
+class EligibleNodes(Struct, frozen=True, kw_only=True):
     """The nodes that the job may get, by Slurm's names."""
 
     known: frozenset[str]

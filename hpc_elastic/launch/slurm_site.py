@@ -12,8 +12,9 @@ import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.clock import Clock, RunClock

@@ -13,8 +13,10 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.clock import Clock, RunClock
@@ -48,8 +50,7 @@ _KEPT_SECONDS = 86400.0
 _TOLD = "step/told"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Told(Struct, frozen=True, kw_only=True):
     """What task 0 tells the others."""
 
     run_dir: str = ""

@@ -12,8 +12,10 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
@@ -172,16 +174,14 @@ def _chosen(
     return {name: reasons[name] for name in exclusion.nodes}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MessageHints:
+class MessageHints(Struct, frozen=True, kw_only=True):
     """How the caller's user writes the ways out that messages name."""
 
     another_folder: str = "give a shared folder with --runs-dir (or --allow-local-runs-dir where they can)"
     this_machine: str = "--cluster local"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(Struct, frozen=True, kw_only=True):
     """A run that is to become a job. Nothing of it is made yet."""
 
     job: SlurmJob

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from hpc_elastic.agent.rendezvous_session import open_session_doorbell, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock
@@ -63,8 +64,7 @@ class AgentState(Enum):
     """It did not answer, or does no longer, for as long as a living agent that can read files needs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentSigns:
+class AgentSigns(Struct, frozen=True, kw_only=True):
     """What was seen of an agent since its attempt was closed."""
 
     has_ended: bool

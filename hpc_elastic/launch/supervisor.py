@@ -10,7 +10,9 @@ import logging
 import selectors
 import signal
 from collections import Counter
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, GivenUp, Outcome
@@ -66,8 +68,7 @@ WIPED_SECONDS = 20.0
 LAUNCH_NEWS_SECONDS = 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Relaunch:
+class _Relaunch(Struct, frozen=True, kw_only=True):
     """An agent that is to be started again, unless the run has ended."""
 
     at: float

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import fields
+
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.sbatch import IMPOSSIBLE
 from hpc_elastic.options.table import Option
@@ -34,7 +36,7 @@ def default_of(option: Option) -> str | bool | None:
     """The default as on the command line; None: there is none, or it is found out later (the job's name …)."""
     if option.dest in _NOT_IN_THE_SPEC:
         return _NOT_IN_THE_SPEC[option.dest]
-    field = RunSpec.__dataclass_fields__.get(_NAMED_OTHERWISE.get(option.dest, option.dest))
+    field = {each.name: each for each in fields(RunSpec)}.get(_NAMED_OTHERWISE.get(option.dest, option.dest))
     if field is None or option.dest in _OF_THE_RUN:
         return None
     value = field.default

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from hpc_elastic.base.files import TrustedFile
 from hpc_elastic.errors import UnsafePathError, UsageError
@@ -41,8 +42,7 @@ class Layer(str, Enum):
 FILE_LAYERS = (Layer.SITE, Layer.USER, Layer.PROJECT)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(Struct, frozen=True, kw_only=True):
     """A file that may hold a layer."""
 
     layer: Layer
@@ -165,8 +165,7 @@ _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(Struct, frozen=True, kw_only=True):
     """One value of a file."""
 
     texts: tuple[str, ...]
@@ -177,8 +176,7 @@ class Setting:
     """``/etc/hpc.toml:3``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingsFile:
+class SettingsFile(Struct, frozen=True, kw_only=True):
     """What a file says, by `Option.dest`."""
 
     path: Path

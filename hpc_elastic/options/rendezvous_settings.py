@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import Enum
 
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclasses import dataclass, field_names, replace
 
 SETTLE_SECONDS = 2.5
 """From the word that one node's checkpoint is complete until the others', which still write theirs, must have said so:
@@ -26,8 +28,7 @@ class GrowPolicy(str, Enum):
     """Only where a new round begins for another reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrowthFacts:
+class GrowthFacts(Struct, frozen=True, kw_only=True):
     """What the coordinator of a final round knows. Times in seconds, on its own monotonic clock."""
 
     newcomers: int
@@ -48,8 +49,7 @@ class GrowthFacts:
     """Whether a node is still writing its part of one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class Growth(Struct, frozen=True, kw_only=True):
     """What is decided about nodes that wait."""
 
     takes_in: bool
@@ -90,8 +90,7 @@ def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, an
     return Growth(takes_in=False, why=f"{waits} for the next checkpoint (--grow checkpoint)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousSettings:
+class RendezvousSettings(Struct, frozen=True, kw_only=True):
     """Seconds, unless it says otherwise."""
 
     min_nodes: int = 1
@@ -153,7 +152,7 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
         "grow_patience",
         "member_filter",
     }
-    known = set(field_names(RendezvousSettings)) & allowed
+    known = set(RendezvousSettings.__struct_fields__) & allowed
     changes: dict[str, float | bool] = {}
     for key, text in conf.items():
         if key not in known:
@@ -170,7 +169,7 @@ def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> Ren
         if not 0 < number < 1e7:
             raise UsageError(f"--rdzv-conf {key}={text}: give a positive number of seconds")
         changes[key] = number
-    changed = replace(base, **changes)  # type: ignore[arg-type]
+    changed = replace(base, **changes)
     if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:
         changed = replace(changed, heartbeat_interval=changed.heartbeat_ttl / 5)
     if "suspect_answer" not in changes:  # who is asked has to look first

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.options import config_files
@@ -42,8 +44,7 @@ NOT_SETTINGS = frozenset(
 """Variables of ours that are no option's: docs/reference/environment.md lists them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class Origin(Struct, frozen=True, kw_only=True):
     """Where a value came from."""
 
     layer: Layer
@@ -52,8 +53,7 @@ class Origin:
     profile: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerFile:
+class LayerFile(Struct, frozen=True, kw_only=True):
     """A file that was looked at."""
 
     layer: Layer
@@ -62,8 +62,7 @@ class LayerFile:
     """``read``, ``not there``, or why it does not count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resolved:
+class Resolved(Struct, frozen=True, kw_only=True):
     """All layers in one."""
 
     parsed: Parsed
@@ -74,8 +73,7 @@ class Resolved:
     profile: str | None = None
 
 
-@dataclass(slots=True)
-class _Values:
+class _Values(Struct):
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)

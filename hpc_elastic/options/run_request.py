@@ -15,9 +15,11 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
@@ -45,8 +47,7 @@ _OF_THE_JOB = ("account", "qos", "time", "reservation")
 """Given once, they hold for every component that says nothing else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Component:
+class Component(Struct, frozen=True, kw_only=True):
     """One further component."""
 
     nodes: tuple[int, int]
@@ -252,8 +253,7 @@ def _run_id(parsed: Parsed) -> str | None:
     return given
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmJob:
+class SlurmJob(Struct, frozen=True, kw_only=True):
     """A job that is to be: the run, and sbatch's options for it."""
 
     spec: RunSpec

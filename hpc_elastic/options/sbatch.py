@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 
@@ -151,8 +153,7 @@ IMPOSSIBLE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SbatchOptions:
+class SbatchOptions(Struct, frozen=True, kw_only=True):
     """sbatch's options, by sbatch's names; None or empty: not given."""
 
     nodes: str | None = None
@@ -202,8 +203,7 @@ class SbatchOptions:
         return tuple(dict.fromkeys(names))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptLines:
+class ScriptLines(Struct, frozen=True, kw_only=True):
     """The user's own shell commands before and after the run."""
 
     setup: tuple[str, ...] = ()
@@ -306,7 +306,7 @@ def sbatch_line(argument: str) -> str:
 
 
 def _given(options: SbatchOptions) -> dict[str, str]:
-    found = ((field.name, getattr(options, field.name)) for field in fields(options) if field.name not in _OURS)
+    found = ((name, getattr(options, name)) for name in options.__struct_fields__ if name not in _OURS)
     return {name: value for name, value in found if value}
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import date, datetime, time
+
+from msgspec import Struct, field
 
 from hpc_elastic.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class Option(Struct, frozen=True, kw_only=True):
     """One option. Long names are matched with ``-`` and with ``_``."""
 
     names: tuple[str, ...]
@@ -44,8 +44,7 @@ class Option:
     """Whether it may stand in a configuration file: not where it holds for one run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
+class Parsed(Struct, frozen=True, kw_only=True):
     """A command line that was read."""
 
     values: Mapping[str, tuple[str, ...]]
@@ -103,8 +102,7 @@ def explaining(parsed: Parsed) -> Iterator[None]:
         raise explained from None
 
 
-@dataclass(slots=True)
-class _Reading:
+class _Reading(Struct):
     values: dict[str, list[str]] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 

@@ -17,8 +17,9 @@ from collections.abc import Mapping
 from enum import IntFlag
 from types import MappingProxyType
 
+from msgspec import Struct, field
+
 from hpc_elastic.errors import UsageError
-from hpc_elastic.light_dataclasses import dataclass, field
 
 
 class Std(IntFlag):
@@ -30,8 +31,7 @@ class Std(IntFlag):
     ALL = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamChoice:
+class StreamChoice(Struct, frozen=True, kw_only=True):
     """Which streams an option named, per local rank."""
 
     default: Std

@@ -7,9 +7,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
 
 from hpc_elastic.output.log_reader import OutputReader, chunk_for
 from hpc_elastic.run.events import LARGEST_FILE, LONGEST_EVENT, describe_left_out
@@ -18,8 +19,7 @@ from hpc_elastic.run.paths import AttemptPaths
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadEvent:
+class ReadEvent(Struct, frozen=True, kw_only=True):
     """One line of an event log."""
 
     attempt: int

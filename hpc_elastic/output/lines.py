@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import re
 
-from hpc_elastic.lazy_pattern import pattern
 from hpc_elastic.output.terminal import unfinished
 
-CURSOR_UP = pattern(rb"\x1b\[[0-9]*[AF]")
-_STEP = pattern(rb"\n|\r|\x1b\[([0-9]*)([ABEFJK])")
+CURSOR_UP = re.compile(rb"\x1b\[[0-9]*[AF]")
+_STEP = re.compile(rb"\n|\r|\x1b\[([0-9]*)([ABEFJK])")
 _ROWS = 32
 _BYTES = 32 << 10
 

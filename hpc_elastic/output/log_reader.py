@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
+
+from msgspec import Struct
 
 from hpc_elastic.base.files import ask_about
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
@@ -36,8 +37,7 @@ _ASK_EACH = 4
 """One look of so many that find nothing new asks the file server for the folder, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Struct, frozen=True):
     """A position in an output."""
 
     piece: int
@@ -45,8 +45,7 @@ class Place:
     offset: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(Struct, frozen=True, kw_only=True):
     """Whole lines."""
 
     data: bytes
@@ -304,8 +303,7 @@ _AT_ONCE = 64
 """Chunks of one file before the next one has its turn."""
 
 
-@dataclass(slots=True)
-class _Watched:
+class _Watched(Struct):
     reader: OutputReader
     interval: float = 0.0
     due: float = -math.inf

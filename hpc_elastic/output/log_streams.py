@@ -16,9 +16,10 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from hpc_elastic.output.event_files import events_named
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
@@ -29,8 +30,7 @@ from hpc_elastic.report.node_times import NodeTimes, node_offsets
 from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
 
 
-@dataclass(frozen=True, slots=True)
-class LogStream:
+class LogStream(Struct, frozen=True):
     """One worker's stdout or stderr in one round."""
 
     attempt: int
@@ -41,8 +41,7 @@ class LogStream:
     path: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundLayout:
+class RoundLayout(Struct, frozen=True, kw_only=True):
     """Who was where in a round, as the agents told it."""
 
     nodes: Mapping[int, int]
@@ -124,8 +123,7 @@ _ALL_IN_FULL = 64 << 20
 _END = 64 << 10
 
 
-@dataclass(slots=True)
-class StreamMarks:
+class StreamMarks(Struct):
     """One stream's entries, by place; times never go back."""
 
     _pieces: dict[int, tuple[array[int], array[int]]] = field(default_factory=dict)
@@ -184,8 +182,7 @@ class StreamMarks:
         return self._latest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundMarks:
+class RoundMarks(Struct, frozen=True, kw_only=True):
     """What all nodes wrote down in one round."""
 
     streams: Mapping[tuple[int, int], StreamMarks]
@@ -244,8 +241,7 @@ def _end_of(path: Path, size: int) -> bytes:
         os.close(fd)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """Whole lines that were printed at one time."""
 
     time_us: int | None
@@ -273,8 +269,7 @@ def timed_blocks(chunk: Chunk, marks: StreamMarks) -> Iterator[Block]:
     yield Block(time_us, data[at:], gap)
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """Whole lines of one stream that were printed at one time."""
 
     stream: LogStream

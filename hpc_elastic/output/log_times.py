@@ -20,24 +20,23 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from msgspec import Struct
+
 from hpc_elastic.base.files import write_private
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.lazy_pattern import pattern
-from hpc_elastic.light_dataclasses import dataclass
 
 HEADER = b"log times 1\n"
 LARGEST = 512 << 10
 """Bytes from which on it is thinned out."""
 FINEST_US = 10_000
 STDOUT, STDERR = 1, 2
-_LINE = pattern(rb"(\d{1,9}) ([12]) (\d{1,9}) (\d{1,15}) (\d{1,18})")
+_LINE = re.compile(rb"(\d{1,9}) ([12]) (\d{1,9}) (\d{1,15}) (\d{1,18})")
 _LONGEST_NUMBER = 18
 _WHOLE_SHARE = 4
 """One part of so many, the newest, stays whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeMark:
+class TimeMark(Struct, frozen=True):
     """One entry."""
 
     rank: int

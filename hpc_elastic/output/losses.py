@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.output.job_log import JobLogSource
 
 QUIET_S = 10.0
@@ -22,8 +23,7 @@ _NAMED = 8
 """Streams that a line names."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLoss:
+class StreamLoss(Struct, frozen=True, kw_only=True):
     """What was lost of one stream in an episode, in bytes of what the worker printed."""
 
     rank: int
@@ -34,8 +34,7 @@ class StreamLoss:
     not_in_job_log: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossEpisode:
+class LossEpisode(Struct, frozen=True, kw_only=True):
     """What was lost on this node from one quiet time to the next."""
 
     reason: str

@@ -29,8 +29,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.job_log import JobLog, JobLogSource
 from hpc_elastic.output.lines import LineSplitter
@@ -57,8 +58,7 @@ _SMALLEST_PIPE = 4096
 _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogStats:
+class LogStats(Struct, frozen=True, kw_only=True):
     """What was moved and lost so far, in bytes."""
 
     read: int

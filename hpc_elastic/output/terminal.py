@@ -16,16 +16,15 @@ import re
 from collections.abc import Iterator
 
 from hpc_elastic.base.files import DECEPTIVE, escaped
-from hpc_elastic.lazy_pattern import pattern
 
-_NO_COLOUR = pattern(
+_NO_COLOUR = re.compile(
     rb"\x1b(?!\[[0-9;:]*m)(?:"
     rb"\[[0-?]*[ -/]*[@-~]?"  # CSI: cursor, erasing, modes
     rb"|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?"  # OSC and the like: titles, links
     rb"|[ -/]*[0-~])?"  # two or three bytes; or the beginning of none
 )
-_OPEN_COLOUR = pattern(rb"(\x1b\[(?!0*m)[0-9;:]*m[^\x1b\n]*)\n")
-_BEGUN = pattern(rb"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
+_OPEN_COLOUR = re.compile(rb"(\x1b\[(?!0*m)[0-9;:]*m[^\x1b\n]*)\n")
+_BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
 _NOISE = bytes([*range(8), *range(11, 13), *range(14, 27), *range(28, 32), 127])
 _STEERING = (b"\x1b", b"\b", b"\a", b"\x0e")
 """What makes a closer look necessary."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpc_elastic.light_dataclasses import dataclass, field
+from msgspec import Struct, field
+
 from hpc_elastic.rendezvous.claims import (
     ClaimKind,
     ClaimReader,
@@ -29,8 +30,7 @@ from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Sta
 from hpc_elastic.store.base import Store, get_many, make_folder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterView:
+class ClusterView(Struct, frozen=True, kw_only=True):
     """What the coordinator sees at one moment."""
 
     record: RoundRecord

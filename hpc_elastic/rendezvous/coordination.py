@@ -15,11 +15,12 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan
 from hpc_elastic.rendezvous.state import RoundRecord
@@ -34,8 +35,7 @@ _HEARD_SECONDS = 3.0
 """A peer's beat says so long how the filesystem treats the peer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class Refusal(Struct, frozen=True, kw_only=True):
     """One time of refusal, which lasts or has ended."""
 
     error: str

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from hpc_elastic.light_dataclasses import dataclass, field, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from hpc_elastic.options.rendezvous_settings import Growth, GrowthFacts, RendezvousSettings, decide_growth
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
@@ -29,8 +31,7 @@ from hpc_elastic.rendezvous.state import (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartDecision:
+class RestartDecision(Struct, frozen=True, kw_only=True):
     """The restart policy's decision about the failures of a round."""
 
     go_on: bool
@@ -63,8 +64,7 @@ HEARD_PATIENCE = 6.0
 """Seconds for which no round begins after a signal that may mean the job's end: by then it is known what it means."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
+class Proposal(Struct, frozen=True, kw_only=True):
     """A record to append, and what it stands for."""
 
     event: RoundEvent

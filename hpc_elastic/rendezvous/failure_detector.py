@@ -19,8 +19,9 @@ import logging
 import os
 from collections.abc import Iterable
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.store.base import Store
@@ -87,8 +88,7 @@ class Heartbeat:
         return float("inf") if self._renewed_at is None else now - self._renewed_at
 
 
-@dataclass(slots=True)
-class _Seen:
+class _Seen(Struct):
     value: str | None
     since: float
     looked: float

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandlerConfig:
+class HandlerConfig(Struct, frozen=True, kw_only=True):
     """What one node's handler needs to know; `directory`, `run_id` and the numbers are the same on every node."""
 
     directory: str

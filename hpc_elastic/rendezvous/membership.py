@@ -7,7 +7,8 @@ import random
 import select
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.rendezvous.claims import read_claims
@@ -25,8 +26,7 @@ _UNORDERED = 10_000
 """From here on, places of agents that follow another one on their node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundResult:
+class RoundResult(Struct, frozen=True, kw_only=True):
     """A final round, as one of its members sees it."""
 
     store: KeyValueStore
@@ -45,8 +45,7 @@ class RoundResult:
     """… and below it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WhoIsHere:
+class WhoIsHere(Struct, frozen=True, kw_only=True):
     """Hosts, by name."""
 
     present: Sequence[str]

@@ -10,7 +10,9 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from hpc_elastic.light_dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
+
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
@@ -20,8 +22,7 @@ NEWS_SECONDS = 1.0
 _MOST_STEPS = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
+class Notice(Struct, frozen=True):
     """In every record from when it was given. A later one that leaves less time takes its place."""
 
     reason: str
@@ -46,8 +47,7 @@ class Notice:
         return self.seconds < other.seconds - since - NEWS_SECONDS
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeStatus:
+class NoticeStatus(Struct, frozen=True, kw_only=True):
     """Where one node's workers stand when there is a preemption notice."""
 
     heeds: bool

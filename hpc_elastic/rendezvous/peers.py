@@ -8,7 +8,8 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.state import (
     OBSERVER_PLACE,
@@ -37,8 +38,7 @@ class Bell(Protocol):
     def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeatPlan:
+class BeatPlan(Struct, frozen=True, kw_only=True):
     """To whom a participant is to say that it lives."""
 
     about: str = ""

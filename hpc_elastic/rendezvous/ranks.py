@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.rendezvous.state import Member
 
 
@@ -87,8 +88,7 @@ def replacements(previous: Sequence[Member], members: Sequence[Member]) -> list[
     return list(zip(gone, come, strict=False)) if were & are else []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLayout:
+class RankLayout(Struct, frozen=True, kw_only=True):
     """One node's place in a round."""
 
     group_rank: int

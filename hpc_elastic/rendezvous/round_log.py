@@ -14,7 +14,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.rendezvous.state import RoundRecord, decode_record, members_elsewhere
 from hpc_elastic.store.base import Store
 
@@ -23,8 +24,7 @@ _FOLDER = "log"
 _DIGITS = 16
 
 
-@dataclass(frozen=True, slots=True)
-class LogRecord:
+class LogRecord(Struct, frozen=True):
     """One record: its number, from 1, and its JSON object."""
 
     number: int

@@ -19,8 +19,9 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir, why_replaceable
@@ -46,8 +47,7 @@ _STORE_FOLDERS = ("node", "hb", "bye", "gone", "place", "end", "round", "kv", "e
 """A store's folders, in the order in which they go: by its log one tells for certain what it was."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochFacts:
+class EpochFacts(Struct, frozen=True, kw_only=True):
     """What is known of an earlier epoch."""
 
     closed: bool

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import random
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.ending import Ending
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -32,8 +33,7 @@ LOOK_AT_ONCE = 64
 """Up to so many nodes look for the first record at once; more of them wait for the ring."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PollIntervals:
+class PollIntervals(Struct, frozen=True, kw_only=True):
     """Between two looks, heartbeats and answers. In seconds."""
 
     poll: float

@@ -16,10 +16,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.light_dataclasses import dataclass, replace
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.notice import Notice, decode_notice, notice_to_json
 
@@ -89,8 +91,7 @@ class Status(str, Enum):
     """The run's attempt is over, for good."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Struct, frozen=True):
     """A node in a round. Position in the member list is the group rank."""
 
     uid: str
@@ -108,8 +109,7 @@ class Members(tuple[Member, ...]):
         return {member.uid: rank for rank, member in enumerate(self)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FailureMemory:
+class FailureMemory(Struct, frozen=True, kw_only=True):
     """What one coordinator leaves to the next one about the failures so far."""
 
     fingerprint: str = ""
@@ -120,8 +120,7 @@ class FailureMemory:
     """The furthest step that any worker had reported then."""
 
 
-@dataclass(frozen=True, slots=True)
-class HangMark:
+class HangMark(Struct, frozen=True):
     """Where a worker stood that gave no sign of life any more. No times: clocks of two hosts are not compared."""
 
     step: int
@@ -146,8 +145,7 @@ def _decode_hang(value: Any) -> HangMark | None:
     return HangMark(int(step), float(age))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundRecord:
+class RoundRecord(Struct, frozen=True, kw_only=True):
     """One record of the log."""
 
     number: int
@@ -195,7 +193,7 @@ class RoundRecord:
 
     def __post_init__(self) -> None:
         if not isinstance(self.members, Members):
-            object.__setattr__(self, "members", Members(self.members))
+            force_setattr(self, "members", Members(self.members))
 
     def to_json(self) -> dict[str, Any]:
         """The record without its number, which is its name."""
@@ -320,8 +318,7 @@ def decode_record(
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeInfo:
+class NodeInfo(Struct, frozen=True, kw_only=True):
     """What a node says about itself once, when its agent starts."""
 
     uid: str
@@ -363,8 +360,7 @@ def decode_node(uid: str, value: Mapping[str, Any]) -> NodeInfo | None:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFailure:
+class NodeFailure(Struct, frozen=True, kw_only=True):
     """What one node says about the failures of its workers in a round: enough to decide, not the evidence."""
 
     node: int

@@ -6,7 +6,8 @@ import logging
 import random
 from collections.abc import Collection
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
@@ -25,8 +26,7 @@ HEAD_START = 1.5
 so knows who else did not answer; anybody else has to ask them anew."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(Struct, frozen=True, kw_only=True):
     """What to do about the coordinator."""
 
     event: RoundEvent

@@ -14,9 +14,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock_offset import drift_ns
 from hpc_elastic.report.collect_values import integer, text_of
@@ -32,8 +34,7 @@ _STEP_NS = 1_000_000
 """A wall clock whose distance to the time since the boot changed by more was set in between."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClockOffset:
+class ClockOffset(Struct, frozen=True, kw_only=True):
     """How far a host's wall clock is ahead of the reference's."""
 
     offset_ns: int
@@ -59,8 +60,7 @@ class Moment(NamedTuple):
     """`own_ns` is the time since its boot, not the wall clock's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
+class _Sample(Struct, frozen=True, kw_only=True):
     """One measurement: `node`'s clock was ahead of `reference`'s by this."""
 
     node: int
@@ -73,8 +73,7 @@ class _Sample:
     """The same moment by its wall clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Hop:
+class _Hop(Struct, frozen=True):
     """The way to the next node on the way to the reference, measured now and then: ascending in time."""
 
     to: int
@@ -91,8 +90,7 @@ class _Hop:
         return at_ns - offset, bound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clocks:
+class Clocks(Struct, frozen=True, kw_only=True):
     """One attempt's. Empty: nothing was measured."""
 
     reference: int | None = None
@@ -113,7 +111,7 @@ class Clocks:
     _supervisor: int | None = None
     _views: tuple[Clocks, ...] = ()
     """The same from each coordinator, where there were several."""
-    _found: dict[tuple[int | None, int, int], Moment] = field(default_factory=dict, compare=False)
+    _found: dict[tuple[int | None, int, int], Moment] = field(default_factory=dict)
     """What was asked for: each failure's moment is, several times."""
 
     def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:

@@ -9,8 +9,9 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hpc_elastic.base.files import ask_about, read_json
 from hpc_elastic.errors import UsageError

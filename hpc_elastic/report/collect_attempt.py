@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
@@ -29,8 +31,7 @@ _NEVER_JOINED_NS = 10 * 10**9
 """An attempt that ended sooner tells nothing against a node that was still to come."""
 
 
-@dataclass(slots=True)
-class AttemptBuilder:
+class AttemptBuilder(Struct):
     """Fed with events by `take`; error files and heartbeats are put into its `rounds`."""
 
     number: int

@@ -9,8 +9,9 @@ One round, put together from its events in any order of files.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import Struct, field
 
 from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
 from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
@@ -29,8 +30,7 @@ from hpc_elastic.report.incidents import RingRestart, read_restart
 _ENDS = ("workers_stopped", "workers_succeeded")
 
 
-@dataclass(slots=True)
-class EventCoverage:
+class EventCoverage(Struct):
     """Fed with each file's events in their order.
 
     An agent tells of failed workers after the end of all. So it has told of all that failed once its file goes on after
@@ -102,8 +102,7 @@ _FRAMES = 20
 _WORDS = 300
 
 
-@dataclass(slots=True)
-class RoundBuilder:
+class RoundBuilder(Struct):
     """Fed by `ROUND_HANDLERS`, and with what the error files say."""
 
     index: int

@@ -8,7 +8,8 @@ wordings.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.failures.classify import FailureClass, symptom_kind
 from hpc_elastic.failures.fingerprint import normalise_message
@@ -20,8 +21,7 @@ Wording = tuple[str, str, int]
 Kind = tuple[str, str, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimilarFailures:
+class SimilarFailures(Struct, frozen=True, kw_only=True):
     """Failures whose words differ in numbers, addresses and paths at most."""
 
     members: tuple[WorkerFailure, ...]
@@ -38,8 +38,7 @@ class SimilarFailures:
         return tuple(sorted(failure.global_rank for failure in self.members))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fold:
+class Fold(Struct, frozen=True, kw_only=True):
     """Failures of one kind."""
 
     first: WorkerFailure

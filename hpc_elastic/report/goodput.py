@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
+
+from msgspec import Struct
 
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
@@ -12,8 +13,7 @@ from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundTimes, place_a
 from hpc_elastic.report.verdict import Cause
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(Struct, frozen=True, kw_only=True):
     """What one interruption cost."""
 
     attempt: int
@@ -29,8 +29,7 @@ class Cost:
     """False: the membership changed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
+class Goodput(Struct, frozen=True, kw_only=True):
     """Seconds of wall time, which add up to `wall`."""
 
     wall: float

@@ -6,8 +6,9 @@ subtracted across hosts; durations were measured on one host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import Struct, field
 
 from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -17,8 +18,7 @@ from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.node_score import NodeScore
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLoss:
+class NodeLoss(Struct, frozen=True, kw_only=True):
     """A node that was taken out of a round because nothing was heard from it any more."""
 
     round: int
@@ -75,8 +75,7 @@ class RoundNode(NamedTuple):
     group_rank: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replacement:
+class Replacement(Struct, frozen=True, kw_only=True):
     """A spare that took a gone node's place when a round began."""
 
     node: int
@@ -86,8 +85,7 @@ class Replacement:
     group_rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
+class RankStatus(Struct, frozen=True, kw_only=True):
     """A worker's last sign of life, as its node told it."""
 
     rank: int
@@ -100,8 +98,7 @@ class RankStatus:
     """When that was, by the node's clock."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackGroup:
+class StackGroup(Struct, frozen=True, kw_only=True):
     """Ranks whose main thread stood at the same place when the round was ended because of a hang."""
 
     ranks: tuple[int, ...]
@@ -113,8 +110,7 @@ class StackGroup:
     """Where there is no stack: what the kernel said of the process, as ``D (disk sleep) in rpc_wait_bit_killable``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartRecord:
+class RestartRecord(Struct, frozen=True, kw_only=True):
     """What the coordinator decided when a round had broken."""
 
     action: str
@@ -124,8 +120,7 @@ class RestartRecord:
     max_restarts: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundHistory:
+class RoundHistory(Struct, frozen=True, kw_only=True):
     """One round: who took part, what failed, what was decided."""
 
     index: int
@@ -168,8 +163,7 @@ class RoundHistory:
         return bool(self.nodes) and self.succeeded_nodes >= {node.node for node in self.nodes}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentEnd:
+class AgentEnd(Struct, frozen=True, kw_only=True):
     """An agent that ended otherwise than well, as the supervisor saw it."""
 
     node: int
@@ -190,8 +184,7 @@ _UNABLE = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUpNode:
+class GivenUpNode(Struct, frozen=True, kw_only=True):
     """A node on which no further agent is started."""
 
     node: int
@@ -214,8 +207,7 @@ class GivenUpNode:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptHistory:
+class AttemptHistory(Struct, frozen=True, kw_only=True):
     """One execution of the job."""
 
     number: int
@@ -271,8 +263,7 @@ class AttemptHistory:
         return len(names) > 1 or (bool(names) and len(self.nodes) == 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunHistory:
+class RunHistory(Struct, frozen=True, kw_only=True):
     """Everything that a run directory tells about failures."""
 
     run_id: str
@@ -285,4 +276,4 @@ class RunHistory:
     """By what was known when an attempt ended last; the worst first."""
     excluded: tuple[str, ...] = ()
     """Those of them that the next attempt does without, or the one that was begun since."""
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()

@@ -8,9 +8,11 @@ Restarts within the processes of a round, as the ring told its agents: the third
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.report.collect_values import integer, integer_or, text_of, whole_numbers
@@ -32,8 +34,7 @@ class OutageKind(str, Enum):
     """No packet of a node came through; the node answered through the files."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outage:
+class Outage(Struct, frozen=True, kw_only=True):
     """One time of it, on one node."""
 
     kind: OutageKind
@@ -161,8 +162,7 @@ def _names(hosts: Sequence[str]) -> str:
 _MOST_STREAMS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamLoss:
+class StreamLoss(Struct, frozen=True, kw_only=True):
     """Of one worker's stdout or stderr, in bytes."""
 
     round: int
@@ -172,8 +172,7 @@ class StreamLoss:
     not_in_job_log: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLoss:
+class OutputLoss(Struct, frozen=True, kw_only=True):
     """What one node lost in one episode."""
 
     host: str
@@ -266,8 +265,7 @@ _SHOWN = 3
 _MOST_NAMED = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingRestart:
+class RingRestart(Struct, frozen=True, kw_only=True):
     """The function started again in the processes that were left, or a process gave up."""
 
     told_ns: int

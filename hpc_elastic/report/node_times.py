@@ -12,8 +12,9 @@ in every round by more than that is set wrong by about as much.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from msgspec import Struct, field
 
 from hpc_elastic.report.clocks import ClockOffset, Clocks
 
@@ -32,8 +33,7 @@ class NodeTimes(NamedTuple):
     succeeded: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentTimes:
+class AgentTimes(Struct, frozen=True, kw_only=True):
     """Beginnings and ends of the agents on one node, ascending: it may have been started several times."""
 
     node: int
@@ -43,8 +43,7 @@ class AgentTimes:
     """By the agent's own word; one that was killed has none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTimes:
+class AttemptTimes(Struct, frozen=True, kw_only=True):
     """All nodes' times in one attempt."""
 
     nodes: tuple[NodeTimes, ...] = ()
@@ -63,8 +62,7 @@ _FIELDS = {
 }
 
 
-@dataclass(slots=True)
-class TimesBuilder:
+class TimesBuilder(Struct):
     """Fed with what agents tell of themselves, in any order of files."""
 
     _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)

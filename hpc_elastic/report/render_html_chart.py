@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from hpc_elastic.report.render_html_markup import (
     Markup,
@@ -71,8 +72,7 @@ MARK_WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChartLimits:
+class ChartLimits(Struct, frozen=True, kw_only=True):
     """What a page may hold."""
 
     rows: int = 1024
@@ -82,16 +82,14 @@ class ChartLimits:
     """Marks of one kind of rows that can be pressed; the others are drawn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chart:
+class Chart(Struct, frozen=True, kw_only=True):
     """The chart's HTML, and what is not in it."""
 
     html: Markup
     left_out: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Pictures:
+class _Pictures(Struct):
     """Bars, each kind of row drawn once however many look the same."""
 
     axis: Axis
@@ -232,8 +230,7 @@ def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(found)
 
 
-@dataclass(slots=True)
-class _View:
+class _View(Struct):
     pictures: _Pictures
     entries: Sequence[Entry]
     shown: frozenset[int]

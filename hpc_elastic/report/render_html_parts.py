@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, whose_clock
@@ -37,8 +38,7 @@ STACKS = 60
 WORDINGS = 12
 
 
-@dataclass(slots=True)
-class TextRoom:
+class TextRoom(Struct):
     """How many characters of tracebacks the page still takes."""
 
     left: int = TRACEBACK_TOTAL

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.classify import Category, FailureClass
@@ -13,8 +14,7 @@ from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_start_
 _WITHOUT = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
+class Subject(Struct, frozen=True, kw_only=True):
     """The failure that somebody who asks "why?" wants to hear about."""
 
     attempt: AttemptHistory | None

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
+
+from msgspec import Struct
 
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -57,8 +58,7 @@ _STEPS: Sequence[int] = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Piece(Struct, frozen=True, kw_only=True):
     """A stretch of time to one scale."""
 
     start_ns: int
@@ -70,12 +70,11 @@ class Piece:
     """None: the wait between two attempts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(Struct, frozen=True):
     """Pieces without holes, from 0 to 1."""
 
     pieces: tuple[Piece, ...]
-    _starts: tuple[int, ...] = field(default=())
+    _starts: tuple[int, ...] = ()
 
     def place(self, when_ns: int) -> float:
         """Where a time lies; what is outside lies at the edge."""
@@ -157,8 +156,7 @@ _KINDS = {
 IMPORTANCE = {kind: number for number, kind in enumerate(MarkKind)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class Entry(Struct, frozen=True, kw_only=True):
     """Something that went wrong: failures of one kind in one round, or a lost node."""
 
     number: int
@@ -177,8 +175,7 @@ class Entry:
         return self.fold.headline if self.fold is not None else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class Mark(Struct, frozen=True, kw_only=True):
     """An entry on a row: one mark however many of the row's ranks it is about."""
 
     entry: int
@@ -187,8 +184,7 @@ class Mark:
     ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Struct, frozen=True, kw_only=True):
     """A node or a rank."""
 
     name: str
@@ -200,8 +196,7 @@ class Row:
     """What it went through, without times: rows that went through the same are alike."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Divider:
+class Divider(Struct, frozen=True, kw_only=True):
     """Where a round begins."""
 
     at_ns: int
@@ -210,8 +205,7 @@ class Divider:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class Timeline(Struct, frozen=True, kw_only=True):
     """Everything that the picture shows."""
 
     attempts: tuple[AttemptSpan, ...]

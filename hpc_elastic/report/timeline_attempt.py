@@ -6,10 +6,12 @@ One attempt with all its times on an axis that all hosts share, every stay's end
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
 from operator import itemgetter
 from typing import NamedTuple
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Moment
@@ -191,8 +193,7 @@ def _first(times: NodeTimes) -> int | None:
     return times.final_ns if times.final_ns is not None else times.started_ns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTimes:
+class RoundTimes(Struct, frozen=True, kw_only=True):
     """A round on the common axis."""
 
     attempt: int
@@ -203,8 +204,7 @@ class RoundTimes:
     """From when to when all its workers ran; None: they never did all at once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptSpan:
+class AttemptSpan(Struct, frozen=True, kw_only=True):
     """An attempt on the axis."""
 
     number: int

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.report.collect import collect_run
@@ -18,8 +19,7 @@ from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 from hpc_elastic.run.paths import RunPaths
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportResult:
+class ReportResult(Struct, frozen=True, kw_only=True):
     """A report, written or not."""
 
     verdict: Verdict

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field, to_builtins
+
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
-from hpc_elastic.lazy_pattern import pattern
-from hpc_elastic.light_dataclasses import asdict, dataclass, field, field_names
 
 VERSION = 1
-_JOB_ID = pattern(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
+_JOB_ID = re.compile(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
 
 
 def is_job_id(value: object) -> bool:
@@ -28,8 +29,7 @@ class UnreadableAttemptError(UnreadableFileError):
     """attempt.json is missing, torn, or of another version."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptInfo:
+class AttemptInfo(Struct, frozen=True, kw_only=True):
     """Facts that hold for the whole attempt."""
 
     number: int
@@ -55,7 +55,7 @@ class AttemptInfo:
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        write_json(path, {"version": VERSION, **asdict(self)}, durable=True)
+        write_json(path, {"version": VERSION, **to_builtins(self)}, durable=True)
 
 
 def load_attempt(path: Path) -> AttemptInfo:
@@ -71,7 +71,7 @@ def load_attempt(path: Path) -> AttemptInfo:
         raise UnreadableAttemptError(
             path=str(path), why=f"has format version {value.get('version')!r}; this program reads {VERSION}"
         )
-    known = set(field_names(AttemptInfo))
+    known = set(AttemptInfo.__struct_fields__)
     chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
     try:
         if not (chosen.get("job_id") is None or is_job_id(chosen["job_id"])):

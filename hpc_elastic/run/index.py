@@ -13,9 +13,11 @@ import os
 import pwd
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.errors import UsageError
@@ -80,8 +82,7 @@ _TASK_OF = re.compile(r"(.+)_(\d{1,10})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEntry:
+class JobEntry(Struct, frozen=True, kw_only=True):
     """One submitted job."""
 
     cluster: str

@@ -12,20 +12,19 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from hpc_elastic.errors import UsageError
-from hpc_elastic.lazy_pattern import pattern
-from hpc_elastic.light_dataclasses import dataclass
 
 SMALLEST_PIECE = 64 << 10
 DEFAULT_PIECES = 5
 _LARGEST_PIECE = 1 << 50
-_SIZE = pattern(r"([0-9]{1,15})(?:([KMGT])(?:i?B)?|B)?\Z", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(?:i?B)?|B)?\Z", re.IGNORECASE)
 _UNIT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_NUMBER = pattern(r"\.([0-9]{3,9})\Z")
+_NUMBER = re.compile(r"\.([0-9]{3,9})\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PieceLimit:
+class PieceLimit(Struct, frozen=True, kw_only=True):
     """When an output file is rotated, and what is kept of it."""
 
     size: int

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.base.host_lock import host_lock, host_lock_path
@@ -32,8 +33,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _NAME = re.compile(r"(\d{10,20})-.*\.json\Z")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRecord:
+class NodeRecord(Struct, frozen=True, kw_only=True):
     """What one file holds."""
 
     evidence: tuple[Evidence, ...] = ()
@@ -65,7 +65,7 @@ def save_record(path: Path, record: NodeRecord) -> None:
     """Write a file whole. Raises OSError."""
     latest = sorted(dict.fromkeys(record.evidence), key=lambda item: item.at_ns)[-MOST_EVIDENCE:]
     head = {"version": VERSION, "saved_ns": record.saved_ns, "excluded": list(record.excluded)}
-    write_json(path, {**head, "evidence": [asdict(item) for item in latest]})
+    write_json(path, {**head, "evidence": [to_builtins(item) for item in latest]})
 
 
 def _evidence(value: object) -> Evidence | None:
@@ -107,7 +107,7 @@ def remember(
         folder = make_account_folder("nodes", env)
         _drop_old(folder, now_ns)
         name = f"{now_ns}-{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', run_id)}-{attempt}.json"
-        value = {"version": VERSION, "cluster": cluster, "evidence": [asdict(item) for item in evidence]}
+        value = {"version": VERSION, "cluster": cluster, "evidence": [to_builtins(item) for item in evidence]}
         write_json(folder / name, value)
         return None
     except (OSError, UsageError) as error:

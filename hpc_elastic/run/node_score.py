@@ -8,8 +8,9 @@ against none of them. Everything expires, and never are so many nodes left out t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
+
+from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 
@@ -58,8 +59,7 @@ class Scope(str, Enum):
     OFF = "off"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadNodeSettings:
+class BadNodeSettings(Struct, frozen=True, kw_only=True):
     """``--bad-nodes``."""
 
     scope: Scope = Scope.RUN
@@ -69,8 +69,7 @@ class BadNodeSettings:
     """Of the partition's nodes never more are left out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
+class Evidence(Struct, frozen=True, kw_only=True):
     """One thing that happened on a node."""
 
     node: str
@@ -88,8 +87,7 @@ class Evidence:
     round: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeScore:
+class NodeScore(Struct, frozen=True, kw_only=True):
     """How bad a node is."""
 
     node: str
@@ -111,13 +109,12 @@ class NodeScore:
         return f"{heaviest.why or heaviest.kind.value.replace('_', ' ')}{f' (and {more} more)' if more else ''}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exclusion:
+class Exclusion(Struct, frozen=True, kw_only=True):
     """Which nodes to leave out."""
 
     nodes: tuple[str, ...] = ()
     """Sorted by name; may be empty."""
-    spared: tuple[tuple[str, str], ...] = field(default=())
+    spared: tuple[tuple[str, str], ...] = ()
     """Bad ones that stay in, each with the reason."""
 
 

@@ -30,17 +30,15 @@ import os
 import re
 from pathlib import Path
 
-from hpc_elastic.lazy_pattern import pattern
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
 
-_ATTEMPT = pattern(r"attempt-(\d{3,})\Z")
-_ROUND = pattern(r"round-(\d{3,})\Z")
-_TASK = pattern(r"task-(\d+)\Z", re.ASCII)
-_RANK = pattern(r"rank-(\d{5,})\Z")
+_ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
+_ROUND = re.compile(r"round-(\d{3,})\Z")
+_TASK = re.compile(r"task-(\d+)\Z", re.ASCII)
+_RANK = re.compile(r"rank-(\d{5,})\Z")
 
 
-@dataclass(frozen=True, slots=True)
-class RankPaths:
+class RankPaths(Struct, frozen=True):
     """The files of one worker in one round."""
 
     root: Path
@@ -62,8 +60,7 @@ class RankPaths:
         return self.root / "stacks.txt"
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptPaths:
+class AttemptPaths(Struct, frozen=True):
     """The files of one execution of the job."""
 
     root: Path
@@ -121,8 +118,7 @@ class AttemptPaths:
         return RankPaths(self.round_dir(round_index) / f"rank-{global_rank:05d}")
 
 
-@dataclass(frozen=True, slots=True)
-class RunPaths:
+class RunPaths(Struct, frozen=True):
     """The files of one run. `root` is absolute."""
 
     root: Path

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.run.attempt import is_job_id
@@ -11,8 +12,7 @@ from hpc_elastic.run.attempt import is_job_id
 VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredResult:
+class StoredResult(Struct, frozen=True, kw_only=True):
     """The end of one attempt."""
 
     outcome: str
@@ -30,7 +30,7 @@ class StoredResult:
     """The follow-on job's id, where the next attempt is another job's."""
 
     def save(self, path: Path) -> None:
-        write_json(path, {"version": VERSION, **asdict(self)}, durable=True)
+        write_json(path, {"version": VERSION, **to_builtins(self)}, durable=True)
 
 
 def load_result(path: Path) -> StoredResult | None:
@@ -38,7 +38,7 @@ def load_result(path: Path) -> StoredResult | None:
     value = read_json(path)
     if isinstance(value, str) or value.get("version") != VERSION:
         return None
-    chosen = {key: value[key] for key in StoredResult.__slots__ if key in value}
+    chosen = {key: value[key] for key in StoredResult.__struct_fields__ if key in value}
     if any(type(item) is not (int if key in ("exit_code", "step", "idle") else str) for key, item in chosen.items()):
         return None
     if not is_job_id(chosen.get("next_job")):

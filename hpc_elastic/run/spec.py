@@ -10,9 +10,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field, to_builtins
+
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.errors import UnreadableFileError
-from hpc_elastic.light_dataclasses import asdict, dataclass, field, field_names
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 
 VERSION = 1
@@ -30,8 +31,7 @@ class EntryKind(str, Enum):
     COMMAND = "command"  # target args… (torchrun's --no-python)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entrypoint:
+class Entrypoint(Struct, frozen=True, kw_only=True):
     """What every worker runs."""
 
     kind: EntryKind
@@ -52,8 +52,7 @@ class Entrypoint:
         return shlex.join(self.argv())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
+class RunSpec(Struct, frozen=True, kw_only=True):
     """One run. Times in seconds. Immutable: what changes lives in the attempts."""
 
     run_id: str
@@ -140,7 +139,7 @@ class RunSpec:
 
     def save(self, path: Path, *, durable: bool = True) -> None:
         """Write run.json."""
-        value = asdict(self)
+        value = to_builtins(self)
         value["entrypoint"]["kind"] = self.entrypoint.kind.value
         write_json(path, {"version": VERSION, **value}, durable=durable)
 
@@ -157,7 +156,7 @@ def load_run_spec(path: Path) -> RunSpec:
     version = value.get("version")
     if version != VERSION:
         raise UnreadableRunError(path=str(path), why=f"has format version {version!r}; this program reads {VERSION}")
-    known = set(field_names(RunSpec))
+    known = set(RunSpec.__struct_fields__)
     chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
     try:
         entry = dict(chosen["entrypoint"])

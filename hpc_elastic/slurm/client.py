@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.slurm import commands
@@ -35,8 +36,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_TIMEOUT = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommandResult:
+class CommandResult(Struct, frozen=True, kw_only=True):
     """What a command did. Text is UTF-8 with surrogate escapes."""
 
     rc: int

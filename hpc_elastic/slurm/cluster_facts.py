@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -14,8 +15,7 @@ _KILL_WAIT, _SLURMD_TIMEOUT, _CRED_EXPIRE, _MIN_JOB_AGE = 30, 300, 120, 300
 _UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "unknown", "inval", "maint", "future")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmConfig:
+class SlurmConfig(Struct, frozen=True, kw_only=True):
     """The site's settings that decide how this run must behave. Times in seconds."""
 
     version: tuple[int, ...]
@@ -74,8 +74,7 @@ def _seconds(value: str | None, default: int) -> int:
     return int(match.group()) if match else default
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionNodes:
+class PartitionNodes(Struct, frozen=True, kw_only=True):
     """How many nodes a partition has."""
 
     name: str
@@ -83,9 +82,9 @@ class PartitionNodes:
     total: int
     usable: int
     """Not down, drained or failing: busy ones count."""
-    names: frozenset[str] = field(default=frozenset(), compare=False)
+    names: frozenset[str] = frozenset()
     """Of all its nodes."""
-    usable_names: frozenset[str] = field(default=frozenset(), compare=False)
+    usable_names: frozenset[str] = frozenset()
 
 
 def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:

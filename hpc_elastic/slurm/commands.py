@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
@@ -90,8 +91,7 @@ _SET_BY_GRES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDI
 _PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
 
 
-@dataclass(frozen=True, slots=True)
-class JobId:
+class JobId(Struct, frozen=True):
     """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``; `cluster` where it was submitted with
     ``--clusters``.
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import Struct
+
 from hpc_elastic.errors import HpcElasticError, UsageError
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.slurm.notation import HostlistError, device_count, expand, expand_counts, gpu_count
 
 _MAX_NUMBER = 1 << 62
@@ -31,8 +32,7 @@ class JobEnvironmentError(UsageError):
         HpcElasticError.__init__(self, **facts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
+class NodeFacts(Struct, frozen=True, kw_only=True):
     """What the environment says about the node that this process is on."""
 
     name: str | None
@@ -43,8 +43,7 @@ class NodeFacts:
     """GPUs that processes here can use; 0 where Slurm gave none."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFacts:
+class BatchFacts(Struct, frozen=True, kw_only=True):
     """Of a batch script, or of a shell in an allocation: a process of the job that is in no step."""
 
     node: NodeFacts
@@ -52,8 +51,7 @@ class BatchFacts:
     """One number per node of (the leading component of) the job; empty where Slurm said nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFacts:
+class TaskFacts(Struct, frozen=True, kw_only=True):
     """Of a task that srun started."""
 
     node: NodeFacts
@@ -70,8 +68,7 @@ class TaskFacts:
     """One number per node of the step, by `node_id`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEnvironment:
+class JobEnvironment(Struct, frozen=True, kw_only=True):
     """The job that this process belongs to, and, in `batch` or `task`, its place in it."""
 
     job_id: str

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.options.sbatch import parse_time_limit
@@ -78,8 +79,7 @@ _FREE_FIELD = re.compile(rf"(?:\A|(?<= ))({_FREE_TEXT})=(.*)\Z", re.DOTALL)
 _FIELD = re.compile(r"(?:\A|(?<= ))([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobState:
+class JobState(Struct, frozen=True, kw_only=True):
     """One job, or one component of a het job, or one array task (or its pending rest)."""
 
     job_id: str

@@ -12,14 +12,13 @@ import re
 from collections.abc import Iterable, Iterator
 
 from hpc_elastic.errors import HpcElasticError, UsageError
-from hpc_elastic.lazy_pattern import pattern
 
 MAX_HOSTS = 1 << 17
 _MAX_NAME = 255
 _MAX_DIGITS = 18
-_NAME = pattern(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*\Z")
-_LITERAL = pattern(r"[A-Za-z0-9_.-]*\Z")
-_TRAILING_NUMBER = pattern(rf"(.*?)([0-9]{{1,{_MAX_DIGITS}}})\Z", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.-]*\Z")
+_LITERAL = re.compile(r"[A-Za-z0-9_.-]*\Z")
+_TRAILING_NUMBER = re.compile(rf"(.*?)([0-9]{{1,{_MAX_DIGITS}}})\Z", re.DOTALL)
 
 
 class HostlistError(UsageError):
@@ -157,8 +156,8 @@ def _shown(text: str) -> str:
 
 
 MAX_ITEMS = 1 << 17
-_COUNTED = pattern(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\Z")
-_PARENTHESES = pattern(r"\([^()]*\)")
+_COUNTED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\Z")
+_PARENTHESES = re.compile(r"\([^()]*\)")
 
 
 def expand_counts(text: str) -> tuple[int, ...]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct
 
 from hpc_elastic.slurm.notation import HostlistError, expand
 
@@ -33,8 +34,7 @@ class SrunEventKind(Enum):
     EXEC_FAILED = "exec failed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SrunEvent:
+class SrunEvent(Struct, frozen=True, kw_only=True):
     """One message."""
 
     kind: SrunEventKind

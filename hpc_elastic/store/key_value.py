@@ -15,8 +15,9 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.store.base import Store, StoreError
@@ -43,8 +44,7 @@ class KeyValueTimeoutError(StoreError):
     template = "store {root}: nothing under {missing} after {seconds:g} s"
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
+class _Version(Struct, frozen=True):
     number: int
     value: bytes | None
     """None: deleted, or never written."""

@@ -28,12 +28,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct, field
+
 from hpc_elastic.base.clock import Clock, SystemClock, uptime_ns
 from hpc_elastic.base.clock_offset import Offset, PeerClock
+from hpc_elastic.base.digests import Mac, sha256
 from hpc_elastic.base.files import read_bytes
-from hpc_elastic.digests import Mac, sha256
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.light_dataclasses import dataclass, field
 
 _LEAST_BYTES = 16
 
@@ -99,8 +100,7 @@ _in_short = json.JSONEncoder(separators=(",", ":")).encode
 """Made once: a beat a second is half of what a sleeping agent does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
+class Heard(Struct, frozen=True, kw_only=True):
     """What valid datagrams said."""
 
     rung: bool

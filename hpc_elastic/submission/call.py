@@ -17,10 +17,11 @@ import runpy
 import stat
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from hpc_elastic.base.files import ask_about, open_own
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
@@ -142,8 +143,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallTerms:
+class CallTerms(Struct, frozen=True, kw_only=True):
     """What holds for a call besides the function itself. Travels as JSON."""
 
     name: str
@@ -161,11 +161,10 @@ class CallTerms:
     """Where the submitting program's modules are, beyond its interpreter's own."""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(Struct, frozen=True):
     """``function(*args, **kwargs)``."""
 
     function: Callable[..., Any]
@@ -211,7 +210,7 @@ def read_terms(path: Path) -> CallTerms:
     """Raises UnreadableObjectError."""
     head = read_head(path)
     try:
-        chosen = {name: head[name] for name in CallTerms.__slots__ if name in head}
+        chosen = {name: head[name] for name in CallTerms.__struct_fields__ if name in head}
         return CallTerms(**{**chosen, "sys_path": tuple(chosen.get("sys_path", ()))})
     except TypeError as error:
         raise UnreadableObjectError(path=str(path), why=f"torn: {error}") from None

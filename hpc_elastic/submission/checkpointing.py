@@ -6,9 +6,11 @@ that a state counts only where all ranks of its attempt have written theirs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import HpcElasticError
@@ -40,8 +42,7 @@ class NoticeAction(Enum):
     """The job is not to come back."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeFacts:
+class NoticeFacts(Struct, frozen=True, kw_only=True):
     """What the decision rests on. Times in seconds."""
 
     ran: float
@@ -54,8 +55,7 @@ class NoticeFacts:
     """The function has called `should_checkpoint` or `preemption_notice`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeDecision:
+class NoticeDecision(Struct, frozen=True, kw_only=True):
     """What to do, and why not more."""
 
     action: NoticeAction
@@ -117,8 +117,7 @@ def save_state(attempt: AttemptPaths, call: Call, *, rank: int, world_size: int,
     write_object(places.checkpoint_file(attempt, rank), head, (call.function, call.args, dict(call.kwargs)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedState:
+class SavedState(Struct, frozen=True, kw_only=True):
     """What one rank goes on from."""
 
     call: Call

@@ -16,9 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, field
 
 from hpc_elastic.errors import UsageError
 
@@ -98,8 +99,7 @@ _HARMLESS = {"rdzv_backend": ("", "etcd", "static", "c10d"), "rdzv_endpoint": ("
 """torch's own defaults, which say nothing."""
 
 
-@dataclass(slots=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Struct, kw_only=True):
     """torch's, as far as it says something here. torch's own is taken in its place."""
 
     min_nodes: int = 1
@@ -123,7 +123,7 @@ class LaunchConfig:
     """Where the run directory is made; None: a temporary folder, removed when all went well."""
 
 
-_TAKEN = frozenset(field.name for field in fields(LaunchConfig))
+_TAKEN = frozenset(LaunchConfig.__struct_fields__)
 
 
 def launch(

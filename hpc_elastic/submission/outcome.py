@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from hpc_elastic.base.files import read_bytes, read_json
@@ -85,8 +85,7 @@ STREAMS = ("stdout", "stderr")
 _LONGEST_REPORT = 64 << 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
+class RunEnd(Struct, frozen=True, kw_only=True):
     """How the run ended, once and for all."""
 
     outcome: str

@@ -6,8 +6,9 @@ They become the same options that the command line has, and so have the same mea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.all_options import ALL_OPTIONS, YIELDS

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import Struct
 
 from hpc_elastic.base.files import ask_about
 from hpc_elastic.errors import UsageError
@@ -57,8 +58,7 @@ def ranks(folder: Path) -> list[int]:
     return sorted(rank for name in names if (rank := rank_index(name)) is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundPlace:
+class RoundPlace(Struct, frozen=True, kw_only=True):
     """One round of one attempt."""
 
     attempt: AttemptPaths
@@ -91,8 +91,7 @@ JOB_VARIABLE = "HPC_ELASTIC_JOB_ID"
 """Of a submitted function's worker: the job's id as `ElasticJob.job_id` has it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerPlace:
+class WorkerPlace(Struct, frozen=True, kw_only=True):
     """One worker in one round."""
 
     run_dir: Path

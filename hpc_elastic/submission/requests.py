@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import worker_arguments
@@ -32,8 +34,7 @@ _HINTS = MessageHints(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class Request(Struct, frozen=True, kw_only=True):
     """One call that is to become a run; several, one run each, are to become an array."""
 
     calls: tuple[Call, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from binascii import crc32
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
 
 VARIABLE = "HPC_ELASTIC_HEARTBEAT"
 """In a worker's environment: the path of its file, on the node itself."""
@@ -39,8 +39,7 @@ STEP_PENDING = -2
 """A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeartbeatRecord:
+class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     """What a worker said last."""
 
     count: int
@@ -65,8 +64,7 @@ class HeartbeatRecord:
     """Whether it has found one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeRecord:
+class NoticeRecord(Struct, frozen=True, kw_only=True):
     """What an agent tells a worker of a notice."""
 
     serial: int

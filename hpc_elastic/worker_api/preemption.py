@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from time import CLOCK_BOOTTIME, clock_gettime_ns
+
+from msgspec import Struct
 
 from hpc_elastic.worker_api import heartbeat
 from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING, NoticeRecord
 
 
-@dataclass(frozen=True, slots=True)
-class PreemptionNotice:
+class PreemptionNotice(Struct, frozen=True):
     """The job is going to be ended: by its time limit, a preemption, or ``hpc-elastic requeue``."""
 
     deadline_ns: int

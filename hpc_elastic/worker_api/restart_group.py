@@ -10,7 +10,7 @@ import json
 from enum import Enum
 from typing import Any
 
-from hpc_elastic.light_dataclasses import asdict, dataclass, field_names
+from msgspec import Struct, to_builtins
 
 REPORTS = "HPC_ELASTIC_RING_REPORTS"
 """Where the ring writes: the path of the agent's named pipe. Unset: nobody reads."""
@@ -47,8 +47,7 @@ class RingEvent(str, Enum):
     """The function starts again; the new rank 0 says so."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingLine:
+class RingLine(Struct, frozen=True, kw_only=True):
     """One line. Ranks are those that the process was started with, unless it says otherwise."""
 
     word: RingEvent
@@ -66,7 +65,7 @@ class RingLine:
     """Ranks in that iteration whose places fresh processes took."""
 
     def encode(self) -> bytes:
-        value = asdict(self)
+        value = to_builtins(self)
         value["word"] = self.word.value
         value["reason"] = self.reason[:_LONGEST_TEXT]
         for short in (64, 8, 0):
@@ -82,7 +81,7 @@ def decode(line: bytes) -> RingLine | None:
     """One line; None where it is none, or of another version."""
     try:
         value: dict[str, Any] = json.loads(line)
-        known = set(field_names(RingLine))
+        known = set(RingLine.__struct_fields__)
         chosen = {name: item for name, item in value.items() if name in known}
         chosen["word"] = RingEvent(chosen["word"])
         chosen["interruptions"] = tuple((int(rank), str(name)) for rank, name in chosen.get("interruptions", ()))

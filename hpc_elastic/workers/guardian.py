@@ -29,8 +29,9 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
 from hpc_elastic.workers.tree import Environ, Proc, TreeKiller
@@ -297,8 +298,7 @@ def _wait_for_child(pid: int, timeout: float) -> bool:
             os.close(pidfd)
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
+class _Child(Struct, frozen=True):
     proc: Proc
     leads: bool
     """Whether its session is its own, and so one in which none but its descendants can be."""

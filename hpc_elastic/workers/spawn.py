@@ -23,9 +23,10 @@ import warnings
 from collections.abc import Container, Mapping, Sequence
 from typing import NoReturn
 
+from msgspec import Struct
+
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.light_dataclasses import dataclass
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.linux import SPARE
 
@@ -39,8 +40,7 @@ EXEC_WAIT_S = 5.0
 _LOST_STATUS = 255
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inherited:
+class Inherited(Struct, frozen=True, kw_only=True):
     """What the user's shell handed down, and the workers must get back."""
 
     umask: int
@@ -52,8 +52,7 @@ class Inherited:
     """Soft and hard RLIMIT_NOFILE; None: as they are."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExitStatus:
+class ExitStatus(Struct, frozen=True, kw_only=True):
     """How a worker ended."""
 
     exitcode: int

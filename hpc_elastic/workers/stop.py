@@ -15,9 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 
+from msgspec import Struct, field
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.light_dataclasses import dataclass, field
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, reap_orphans
 from hpc_elastic.workers.tree import Delivery, Proc, TreeKiller
@@ -30,8 +31,7 @@ _KILL_LONGEST_LOOK_S = 0.1
 _ORPHAN_LOOKS = 100
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survivor:
+class Survivor(Struct, frozen=True, kw_only=True):
     """A process that SIGKILL did not end in time, and why one may think so."""
 
     pid: int
@@ -40,8 +40,7 @@ class Survivor:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class Stopped(Struct, frozen=True, kw_only=True):
     """The group is gone, but for `left`."""
 
     exits: Mapping[int, ExitStatus]
@@ -61,8 +60,7 @@ class _Phase(Enum):
     DONE = "done"
 
 
-@dataclass(slots=True)
-class _Progress:
+class _Progress(Struct):
     phase: _Phase = _Phase.NEW
     began: float = 0.0
     deadline: float = 0.0

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from hpc_elastic.workers.tree import Environ
@@ -25,8 +25,7 @@ TAG_VARIABLE = "HPC_ELASTIC_TAG"
 NODE_TAG_VARIABLE = "HPC_ELASTIC_NODE_TAG"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tag:
+class Tag(Struct, frozen=True, kw_only=True):
     """One incarnation of one node's agent in one run. Distinct runs have distinct uids, so their tags never match."""
 
     run_uid: str

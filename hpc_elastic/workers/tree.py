@@ -36,15 +36,15 @@ import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 
-from hpc_elastic.light_dataclasses import dataclass
+from msgspec import Struct
+
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, SPARE
 
 _DEAD = frozenset("ZX")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proc:
+class Proc(Struct, frozen=True, kw_only=True):
     """One process as it was when it was looked at."""
 
     pid: int

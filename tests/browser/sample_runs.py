@@ -129,7 +129,7 @@ def hung_run(root: Path) -> RunBuilder:
 
 
 def _hang(rank: int, *, at: float) -> WorkerFailure:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     failure = make_failure(rank, at=at, exitcode=-6, per_node=2, last_step=70 + (rank != 3), stopped_by_agent=True)
     kind = FailureClass.HANG if rank == 3 else FailureClass.STOPPED_BY_US

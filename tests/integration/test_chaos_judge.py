@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from tests.rigs.chaos.evidence import Deed, Evidence, SeenRecord, Work

@@ -12,11 +12,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from hpc_elastic.base import files
 from hpc_elastic.base.outcome import Outcome
@@ -391,7 +392,7 @@ def test_every_key_in_the_docs_is_taken_and_every_one_that_is_taken_is_there(tmp
 
 
 def test_the_docs_tell_the_defaults() -> None:
-    settings = asdict(RendezvousSettings())
+    settings = to_builtins(RendezvousSettings())
     for row in table("Options"):
         for key, said in zip(re.findall(r"`(\w+)`", row[0]), row[1].split(","), strict=True):
             if key in settings:

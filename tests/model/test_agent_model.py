@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.agent.supervision import TRANSITIONS, Event, Phase
 from hpc_elastic.errors import IllegalTransitionError

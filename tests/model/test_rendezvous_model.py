@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, NodeFailure, Outcome, Status
@@ -300,7 +300,7 @@ def test_random_crashes_freezes_and_returns(seed: int, way: str) -> None:
 
 SLOW_LEASE = RendezvousSettings(
     **{
-        **{name: getattr(SETTINGS, name) for name in RendezvousSettings.__slots__},
+        **{name: getattr(SETTINGS, name) for name in RendezvousSettings.__struct_fields__},
         "heartbeat_interval": 30,
         "heartbeat_ttl": 100,
     }
@@ -518,7 +518,7 @@ def test_a_hung_filesystem_under_the_coordinator_is_noticed_though_its_beats_go_
 
 
 def _as_dict(settings: RendezvousSettings) -> dict[str, float]:
-    return {name: getattr(settings, name) for name in RendezvousSettings.__slots__}
+    return {name: getattr(settings, name) for name in RendezvousSettings.__struct_fields__}
 
 
 @pytest.mark.parametrize(("cut", "least", "most"), [(False, 28, 33), (True, 57, 64)])

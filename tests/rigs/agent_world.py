@@ -11,10 +11,12 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.agent import node_agent
 from hpc_elastic.agent.context import AgentContext

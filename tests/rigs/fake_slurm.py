@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hpc_elastic.slurm.client import CommandResult, CommandTimeoutError
 from hpc_elastic.slurm.commands import SINFO_FORMAT, SQUEUE_FORMAT

@@ -13,9 +13,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from msgspec import to_builtins
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.errors import RendezvousClosedError
@@ -57,7 +58,7 @@ class Nodes:
         for config in configs:
             assert config.node is not None
             with open(self._output(config.node), "wb") as output:
-                argv = [sys.executable, "-m", "tests.rigs.rendezvous_process", json.dumps(asdict(config))]
+                argv = [sys.executable, "-m", "tests.rigs.rendezvous_process", json.dumps(to_builtins(config))]
                 self.processes[config.node] = subprocess.Popen(
                     argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
                 )

@@ -9,12 +9,12 @@ import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 import hpc_elastic
 from hpc_elastic.base.outcome import GivenUp, Outcome

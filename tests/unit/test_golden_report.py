@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.render_text import render_text

@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 HEAVY = {"torch", "filelock", "submitit", "numpy", "scipy", "asyncio", "multiprocessing", "http", "logging.config"}
-DEAR_TO_AGENTS = {"hashlib", "_hashlib", "hmac", "secrets", "ssl", "subprocess", "argparse"}
-DEAR_TO_AGENTS |= {"datetime", "tempfile", "shutil", "platform", "base64", "uuid", "concurrent.futures", "decimal"}
-DEAR_TO_AGENTS |= {"dataclasses", "inspect", "ast", "dis", "psutil", "filelock"}
+DEAR_TO_AGENTS = {"hashlib", "_hashlib", "hmac", "secrets", "ssl"}
+DEAR_TO_AGENTS |= {"tempfile", "shutil", "base64", "concurrent.futures", "dataclasses", "psutil", "filelock"}
 TORCH_FREE = ("cli", "launch", "agent", "rendezvous", "workers", "output", "report", "store", "slurm", "failures")
 TORCH_FREE += ("options", "run", "base")
 
@@ -71,8 +70,8 @@ def after(code: str) -> set[str]:
     return set(result.stdout.splitlines())
 
 
-NOT_AN_AGENTS = ("hpc_elastic.failures", "hpc_elastic.report", "hpc_elastic.options.table", "tomllib")
-"""Failures and reports come later; what is configured comes with run.json, and is not read on every node anew."""
+NOT_AN_AGENTS = ("hpc_elastic.report", "hpc_elastic.options.table", "tomllib")
+"""Reports come later; what is configured comes with run.json, and is not read on every node anew."""
 AGENT = "import hpc_elastic.cli.agent, hpc_elastic.agent.main"
 
 
@@ -84,10 +83,9 @@ def test_an_agent_starts_without_what_it_may_never_need() -> None:
     assert not [name for name in loaded if name.startswith(NOT_AN_AGENTS)]
 
 
-def test_what_an_agent_imports_in_functions_is_loaded_while_its_workers_run() -> None:
+def test_what_an_agent_may_need_is_imported_at_its_start() -> None:
     """A mount that hangs must not keep it from saying what failed, nor a newer version lie there by then."""
-    loaded = after(f"{AGENT}\nfrom hpc_elastic.agent.local_workers import import_what_failures_need as load\nload()")
-    assert not loaded & {"_hashlib", "inspect"}, "megabytes"
+    loaded = after(AGENT)
     missing = {}
     for name in sorted(after(AGENT)):
         if not name.startswith("hpc_elastic.") or name.startswith(NOT_AT_WORK):
@@ -104,10 +102,9 @@ def test_what_an_agent_imports_in_functions_is_loaded_while_its_workers_run() ->
 DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
-RARELY_NEEDED = {"argparse", "psutil", "base64", "concurrent.futures", "importlib.util", "traceback", "shutil"}
-RARELY_NEEDED |= {"dataclasses", "inspect"}
-"""At the start; for thousands of nodes; for another Python than the agent's own; loaded by `logging`; the guardian's,
-for its very last duty; and for programs that look into our classes."""
+RARELY_NEEDED = {"psutil", "base64", "concurrent.futures", "importlib.util", "traceback", "shutil"}
+"""By the health check; for thousands of nodes; for another Python than the agent's own; loaded by `logging`; the
+guardian's, for its very last duty."""
 
 
 def imported_in(function: ast.AST) -> Iterator[str]:

@@ -7,7 +7,6 @@ record, is covered by itself.
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import json
@@ -19,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import hpc_elastic
@@ -51,8 +51,8 @@ def make(cls: type, *, index: int = 0, **given: Any) -> Any:
     """An instance whose every field differs from its default and from its other fields; `index` tells several apart."""
     hints = typing.get_type_hints(cls)
     values = {}
-    for each in dataclasses.fields(cls):
-        default = each.default_factory() if callable(each.default_factory) else each.default
+    for each in msgspec.structs.fields(cls):
+        default = default_of(each)
         if each.name in ALTERNATIVES:
             values[each.name] = default
         else:
@@ -72,7 +72,7 @@ def value_of(hint: Any, name: str, default: Any = None, *, index: int = 0) -> An
         return tuple(value_of(arguments[0], name, index=n) for n in range(2))
     if origin is not None and issubclass(origin, Mapping):
         return {value_of(arguments[0], f"{name} key"): value_of(arguments[1], name)}
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return make(typing.cast("type", hint), index=index)
     if hint is bool:
         return default is not True
@@ -89,14 +89,14 @@ def value_of(hint: Any, name: str, default: Any = None, *, index: int = 0) -> An
 
 
 def names_of_differences(one: Any, other: Any) -> set[str]:
-    return {each.name for each in dataclasses.fields(one) if getattr(one, each.name) != getattr(other, each.name)}
+    return {each.name for each in msgspec.structs.fields(one) if getattr(one, each.name) != getattr(other, each.name)}
 
 
 def test_made_values_differ_from_the_defaults() -> None:
     made = make(RoundRecord)
-    for each in dataclasses.fields(RoundRecord):
+    for each in msgspec.structs.fields(RoundRecord):
         if each.name not in ALTERNATIVES:
-            assert getattr(made, each.name) not in (each.default, None, ()), each.name
+            assert getattr(made, each.name) not in (default_of(each), None, ()), each.name
     assert made.hang is not None
     assert made.notice is not None
     assert made.notice.left is not None
@@ -106,7 +106,7 @@ def test_made_values_differ_from_the_defaults() -> None:
 
 
 def self_writing() -> Iterator[type]:
-    """The dataclasses with one of the `WRITERS`; modules without any are not imported."""
+    """The records with one of the `WRITERS`; modules without any are not imported."""
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in tree.body:
@@ -117,7 +117,7 @@ def self_writing() -> Iterator[type]:
                 if importlib.util.find_spec("torch") is None and ".inprocess." in name:
                     continue
                 cls = getattr(importlib.import_module(name), node.name)
-                if dataclasses.is_dataclass(cls):
+                if issubclass(cls, msgspec.Struct):
                     yield cls
 
 
@@ -147,7 +147,7 @@ def there_and_back(record: Any, folder: Path) -> Any:
         written = json.loads(json.dumps(written))
     elif written[-1:] in ("\n", b"\n"):
         written = written[:-1]  # its reader is given the lines of a pipe
-    fields = {each.name for each in dataclasses.fields(record)}
+    fields = {each.name for each in msgspec.structs.fields(record)}
     positional, named = [], {}
     for parameter in inspect.signature(read).parameters.values():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
@@ -169,7 +169,7 @@ def gpus_there_and_back(record: GpuFacts, folder: Path) -> GpuFacts:
 
 def nodes_there_and_back(record: NodeRecord, folder: Path) -> NodeRecord:
     node_records.save_record(folder / "nodes.json", record)
-    return dataclasses.replace(node_records.load_record(folder / "nodes.json"), problem=record.problem)
+    return msgspec.structs.replace(node_records.load_record(folder / "nodes.json"), problem=record.problem)
 
 
 def evidence_there_and_back(record: Evidence, folder: Path) -> Evidence:
@@ -182,7 +182,7 @@ def evidence_there_and_back(record: Evidence, folder: Path) -> Evidence:
 
 def job_there_and_back(record: JobEntry, folder: Path) -> JobEntry:
     env = {"XDG_STATE_HOME": str(folder)}
-    values = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+    values = {each.name: getattr(record, each.name) for each in msgspec.structs.fields(record)}
     assert index.record(**values, env=env) is None
     (found,) = index.known_jobs(env=env)
     return found
@@ -190,7 +190,7 @@ def job_there_and_back(record: JobEntry, folder: Path) -> JobEntry:
 
 def heartbeat_there_and_back(record: HeartbeatRecord, folder: Path) -> HeartbeatRecord | None:
     buffer = bytearray(heartbeat_record.empty_file())
-    values = {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+    values = {each.name: getattr(record, each.name) for each in msgspec.structs.fields(record)}
     heartbeat_record.write_record(buffer, **{**values, "section": record.section.encode()})
     return heartbeat_record.read_record(bytes(buffer))
 
@@ -225,13 +225,13 @@ def test_every_field_comes_back(cls: type, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", RECORDS, ids=lambda cls: cls.__name__)
 def test_what_has_a_default_comes_back_as_it(cls: type, tmp_path: Path) -> None:
-    required = {each.name for each in dataclasses.fields(cls) if not _has_default(each)}
+    required = {each.name for each in msgspec.structs.fields(cls) if each.required}
     record = cls(**{name: getattr(make(cls), name) for name in required})
     assert RECORDS[cls](record, tmp_path) == record
 
 
-def _has_default(each: dataclasses.Field[Any]) -> bool:
-    return each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+def default_of(each: msgspec.structs.FieldInfo) -> Any:
+    return each.default_factory() if callable(each.default_factory) else each.default
 
 
 def test_a_member_list_elsewhere_comes_back() -> None:

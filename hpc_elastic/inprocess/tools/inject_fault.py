@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from hpc_elastic.inprocess.monitor_thread import async_raise
 
@@ -45,8 +46,7 @@ class InjectedException(Exception):
     """What `Fault.ASYNC_EXC` and `Fault.SIGNAL_EXC` raise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Struct, frozen=True, kw_only=True):
     """Who is hit by what, and when: the same on all ranks that use the same seed."""
 
     ranks: tuple[int, ...]

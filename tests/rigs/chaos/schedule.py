@@ -207,7 +207,7 @@ class _Chooser:
 
 
 def _replaced(action: Action, values: dict[str, object]) -> Action:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     return replace(action, **values)  # type: ignore[arg-type]
 

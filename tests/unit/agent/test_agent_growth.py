@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import CheckpointStatus, CheckpointWatch
 from hpc_elastic.agent.hang import RankBeat

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.agent.ending import leave_run
 from hpc_elastic.agent.health import HealthVerdict

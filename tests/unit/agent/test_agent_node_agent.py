@@ -6,12 +6,13 @@ import errno
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.agent import ending, node_agent
 from hpc_elastic.agent.address_filter import Guard

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import NoticeWatch
 from hpc_elastic.agent.hang import RankBeat

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,31 +83,3 @@ def test_a_fault_that_passes_costs_an_agent_only_time(paths: RunPaths, monkeypat
     began = clock.monotonic()
     assert main._load(paths, 0, clock) == (SPEC, ATTEMPT)
     assert clock.monotonic() - began == pytest.approx(0.3)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--run-dir", "/r", "--attempt", "3"],
-        ["--attempt", "0", "--node", "2", "--run-dir", "/r s", "--launcher-pid", "17"],
-        ["--run-dir=/r", "--attempt=3"],
-        ["--run-dir", "--attempt", "--attempt", "3"],
-        ["--run-dir", "/r", "--attempt", "3", "--attempt", "4"],
-        ["--run-dir", "/r", "--attempt", "x"],
-        ["--run-dir", "/r", "--attempt", "3", "--node", "-1"],
-        ["--run-dir", "/r", "--attempt"],
-        ["--run-dir", "/r"],
-        ["--run-dir", "/r", "--attempt", "3", "--nodes", "1"],
-        [],
-    ],
-)
-def test_options_mean_what_argparse_says_however_they_are_read(
-    argv: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def outcome(parse: Callable[[list[str]], object]) -> object:
-        try:
-            return parse(argv)
-        except SystemExit as stop:
-            return stop.code
-
-    assert outcome(main._parse) == outcome(main._parse_fully)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.agent import worker_environment as module
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment

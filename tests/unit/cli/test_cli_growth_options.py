@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import fields
 
 from hpc_elastic.cli.run import nodes_of
 from hpc_elastic.errors import UsageError
@@ -26,7 +27,8 @@ def test_the_policy_reaches_the_run(policy: str) -> None:
 
 def test_by_default_nodes_come_in_after_a_checkpoint() -> None:
     assert "grow" not in worker_options.worker_fields(read())
-    assert {field: RunSpec.__dataclass_fields__[field].default for field in ("grow", "spares")} == {
+    defaults = {each.name: each.default for each in fields(RunSpec)}
+    assert {field: defaults[field] for field in ("grow", "spares")} == {
         "grow": "checkpoint",
         "spares": 0,
     }

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from msgspec.structs import fields
 
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.all_options import ALL_OPTIONS
@@ -14,7 +14,7 @@ from hpc_elastic.options.run_request import build_spec, notice_seconds
 from hpc_elastic.options.table import Option, parse
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 
-FIELDS = {each.name: each for each in dataclasses.fields(RunSpec)}
+FIELDS = {each.name: each for each in fields(RunSpec)}
 TRAVELS_AS = {
     "chdir": "cwd",
     "grace": "signal_grace",

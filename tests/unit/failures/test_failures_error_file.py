@@ -4,13 +4,13 @@ import errno
 import json
 import os
 import tracemalloc
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hpc_elastic.failures import ProcessFailure
 from hpc_elastic.failures.error_file import ErrorFile, error_code_set, error_data, read_error_file, write_error_data

@@ -39,7 +39,7 @@ def describe(tmp_path: Path, stderr: str = "", **changes: Any) -> WorkerFailure:
 
 def test_the_facts_are_carried_over(tmp_path: Path) -> None:
     failure = describe(tmp_path, TRACE, last_step=40, core_dumped=True)
-    for name in ExitFacts.__dataclass_fields__:
+    for name in ExitFacts.__struct_fields__:
         assert getattr(failure, name) == getattr(facts(last_step=40, core_dumped=True), name), name
     assert failure.source is EvidenceSource.STDERR
     assert failure.error_file == str(tmp_path / "error.json")

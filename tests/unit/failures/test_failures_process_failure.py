@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.failures import ChildFailedError, ProcessFailure
 from hpc_elastic.failures.evidence import write_evidence

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.launch.bad_nodes import checked, keep_evidence, next_nodes, nodes_needed
 from hpc_elastic.launch.site import EligibleNodes

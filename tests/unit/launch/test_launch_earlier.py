@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.launch.attempts import earlier_run
 from hpc_elastic.launch.run_directory import create_run

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import bad_nodes, check_node_count, eligible_partitions, users_excluded

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.options.rendezvous_settings import GrowPolicy, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
+from msgspec.structs import fields
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import SbatchOptions, notice_grace, sbatch_arguments, sbatch_line
@@ -24,7 +23,7 @@ def test_the_least_that_is_asked_for() -> None:
 def test_every_option_reaches_sbatch_by_its_name() -> None:
     values = {
         field.name: "1-02:00:00" if field.name == "time" else "2:4" if field.name == "nodes" else f"{field.name}-value"
-        for field in dataclasses.fields(SbatchOptions)
+        for field in fields(SbatchOptions)
         if field.name not in ("requeue", "grace", "extra", "components")
     }
     options = SbatchOptions(**values, requeue=False, extra=("--licenses=matlab:2", "-Lx"))

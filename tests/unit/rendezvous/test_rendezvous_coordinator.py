@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.coordinator import next_proposal, noticed_after
 from hpc_elastic.rendezvous.notice import (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.report.render_text import _traceback
 from tests.rigs.run_builder import make_failure

@@ -54,7 +54,7 @@ def test_a_whole_run(builder: RunBuilder) -> None:
 
 
 def make_failure_read_back(builder: RunBuilder) -> object:
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     path = builder.paths.attempt(0).rank(0, 2).error_file
     return replace(make_failure(2, at=30, exception="ValueError: bad"), error_file=str(path), traceback=TRACE)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES, FailureClass
 from hpc_elastic.failures.fingerprint import normalise_message

@@ -214,7 +214,7 @@ def test_stderr_stands_in_for_a_traceback(builder: RunBuilder) -> None:
 def test_chained_exceptions_name_their_cause(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=1)
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     inner = "Traceback (most recent call last):\n  File \"/u/t.py\", line 1, in f\nKeyError: 'shard'\n\n"
     joint = "The above exception was the direct cause of the following exception:\n\n"

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import ExitFacts, describe_failure, read_failure, write_evidence
 from hpc_elastic.report.render_text import describe_class

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec, new_run_id
 
@@ -22,7 +23,7 @@ def spec(**changes: object) -> RunSpec:
         entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py", args=ODD_ARGUMENTS, python="/usr/bin/python3"),
         cwd="/home/me",
     )
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    return replace(base, **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults(tmp_path:
 
 
 def changed(key: str, item: object) -> bytes:
-    value = {"version": 1, **dataclasses.asdict(spec())}
+    value = {"version": 1, **to_builtins(spec())}
     value["entrypoint"]["kind"] = "script"
     value[key] = item
     return json.dumps(value).encode()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic import digests
-from hpc_elastic.digests import Mac, sha1, sha256
+from hpc_elastic.base import digests
+from hpc_elastic.base.digests import Mac, sha1, sha256
 
 
 @given(st.binary(max_size=200))
