@@ -1,0 +1,119 @@
+"""Records to JSON and back: one way for all that is written to disk, sent, or handed to another process.
+
+A record is a `msgspec.Struct` whose fields' types are its format. ``rename`` on the class gives a field its name in the
+JSON, ``array_like=True`` writes it as a list. Readers are strict about types and tolerant of everything else: unknown
+keys are ignored, missing ones take the field's default, and what can't be read is a `Problem`, a sentence, and no
+exception. The text itself is the standard library's JSON: msgspec's own encoder refuses the lone surrogates of paths
+that are not UTF-8.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import Struct, ValidationError, convert, to_builtins
+from msgspec.structs import fields
+
+from hpc_elastic.base.files import Unreadable, read_json, write_json
+
+VERSION = 1
+"""Of every format that is written here. A change that older readers can't ignore takes the next number."""
+
+R = TypeVar("R", bound=Struct)
+
+
+class UnreadableRecordError(ValueError):
+    """A value is not the record that it should be: torn, foreign, or of another version."""
+
+
+def to_json(record: Struct, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A record as JSON values.
+
+    Args:
+        record: Any but an ``array_like`` one.
+        without: Names in the JSON to leave out: what the record's place says.
+    """
+    value: dict[str, Any] = to_builtins(record, enc_hook=_encode)
+    for name in without:
+        del value[name]
+    return value
+
+
+def from_json(cls: type[R], value: object, **known: Any) -> R:
+    """A record from JSON values.
+
+    Args:
+        cls: Its class.
+        value: What `json.loads` gave.
+        known: Names in the JSON, and values that hold whatever `value` says.
+
+    Raises:
+        UnreadableRecordError: a field is missing or of another type.
+    """
+    try:
+        return convert({**value, **known} if isinstance(value, dict) else value, cls, dec_hook=_decode, str_keys=True)
+    except (ValidationError, RecursionError) as error:
+        raise UnreadableRecordError(str(error)) from None
+
+
+def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that `value` has in their types: for a record of which any part is better than none."""
+    found = {}
+    for each in fields(cls):
+        if each.encode_name in value:
+            try:
+                found[each.name] = convert(value[each.encode_name], each.type, dec_hook=_decode, str_keys=True)
+            except (ValidationError, RecursionError):
+                pass  # a newer version's, or damaged
+    return found
+
+
+def dumps(record: Struct) -> str:
+    """A record as one line of JSON."""
+    return json.dumps(to_builtins(record, enc_hook=_encode), separators=(",", ":"))
+
+
+def loads(cls: type[R], text: str | bytes) -> R:
+    """A record from a text.
+
+    Raises:
+        UnreadableRecordError: it is no JSON, or not that record.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableRecordError(str(error)) from None
+    return from_json(cls, value)
+
+
+def save(path: Path, record: Struct, *, durable: bool = False) -> None:
+    """Write a file whole or not at all, with its format's version. Raises OSError."""
+    write_json(path, {"version": VERSION, **to_json(record)}, durable=durable)
+
+
+def load(path: Path, cls: type[R], *, limit: int = 16 << 20) -> R | Unreadable:
+    """A record from a file, or why there is none that can be read: ``missing``, ``unreadable: …``."""
+    value = read_json(path, limit=limit)
+    if isinstance(value, str):
+        return value
+    if value.get("version") != VERSION:
+        return Unreadable(f"has format version {value.get('version')!r}; this program reads {VERSION}")
+    try:
+        return from_json(cls, value)
+    except UnreadableRecordError as error:
+        return Unreadable(f"unreadable: {error}")
+
+
+def _encode(value: object) -> object:
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} has no form in JSON")
+
+
+def _decode(wanted: type, value: object) -> object:
+    if wanted is Path and isinstance(value, str):
+        return Path(value)
+    raise ValueError(f"Expected `{wanted.__name__}`, got `{type(value).__name__}`")

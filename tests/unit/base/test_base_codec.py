@@ -1,0 +1,122 @@
+"""`hpc_elastic.base.codec`: strict about types, tolerant of everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import Struct, field
+
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Spot(Struct, frozen=True, array_like=True):
+    x: int
+    y: float = 0.0
+
+
+class Sheet(Struct, frozen=True, kw_only=True, rename={"long_name": "n"}):
+    long_name: str
+    colour: Colour = Colour.RED
+    spots: tuple[Spot, ...] = ()
+    by_rank: Mapping[int, str] = field(default_factory=dict)
+    folder: Path = Path("/")
+    step: int | None = None
+
+
+WHOLE = Sheet(
+    long_name="caf\udce9",  # of a path that is not UTF-8
+    colour=Colour.BLUE,
+    spots=(Spot(1), Spot(2, 0.5)),
+    by_rank={3: "x"},
+    folder=Path("/a/b"),
+    step=7,
+)
+
+
+def test_there_and_back_through_a_file(tmp_path: Path) -> None:
+    codec.save(tmp_path / "sheet.json", WHOLE)
+    assert codec.load(tmp_path / "sheet.json", Sheet) == WHOLE
+    value = json.loads((tmp_path / "sheet.json").read_bytes())
+    assert value["version"] == 1
+    assert value["spots"] == [[1, 0.0], [2, 0.5]]
+
+
+def test_there_and_back_as_a_line() -> None:
+    line = codec.dumps(WHOLE)
+    assert "\n" not in line
+    assert codec.loads(Sheet, line) == WHOLE
+    assert codec.loads(Spot, codec.dumps(Spot(4))) == Spot(4)
+
+
+def test_what_the_place_of_a_record_says_is_not_written() -> None:
+    value = codec.to_json(WHOLE, without=("n",))
+    assert "n" not in value
+    assert codec.from_json(Sheet, json.loads(json.dumps(value)), n=WHOLE.long_name) == WHOLE
+
+
+def test_a_newer_and_an_older_record_are_read() -> None:
+    assert codec.from_json(Sheet, {"n": "x", "unheard_of": 1}) == Sheet(long_name="x")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        None,
+        "text",
+        {"n": None},
+        {"n": 3},
+        {"n": "x", "colour": "green"},
+        {"n": "x", "spots": [["a"]]},
+        {"n": "x", "spots": [[]]},
+        {"n": "x", "step": "7"},
+        {"n": "x", "step": True},
+        {"n": "x", "folder": 3},
+        {"n": "x", "by_rank": {"one": "x"}},
+    ],
+)
+def test_another_value_is_refused(value: Any) -> None:
+    with pytest.raises(codec.UnreadableRecordError):
+        codec.from_json(Sheet, value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"n": 1}', "[" * 100_000])
+def test_a_damaged_line_is_refused(text: str) -> None:
+    with pytest.raises(codec.UnreadableRecordError):
+        codec.loads(Sheet, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (None, "missing"),
+        ('{"version": 1', "unreadable: "),
+        ("[]", "unreadable: holds a list, not an object"),
+        ('{"n": "x"}', "has format version None; this program reads 1"),
+        ('{"version": 2, "n": "x"}', "has format version 2; this program reads 1"),
+        ('{"version": 1, "n": 5}', "unreadable: Expected `str`, got `int` - at `$.n`"),
+    ],
+)
+def test_a_file_that_holds_no_record_is_a_fact(text: str | None, why: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "sheet.json").write_text(text)
+    found = codec.load(tmp_path / "sheet.json", Sheet)
+    assert isinstance(found, Unreadable)
+    assert found.startswith(why)
+
+
+def test_of_a_damaged_record_the_readable_fields_are_left() -> None:
+    value = {"n": 5, "colour": "green", "step": 3, "folder": "/x", "unheard_of": 1}
+    assert codec.readable_fields(Sheet, value) == {"step": 3, "folder": Path("/x")}
