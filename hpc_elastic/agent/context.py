@@ -41,7 +41,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     inherited: Inherited
     clock: Clock
     coordination: Coordination
-    doorbell: Notifier | None
+    notifier: Notifier | None
     pump: Pump
     store_server: StoreServer
     torch_available: Callable[[], bool]

@@ -149,7 +149,7 @@ def agent_main(argv: Sequence[str]) -> int:
             inherited=inherited,
             clock=clock,
             coordination=session.coordination,
-            doorbell=session.doorbell,
+            notifier=session.notifier,
             pump=pump,
             store_server=store_server,
             torch_available=lambda: torch_available(spec.entrypoint.python),
@@ -178,8 +178,8 @@ def agent_main(argv: Sequence[str]) -> int:
             keep=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WORDS_SECONDS),
             pipes=pipes,
         )
-    if session.doorbell is not None:
-        session.doorbell.log_rejections()
+    if session.notifier is not None:
+        session.notifier.log_rejections()
     is_clean = not agent.hangs and not health.is_stuck
     is_clean &= pump.close(CLOSE_LOGS_SECONDS if is_clean else HUNG_LOGS_SECONDS)
     log_losses(events, pump)

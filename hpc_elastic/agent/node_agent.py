@@ -88,7 +88,7 @@ class NodeAgent:
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
         self._clock_offsets = ClockOffsetLog(
-            context.events, context.doorbell, uid=context.info.uid, clock=context.clock
+            context.events, context.notifier, uid=context.info.uid, clock=context.clock
         )
         self._heard = HeardSignals(context)
         self._notice = NoticeWatch(context.watch, context.spec, clock=context.clock)
@@ -337,7 +337,7 @@ class NodeAgent:
 
         def confirm(participant: Participant) -> None:
             if guard is not None:
-                admit_members(guard, record, participant, context.doorbell)
+                admit_members(guard, record, participant, context.notifier)
             participant.confirm(record.round, master)
 
         context.coordination.ask(confirm)
@@ -544,7 +544,7 @@ def open_master(context: AgentContext, record: RoundRecord, is_ending: Callable[
     is_alone = len(record.members) == 1
     host = choose_master_address(
         given=context.spec.master_addr,
-        reached=list(context.doorbell.reached) if context.doorbell and not is_alone else (),
+        reached=list(context.notifier.reached) if context.notifier and not is_alone else (),
         candidates=() if is_alone else context.info.addresses,
     )
     try:
@@ -556,18 +556,18 @@ def open_master(context: AgentContext, record: RoundRecord, is_ending: Callable[
     return f"{address} {port} {int(serves)}"
 
 
-def admit_members(guard: Guard, record: RoundRecord, participant: Participant, doorbell: Notifier | None) -> None:
+def admit_members(guard: Guard, record: RoundRecord, participant: Participant, notifier: Notifier | None) -> None:
     """Let the nodes of the round `record` reach a port. In the coordination's thread: it may read files.
 
     Args:
         guard: The port's.
         record: The round's.
         participant: Knows what nodes say of themselves.
-        doorbell: Knows from where they were heard.
+        notifier: Knows from where they were heard.
 
     Raises:
         OSError: the filesystem refuses.
     """
     addresses = participant.member_addresses([member.uid for member in record.members])
-    senders = doorbell.senders if doorbell is not None else frozenset()
+    senders = notifier.senders if notifier is not None else frozenset()
     guard.admit(None if addresses is None else addresses | senders)

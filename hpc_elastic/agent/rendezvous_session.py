@@ -1,4 +1,4 @@
-"""A process' place in the run's rendezvous, agent or supervisor: its address, doorbell, store and participant.
+"""A process' place in the run's rendezvous, agent or supervisor: its address, notifier, store and participant.
 
 The how-manyeth agent of its node an agent is: later agents supersede earlier ones, whatever the node's clock says.
 
@@ -39,7 +39,7 @@ class RendezvousSession(Struct, frozen=True, kw_only=True):
     """One process's parts of the rendezvous, put together."""
 
     info: NodeInfo
-    doorbell: Notifier | None
+    notifier: Notifier | None
     """None: polling alone."""
     coordination: Coordination
     """Not started yet."""
@@ -63,10 +63,10 @@ def session_addresses(attempt: AttemptInfo, host: str) -> tuple[str, ...]:
     return (LOOPBACK,) if attempt.cluster == "local" else tuple(candidate_addresses(host))
 
 
-def open_session_doorbell(
+def open_session_notifier(
     spec: RunSpec, attempt: AttemptInfo, *, secret: bytes, uid: str, addresses: tuple[str, ...]
 ) -> Notifier | None:
-    """This process' doorbell in the attempt, or None where there can be none. Arguments as of `prepare_session`."""
+    """This process' notifier in the attempt, or None where there can be none. Arguments as of `prepare_session`."""
     bind_to = LOOPBACK if attempt.cluster == "local" else "0.0.0.0"
     return open_notifier(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
 
@@ -84,13 +84,13 @@ def prepare_session(
     decide_restart: DecideRestart,
     clock: Clock,
 ) -> RendezvousSession:
-    """Bind the doorbell and put the rest together. Touches no file: the coordination's thread does, once it is started.
+    """Bind the notifier and put the rest together. Touches no file: the coordination's thread does, once it is started.
 
     Args:
         spec: What was asked for.
         attempt: The attempt's facts.
         store: The store's folder.
-        secret: The run's; used where there is a doorbell.
+        secret: The run's; used where there is a notifier.
         uid: This process' own.
         node: Its index, or `OBSERVER_NODE`.
         host: Its name.
@@ -100,16 +100,16 @@ def prepare_session(
     """
     settings = rendezvous_settings(spec, attempt)
     addresses = session_addresses(attempt, host)
-    doorbell = None
+    notifier = None
     if settings.doorbell:
-        doorbell = open_session_doorbell(spec, attempt, secret=secret, uid=uid, addresses=addresses)
+        notifier = open_session_notifier(spec, attempt, secret=secret, uid=uid, addresses=addresses)
     info = NodeInfo(
         uid=uid,
         node=node,
         host=host,
         local_world_size=local_world_size,
         addresses=addresses,
-        port=doorbell.port if doorbell else 0,
+        port=notifier.port if notifier else 0,
         spare=node >= spec.max_nodes,
     )
 
@@ -123,17 +123,17 @@ def prepare_session(
             clock=clock,
             rng=random.Random(),
             listener=coordination,
-            bell=doorbell,
+            notifier=notifier,
         )
 
     coordination = Coordination(
         make_participant,
-        doorbell=doorbell,
+        notifier=notifier,
         clock=clock,
         longest_backoff=settings.heartbeat_interval,
         beat_interval=settings.beat_interval,
     )
-    return RendezvousSession(info=info, doorbell=doorbell, coordination=coordination)
+    return RendezvousSession(info=info, notifier=notifier, coordination=coordination)
 
 
 START_NUMBER_SECONDS = 120.0

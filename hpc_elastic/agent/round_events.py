@@ -161,7 +161,7 @@ STEP_NS = 1_000_000
 
 
 class Ruler(Protocol):
-    """What is needed of `store.doorbell.Doorbell`."""
+    """What is needed of `store.notifier.Notifier`."""
 
     def offset_to(self, uid: str) -> Offset | None: ...
 

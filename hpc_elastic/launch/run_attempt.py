@@ -321,7 +321,7 @@ def _open_events(
 def _observe(
     paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths, uid: str, clock: Clock
 ) -> Coordination:
-    """The supervisor's seat in the rendezvous: it looks, is rung, and may close the run."""
+    """The supervisor's seat in the rendezvous: it looks, is notified, and may close the run."""
     policy = RestartPolicy(max_restarts=0, max_same_failures=0)  # never asked: it never coordinates
     return prepare_session(
         spec=spec,

@@ -15,7 +15,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.agent.rendezvous_session import open_session_doorbell, rendezvous_settings, session_addresses
+from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
@@ -26,7 +26,7 @@ from hpc_elastic.rendezvous.ending import claim_end, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.peers import Bell, Peers
+from hpc_elastic.rendezvous.peers import NotificationSender, Peers
 from hpc_elastic.rendezvous.proposals import close_run
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
@@ -130,13 +130,13 @@ class EarlierAttempt:
         was_open = self.record is not None and self.record.outcome is Outcome.SUPERSEDED
         return claim_end(self._store, uid) and was_open
 
-    def notify(self, bell: Bell, uid: str) -> None:
+    def notify(self, notifier: NotificationSender, uid: str) -> None:
         """Have the agents look at the log now, not at their next poll."""
         observer = NodeInfo(uid=uid, node=OBSERVER_PLACE, host="", local_world_size=0, addresses=(), port=0)
-        peers = Peers(self._store, observer, bell)
+        peers = Peers(self._store, observer, notifier)
         peers.learn(())
         if self.record is not None:
-            peers.ring_all(record_name(self.record.number))
+            peers.notify_all(record_name(self.record.number))
 
     def agents(self) -> list[str]:
         """Uids of the newest agent of each node that the attempt had not lost before."""
@@ -358,11 +358,11 @@ class EarlierAttempts:
             return
         secret = read_secret(self._paths.secret)
         addresses = session_addresses(self._attempt, self._attempt.batch_host)
-        bell = open_session_doorbell(self._spec, self._attempt, secret=secret, uid=self._uid, addresses=addresses)
-        if bell is not None:
+        notifier = open_session_notifier(self._spec, self._attempt, secret=secret, uid=self._uid, addresses=addresses)
+        if notifier is not None:
             for _, _, earlier in self._open:
-                earlier.notify(bell, self._uid)
-            bell.close()
+                earlier.notify(notifier, self._uid)
+            notifier.close()
 
 
 _AWAITED = (AgentState.ALIVE, AgentState.AWAITED)

@@ -1,7 +1,7 @@
 """One attempt, seen from the batch host: start the agents, keep one on every node, wait for the verdict, leave nothing.
 
-The supervisor decides nothing about rounds. It takes part in the rendezvous as an observer: it reads the log, is rung
-like the agents, and can close the run (Ctrl-C, a notice, or when no agent is left to do so).
+The supervisor decides nothing about rounds. It takes part in the rendezvous as an observer: it reads the log, is
+notified like the agents, and can close the run (Ctrl-C, a notice, or when no agent is left to do so).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
     heartbeat_ttl: float = 20.0
     """Without a change for so long, a node counts as lost. Above three times what the filesystem takes to show one."""
     poll_interval: float = 1.0
-    """The fallback's, where no ring comes through."""
+    """The fallback's, where no notification comes through."""
     operations_per_second: float = 150.0
     """What all nodes together may ask of the file server while workers run: `poll_intervals` derives longer intervals
     from it where there are many nodes. At 8192 nodes three times as much."""

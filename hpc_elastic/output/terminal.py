@@ -1,8 +1,8 @@
 """Terminal control in the workers' output, made fit for a log that many of them share. Pure; bytes in, bytes out.
 
 Colours stay, and end with their line, so that one rank's red is not the next one's. Whatever else steers a terminal
-(cursor movements, titles, bells, other character sets) is taken out: in a file it is noise, and on the terminal where
-the job log is read it would draw over another rank's lines.
+(cursor movements, titles, notifiers, other character sets) is taken out: in a file it is noise, and on the terminal
+where the job log is read it would draw over another rank's lines.
 
 Makes what workers printed harmless for the terminal that shows it. Pure; bytes in, bytes out.
 

@@ -4,12 +4,13 @@ A server that tells times by the second can show a folder unchanged although som
 look. To invalidate the folder in a later tick ends that for all clients. So what is waited for is invalidated once the
 tick is over, and then ever more rarely: another invalidation, or a claim in the same tick, opens the same hole again.
 
-What this participant was rung about and has not found yet: the client's caches hide it, so they are invalidated.
+What this participant was notified of and has not found yet: the client's caches hide it, so they are invalidated.
 
-A ring is faster than the caches of a shared filesystem: a folder's listing may be trusted for seconds (sshfs,
+A notification is faster than the caches of a shared filesystem: a folder's listing may be trusted for seconds (sshfs,
 GlusterFS, NFS mounted ``nocto``), or while the folder's time, which a server may tell by the second, has not changed.
-So a ring carries what was written. Where that is not in the listings, their folders are invalidated, once for each
-thing: a ring about something that does not exist costs one more look and no more.
+So a notification carries what was written. Where that is not in the listings, their folders are invalidated, once for
+each
+thing: a notification about something that does not exist costs one more look and no more.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _LOG = "log"
 
 
 def record_name(number: int) -> str:
-    """How a ring calls a record of the log."""
+    """How a notification calls a record of the log."""
     return f"{_LOG}/{number}"
 
 

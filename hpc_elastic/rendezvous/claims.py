@@ -231,7 +231,7 @@ class OwnClaims:
         return True
 
     def unannounced_join(self, target: int) -> str:
-        """The key of the claim on `target`, where the coordinator is still to be rung about it; once."""
+        """The key of the claim on `target`, where the coordinator is still to be notified of it; once."""
         if not self._untold or target != self._joined_round:
             return ""
         self._untold = False

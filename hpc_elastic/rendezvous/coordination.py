@@ -2,8 +2,8 @@
 
 The thread that talks to the shared filesystem, so that a hung mount never holds up supervision.
 
-It steps one `Participant`: at once when rung or asked, else when the participant says. What it finds goes into a queue;
-a byte on a socket pair tells the main loop.
+It steps one `Participant`: at once when notified or asked, else when the participant says. What it finds goes into a
+queue; a byte on a socket pair tells the main loop.
 """
 
 from __future__ import annotations
@@ -139,21 +139,21 @@ class Coordination:
         self,
         make_participant: Callable[[Coordination], Participant],
         *,
-        doorbell: Notifier | None,
+        notifier: Notifier | None,
         clock: Clock,
         longest_backoff: float = _LONGEST_BACKOFF,
         beat_interval: float = 1.0,
     ) -> None:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
-        doorbell: Rung from outside; None where only polling is wanted.
+        notifier: Notified from outside; None where only polling is wanted.
         clock: For waits.
         longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
             which may well work on a full disk and must not be missed for it.
-        beat_interval: Seconds between two datagrams that say "alive", where there is a doorbell.
+        beat_interval: Seconds between two datagrams that say "alive", where there is a notifier.
         """
         self._make_participant = make_participant
-        self._doorbell = doorbell
+        self._notifier = notifier
         self._clock = clock
         self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
@@ -166,8 +166,8 @@ class Coordination:
         self._refusals = RefusalWatch()
         self._thread = threading.Thread(target=self._run, name="coordination", daemon=True)
         self._beats: threading.Thread | None = None
-        if doorbell is not None:
-            self._beats = threading.Thread(target=self._beat, args=(doorbell,), name="beats", daemon=True)
+        if notifier is not None:
+            self._beats = threading.Thread(target=self._beat, args=(notifier,), name="beats", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -229,7 +229,7 @@ class Coordination:
         participant: Participant | None = None
         backoff = _FIRST_BACKOFF
         full_since: float | None = None
-        rung = True
+        notified = True
         while True:
             last = self._stop.is_set()
             refused = False
@@ -243,9 +243,9 @@ class Coordination:
                 while self._commands:
                     self._commands[0](participant)
                     self._commands.popleft()  # not before: what a filesystem refuses is tried again
-                rung = self._hear(participant) or rung
-                delay = participant.step(rung=rung or (asked and participant.looks_when_asked))
-                rung = False
+                notified = self._hear(participant) or notified
+                delay = participant.step(notified=notified or (asked and participant.looks_when_asked))
+                notified = False
                 self._beats_due = participant.beats()
                 self._beat_interval = max(self._beat_interval, participant.intervals.beat)
                 backoff, full_since = _FIRST_BACKOFF, None
@@ -271,7 +271,7 @@ class Coordination:
                 return
             if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
                 return
-            rung = self._wait(delay, participant) or rung
+            notified = self._wait(delay, participant) or notified
 
     def _answered(self) -> None:
         """A step worked: where the ones before did not, say for how long."""
@@ -296,24 +296,24 @@ class Coordination:
         return "filesystem_refused", {**refusal.fields(now, over=False)}
 
     def _wait(self, seconds: float, participant: Participant | None) -> bool:
-        """Until somebody asks or rings, or the time has passed. Returns whether it rang.
+        """Until the agent asks, a notification comes, or the time has passed. Returns whether one came.
 
         A beat ends no wait, unless it tells of a newer record; nor does what is no valid datagram. But a long wait
         that is nearly over ends with a beat, and is a little longer where it does not: one waking in place of two.
         """
-        slack = _SLACK * seconds if seconds >= _LONG_WAIT and self._doorbell is not None else 0.0
+        slack = _SLACK * seconds if seconds >= _LONG_WAIT and self._notifier is not None else 0.0
         deadline = self._clock.monotonic() + seconds + slack
         watched: list[Any] = [self._wake_read]
-        if self._doorbell is not None:
-            watched.append(self._doorbell)
+        if self._notifier is not None:
+            watched.append(self._notifier)
         while (left := deadline - self._clock.monotonic()) > 0:
-            deaf = self._doorbell.deaf_for() if self._doorbell is not None else 0.0
-            listening = watched if not deaf else watched[:1]
-            ready = wait_readable(listening, min(left, deaf) if deaf else left)
+            muted = self._notifier.muted_for() if self._notifier is not None else 0.0
+            listening = watched if not muted else watched[:1]
+            ready = wait_readable(listening, min(left, muted) if muted else left)
             if self._wake_read.fileno() in ready:
                 _drain(self._wake_read)
                 return False
-            if self._doorbell is not None and self._doorbell.fileno() in ready:
+            if self._notifier is not None and self._notifier.fileno() in ready:
                 if self._hear(participant):
                     return True
                 if slack and deadline - self._clock.monotonic() < 2 * slack:
@@ -322,33 +322,33 @@ class Coordination:
 
     def _hear(self, participant: Participant | None) -> bool:
         """Take in what has come over the network. Returns whether it is a reason to look at the files."""
-        if self._doorbell is None:
+        if self._notifier is None:
             return False
-        heard = self._doorbell.drain()
+        heard = self._notifier.drain()
         news = False
         if participant is not None:
-            if heard.deaf:
-                participant.packets_dropped_for(heard.deaf)
+            if heard.muted:
+                participant.packets_dropped_for(heard.muted)
             if heard.alive:
                 participant.heard(heard.alive - heard.hears.keys(), hears_us=None)
                 for hears in (True, False):
                     participant.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
-                participant.rung_about(heard.about)
+                participant.notified_of(heard.about)
                 news = participant.note_newest(heard.told)
                 if self._refusals.heard(heard.hears.keys(), heard.refused, self._clock.monotonic()):
                     # A cache may still answer here: an access that goes to the server shows how this node fares.
                     self._commands.append(lambda p: p.beat_to_files())
                     news = True
-        return heard.rung or news
+        return heard.notified or news
 
-    def _beat(self, doorbell: Notifier) -> None:
+    def _beat(self, notifier: Notifier) -> None:
         """The beats' own thread: a filesystem that hangs makes no node silent."""
         # Without the other thread the node only seems to live: then let the others find out.
         while not self._clock.wait(self._stop, self._beat_interval) and self._thread.is_alive():
             plan = self._beats_due
             refused = self._refusals.now is not None
-            doorbell.beat(plan.heard, plan.about, hears=True, refused=refused)
-            doorbell.beat(plan.unheard, plan.about, hears=False, refused=refused)
+            notifier.beat(plan.heard, plan.about, hears=True, refused=refused)
+            notifier.beat(plan.unheard, plan.about, hears=False, refused=refused)
 
 
 def _wake_pair() -> tuple[socket.socket, socket.socket]:

@@ -31,7 +31,7 @@ class HandlerConfig(Struct, frozen=True, kw_only=True):
     host: str = "localhost"
     """This node's name in messages."""
     addresses: tuple[str, ...] = ()
-    """Where other nodes may reach this one's doorbell; empty: files alone."""
+    """Where other nodes may reach this one's notifier; empty: files alone."""
 
 
 def config_from_keys(

@@ -68,7 +68,7 @@ class Membership:
         store: FileStore,
         directory: str,
         info: NodeInfo,
-        doorbell: Notifier | None,
+        notifier: Notifier | None,
         clock: Clock,
         rng: random.Random,
     ) -> None:
@@ -78,7 +78,7 @@ class Membership:
         self._config = config
         self._directory = directory
         self._info = info
-        self._doorbell = doorbell
+        self._notifier = notifier
         self._clock = clock
         self._rng = rng
         self._record: RoundRecord | None = None
@@ -89,7 +89,7 @@ class Membership:
         settings = participant_settings(config)
         self._coordination = Coordination(
             self._make_participant,
-            doorbell=doorbell,
+            notifier=notifier,
             clock=clock,
             longest_backoff=settings.heartbeat_interval,
             beat_interval=settings.beat_interval,
@@ -108,13 +108,13 @@ class Membership:
         store = folder.enter(epoch)
         node = _claim_place(store, config.node)
         uid = new_uid(node, config.host, clock)
-        doorbell = None
+        notifier = None
         if config.settings.doorbell and config.addresses:
             store.put_if_absent("epoch/secret", os.urandom(32).hex())
             secret = store.get("epoch/secret")
             if secret is None:
                 raise OSError("the store's secret can't be read yet")
-            doorbell = open_notifier(
+            notifier = open_notifier(
                 secret=secret.encode(),
                 run_uid=folder.epoch_name(epoch),
                 uid=uid,
@@ -127,10 +127,10 @@ class Membership:
             host=config.host,
             local_world_size=1,
             addresses=config.addresses,
-            port=doorbell.port if doorbell is not None else 0,
+            port=notifier.port if notifier is not None else 0,
         )
         directory = folder.epoch_path(epoch)
-        return cls(config=config, store=store, directory=directory, info=info, doorbell=doorbell, clock=clock, rng=rng)
+        return cls(config=config, store=store, directory=directory, info=info, notifier=notifier, clock=clock, rng=rng)
 
     @property
     def place(self) -> int:
@@ -229,7 +229,7 @@ class Membership:
         return self._here
 
     def reached_addresses(self) -> list[str]:
-        return list(self._doorbell.reached) if self._doorbell is not None else []
+        return list(self._notifier.reached) if self._notifier is not None else []
 
     def leave(self, *, within: float, workers_done: bool) -> bool:
         """Tell the others and end the thread. Returns whether the filesystem took it within so many seconds."""
@@ -250,8 +250,8 @@ class Membership:
 
         self._coordination.ask(depart)
         ended = self._coordination.stop(within=within)
-        if ended and self._doorbell is not None:
-            self._doorbell.close()
+        if ended and self._notifier is not None:
+            self._notifier.close()
         return ended
 
     def _make_participant(self, listener: Coordination) -> Participant:
@@ -264,7 +264,7 @@ class Membership:
             clock=self._clock,
             rng=self._rng,
             listener=listener,
-            bell=self._doorbell,
+            notifier=self._notifier,
         )
 
     def _find_who_is_here(self, participant: Participant) -> None:

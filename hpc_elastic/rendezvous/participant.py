@@ -1,7 +1,7 @@
 """One node's part in the rendezvous, as a machine that is stepped: look, decide, act once, say when to step again.
 
 A step reads the log where it is time for that, does what its agent asked for, and, where this node is the coordinator,
-commits at most what `coordinator.next_proposal` says. It never waits: a thread with a doorbell drives it in an agent, a
+commits at most what `coordinator.next_proposal` says. It never waits: a thread with a notifier drives it in an agent, a
 loop with a fake clock in a test. It may be cut short after any single effect on the store; a later step, of this or of
 another participant, goes on from what is there.
 """
@@ -23,7 +23,7 @@ from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
 from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
-from hpc_elastic.rendezvous.peers import BeatPlan, Bell, Peers, addresses_of, bell_of
+from hpc_elastic.rendezvous.peers import BeatPlan, NotificationSender, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.proposals import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
@@ -65,7 +65,7 @@ class Participant:
         clock: Clock,
         rng: random.Random,
         listener: Listener,
-        bell: Bell | None = None,
+        notifier: NotificationSender | None = None,
     ) -> None:
         self._run_id = run_id
         self._store = store
@@ -75,10 +75,10 @@ class Participant:
         self._decide_restart = decide_restart
         self._clock = clock
         self._listener = listener
-        self._bell = bell
+        self._notifier = notifier
         now = clock.monotonic()
         self.intervals = poll_intervals(settings)
-        self._peers = Peers(store, info, bell)
+        self._peers = Peers(store, info, notifier)
         self._detector = FailureDetector(store, settings, self.intervals, clock)
         self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
         self._succession = Succession(store, info, settings, self.intervals, self._detector, rng)
@@ -97,7 +97,7 @@ class Participant:
         self._record: RoundRecord | None = None
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
-        self._rung_about = PendingNotifications()
+        self._notifications = PendingNotifications()
         self._ending = Ending(store, info.uid, listener, clock)
         self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
 
@@ -242,7 +242,7 @@ class Participant:
 
         Args:
             uids: Whose.
-            hears_us: Whether they say that they hear this participant; None: they did not say (rings don't).
+            hears_us: Whether they say that they hear this participant; None: they did not say (notifications don't).
         """
         self._detector.heard(uids, hears_us=hears_us)
 
@@ -250,14 +250,15 @@ class Participant:
         """This host may have dropped packets in a flood of invalid ones: that time counts as silence of no node."""
         self._detector.packets_dropped_for(seconds)
 
-    def rung_about(self, keys: Iterable[str]) -> None:
-        """Somebody rang, and said what it wrote: the next look finds it, past the caches that hide it."""
-        self._rung_about.add(keys)
+    def notified_of(self, keys: Iterable[str]) -> None:
+        """Somebody sent a notification, and said what it wrote: the next look finds it, past the caches that hide
+        it."""
+        self._notifications.add(keys)
 
     def note_newest(self, keys: Iterable[str]) -> bool:
         """Beats have said which record is the newest. Returns whether that is news, and a reason to look."""
-        self._rung_about.add_news(keys, newest=self._newest_number)
-        return self._rung_about.newest_record > self._newest_number
+        self._notifications.add_news(keys, newest=self._newest_number)
+        return self._notifications.newest_record > self._newest_number
 
     def beats(self) -> BeatPlan:
         """To whom this participant is to say, each `intervals.beat` seconds, that it lives: to the coordinator; the
@@ -282,14 +283,14 @@ class Participant:
     def _leads(self) -> bool:
         return self._record is not None and self._record.leader == self._info.uid
 
-    def step(self, *, rung: bool = True) -> float:
+    def step(self, *, notified: bool = True) -> float:
         """Look, decide, act.
 
         Args:
-            rung: Whether there is a reason to look at the files; else that is done where it is due by itself.
+            notified: Whether there is a reason to look at the files; else that is done where it is due by itself.
 
         Returns:
-            Seconds until the next step is due, where no ring comes first.
+            Seconds until the next step is due, where no notification comes first.
 
         Raises:
             OSError: a passing fault of the filesystem: step again after a while.
@@ -299,23 +300,23 @@ class Participant:
         now = self._detector.begin_step()
         self._heartbeat_sender.check_if_doubted(now)
         plans = self.waits_to_speak
-        if not (rung or plans) and now < self._rests_until and self._is_connected():
+        if not (notified or plans) and now < self._rests_until and self._is_connected():
             self._scanner.paused_for(self._detector.look_at(()))
             return min(self.intervals.stride, self._rests_until - now)
         self._scanner.listed = {}
         if not self._announced:
-            rung = self._announce(now)
+            notified = self._announce(now)
         self._heartbeat_sender.beat_if_due(
             now, leads=self._leads(), connected=self._is_connected(), look_due=self._watch.look_due
         )
         self._watch.update(idle=self._is_idle())
-        looked = self._read_log(now, rung=rung)
+        looked = self._read_log(now, notified=notified)
         if self._heartbeat_sender.answer_if_asked(self._record, now):
-            self._ring_coordinator()
+            self._notify_coordinator()
         self._report_links(self._record)
         said = any([self._flush_claims(), self._join_if_wanted()])
         self._scanner.paused_for(self._detector.look_at(()))
-        survey = self._watch.survey_now(self._clock.monotonic(), rung=rung or said)
+        survey = self._watch.survey_now(self._clock.monotonic(), notified=notified or said)
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._scanner.claims_seen
@@ -339,7 +340,7 @@ class Participant:
         """Returns whether to look again at once."""
         if self._leads() and not surveyed:
             return False
-        hidden = self._rung_about.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
+        hidden = self._notifications.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
         for folder in sorted(hidden):
             self._store.invalidate(folder)
         return bool(hidden)
@@ -347,8 +348,8 @@ class Participant:
     def _announce(self, now: float) -> bool:
         """Before anything else: who this is. Returns whether to look at the log now.
 
-        Many nodes that start together claim a place in the first round before they look: the ring that says that the
-        round is frozen tells them all that they need to know.
+        Many nodes that start together claim a place in the first round before they look: the notification that says
+        that the round is frozen tells them all that they need to know.
         """
         self._peers.announce()
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
@@ -360,13 +361,18 @@ class Participant:
 
     def _is_connected(self) -> bool:
         record = self._record
-        return record is not None and self._bell is not None and self._detector.is_connected(record.leader)
+        return record is not None and self._notifier is not None and self._detector.is_connected(record.leader)
 
     def _is_idle(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
-        return self._bell is not None and self._watch.may_rest and self._leads() and self._scanner.is_idle(self._record)
+        return (
+            self._notifier is not None
+            and self._watch.may_rest
+            and self._leads()
+            and self._scanner.is_idle(self._record)
+        )
 
-    def _read_log(self, now: float, *, rung: bool) -> bool:
+    def _read_log(self, now: float, *, notified: bool) -> bool:
         """Returns whether it did."""
         if self._look_anew:
             self._store.invalidate("log")
@@ -375,11 +381,11 @@ class Participant:
             announced = frozenset(self._peers.all_uids())
             self._listener.on_event("looked_anew", {"serial": self._look_anew, "announced": announced})
             self._look_anew = 0
-        number = self._rung_about.newest_record
+        number = self._notifications.newest_record
         news = number > self._newest_number
-        if rung and not news and self._rung_about.keys and self._record is not None:
-            rung = False  # for a record that is known, or for a claim, which the log says nothing about
-        if not self._watch.look_now(now, rung=rung or news, connected=self._is_connected()):
+        if notified and not news and self._notifications.keys and self._record is not None:
+            notified = False  # for a record that is known, or for a claim, which the log says nothing about
+        if not self._watch.look_now(now, notified=notified or news, connected=self._is_connected()):
             return False
         self._take_newest(told=number if news else 0)
         if self._log.went_back:
@@ -425,17 +431,17 @@ class Participant:
             if record.leader == self._info.uid and (info := self._peers.get(event[0])) is not None:
                 self._listener.on_event(*link_event(record, info, event, now=now, now_ns=now_ns))
 
-    def _ring_coordinator(self, about: str = "") -> None:
+    def _notify_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():
-            self._peers.ring(addresses_of(self._record.bell), about)
+            self._peers.notify(addresses_of(self._record.notifier), about)
 
     def _flush_claims(self) -> bool:
         """Returns whether there was something."""
         key = self._claims.flush()
         if key:
-            self._ring_coordinator(key)
+            self._notify_coordinator(key)
         if key == goodbye_key(self._info.uid) and self._leads():
-            self._peers.ring_all(key)  # somebody has to take over
+            self._peers.notify_all(key)  # somebody has to take over
         return bool(key)
 
     def _join_if_wanted(self) -> bool:
@@ -446,7 +452,7 @@ class Participant:
             return False
         claimed = self._claims.join(target)
         if record is not None and (key := self._claims.unannounced_join(target)):
-            self._ring_coordinator(key)
+            self._notify_coordinator(key)
         return claimed
 
     def _commit_requests_to_all(self) -> bool:
@@ -501,7 +507,7 @@ class Participant:
             epoch=epoch,
             term=1,
             leader=self._info.uid,
-            bell=bell_of(self._info),
+            notifier=notifier_of(self._info),
             round=0,
             status=Status.JOINABLE,
             reason="start",
@@ -511,7 +517,7 @@ class Participant:
 
     def _take_over_if_needed(self, record: RoundRecord, *, looked: bool) -> bool:
         now = self._clock.monotonic()
-        move = self._succession.move(record, now, looked=looked, rung_about=self._rung_about.keys)
+        move = self._succession.move(record, now, looked=looked, notified_of=self._notifications.keys)
         if move is None:
             return False
         if not move.certain:
@@ -522,7 +528,7 @@ class Participant:
         now = self._clock.monotonic()
         self._store_id.check(now)  # the coordinator may have gone because of it
         self._heartbeat_sender.beat(now)
-        successor = self._succession.successor(record, move, asks=self._bell is not None)
+        successor = self._succession.successor(record, move, asks=self._notifier is not None)
         if self._append(successor, *move_event(record, move)) and self._leads():
             self._succession.took_over(successor)
         return True
@@ -545,5 +551,5 @@ class Participant:
         self._take_in(record)
         self._peers.learn(())
         silent = [m.uid for m in record.members if self._detector.is_silent(m.uid)]
-        self._peers.ring_all(record_name(record.number), silent=silent)
+        self._peers.notify_all(record_name(record.number), silent=silent)
         return True

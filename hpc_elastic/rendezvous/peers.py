@@ -1,5 +1,5 @@
-"""Who takes part and where their bells are: what each participant says of itself once, in a name, so that one listing
-tells all about all."""
+"""Who takes part and where their notifiers are: what each participant says of itself once, in a name, so that one
+listing tells all about all."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from hpc_elastic.store.base import Store
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address
 
 _FOLDER = "node"
-DIRECT_RINGS = 48
-"""Nodes that are rung directly; of more, some are rung, and ring the others."""
+DIRECT_NOTIFICATIONS = 48
+"""Nodes that are notified directly; of more, some are notified, and notify the others."""
 _MOST_ADDRESSES = 8
 """In a name. The value has them all."""
 _MOST_READ = 256
 """Values that are read for that."""
 
 
-class Bell(Protocol):
-    """What a participant needs of `store.doorbell.Doorbell`."""
+class NotificationSender(Protocol):
+    """What a participant needs of `store.notifier.Notifier`."""
 
-    def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None: ...
+    def notify(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None: ...
 
 
 class BeatPlan(Struct, frozen=True, kw_only=True):
@@ -52,10 +52,10 @@ class BeatPlan(Struct, frozen=True, kw_only=True):
 class Peers:
     """The participants that this one knows."""
 
-    def __init__(self, store: Store, own: NodeInfo, bell: Bell | None) -> None:
+    def __init__(self, store: Store, own: NodeInfo, notifier: NotificationSender | None) -> None:
         self._store = store
         self._own = own
-        self._bell = bell
+        self._notifier = notifier
         self._known: dict[str, NodeInfo] = {own.uid: own}
         self._invalidated_for: set[str] = set()
 
@@ -80,7 +80,8 @@ class Peers:
         return newest
 
     def learn(self, uids: Iterable[str]) -> None:
-        """Learn about those that are not known yet, and with them about everybody new: observers want rings too."""
+        """Learn about those that are not known yet, and with them about everybody new: observers want notifications
+        too."""
         missing = {uid for uid in uids if uid not in self._known}
         if not missing and len(self._known) > 1:
             return
@@ -98,7 +99,7 @@ class Peers:
                 self._known[uid] = node
 
     def all_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
-        """Every address of `uids`, not only of their bells; None where one is not known, or has none."""
+        """Every address of `uids`, not only of their notifiers; None where one is not known, or has none."""
         self.learn(uids)
         known = [self._known.get(uid) for uid in uids]
         cut = [node for node in known if node is not None and len(node.addresses) == _MOST_ADDRESSES]
@@ -125,43 +126,43 @@ class Peers:
         """Node index → host name."""
         return {node.node: node.host for node in self._known.values()}
 
-    def ring(self, where: Sequence[Address], about: str = "") -> None:
+    def notify(self, where: Sequence[Address], about: str = "") -> None:
         """Tell one of them to look now, for the key `about`."""
-        if self._bell is not None and where:
-            self._bell.ring(list(where), about)
+        if self._notifier is not None and where:
+            self._notifier.notify(list(where), about)
 
-    def ring_all(self, about: str = "", *, silent: Iterable[str] = ()) -> None:
+    def notify_all(self, about: str = "", *, silent: Iterable[str] = ()) -> None:
         """Tell all that are known to look now, for the key `about`.
 
         Args:
             about: The key that was written.
-            silent: Those who are not to be relied on to ring others.
+            silent: Those who are not to be relied on to notify others.
         """
-        if self._bell is None:
+        if self._notifier is None:
             return
         nodes = [_addresses(node) for uid, node in self._known.items() if uid != self._own.uid and node.port]
-        if len(nodes) <= DIRECT_RINGS:
-            self._bell.ring([address for addresses in nodes for address in addresses], about)
+        if len(nodes) <= DIRECT_NOTIFICATIONS:
+            self._notifier.notify([address for addresses in nodes for address in addresses], about)
             return
-        deaf = {self._known[uid].port and _addresses(self._known[uid])[0] for uid in silent if uid in self._known}
+        muted = {self._known[uid].port and _addresses(self._known[uid])[0] for uid in silent if uid in self._known}
         while nodes:
             first = nodes.pop()
             forward: list[Address] = []
-            while first[0] not in deaf and nodes and len(forward) + len(nodes[-1]) <= MOST_FORWARDED:
+            while first[0] not in muted and nodes and len(forward) + len(nodes[-1]) <= MOST_FORWARDED:
                 forward += nodes.pop()
-            self._bell.ring(first, about, forward)
+            self._notifier.notify(first, about, forward)
 
     def beat_plan(self, record: RoundRecord, whom: Iterable[str], *, hears: Callable[[str], bool]) -> BeatPlan:
-        """Say to `whom` that this one lives; where the coordinator's bell is, is in the record."""
+        """Say to `whom` that this one lives; where the coordinator's notifier is, is in the record."""
         # Thousands that have just claimed a place wait for the next record: the first would tell them nothing.
         about = record_name(record.number) if record.number > 1 else ""
         found: dict[bool, list[Address]] = {True: [], False: []}
         for uid in whom:
-            found[hears(uid)] += addresses_of(record.bell) if uid == record.leader else self.addresses([uid])
+            found[hears(uid)] += addresses_of(record.notifier) if uid == record.leader else self.addresses([uid])
         return BeatPlan(about=about, heard=tuple(found[True]), unheard=tuple(found[False]))
 
     def addresses(self, uids: Iterable[str]) -> list[Address]:
-        """Where the bells of those of `uids` are that are known; never this one's own."""
+        """Where the notifiers of those of `uids` are that are known; never this one's own."""
         known = (self._known.get(uid) for uid in uids if uid != self._own.uid)
         return [address for node in known if node is not None for address in _addresses(node)]
 
@@ -173,7 +174,7 @@ def announcement(node: NodeInfo) -> str:
         try:
             addresses.append(socket.inet_aton(address).hex())
         except OSError:
-            continue  # no IPv4 address: the bell could not be rung there
+            continue  # no IPv4 address: the notifier could not be notified there
     return f"{node.uid}+{'.'.join([str(node.local_world_size), str(node.port), str(int(node.spare)), *addresses])}"
 
 
@@ -194,16 +195,16 @@ def _understood(uid: str, said: str) -> NodeInfo | None:
         return None
 
 
-def bell_of(node: NodeInfo) -> tuple[str, ...]:
-    """As a record tells it (`RoundRecord.bell`)."""
+def notifier_of(node: NodeInfo) -> tuple[str, ...]:
+    """As a record tells it (`RoundRecord.notifier`)."""
     return (str(node.port), *node.addresses) if node.port else ()
 
 
-def addresses_of(bell: Sequence[str]) -> list[Address]:
-    """Of `bell_of`; none where it makes no sense."""
-    if not bell or not bell[0].isdecimal():
+def addresses_of(notifier: Sequence[str]) -> list[Address]:
+    """Of `notifier_of`; none where it makes no sense."""
+    if not notifier or not notifier[0].isdecimal():
         return []
-    return [(host, int(bell[0])) for host in bell[1:]]
+    return [(host, int(notifier[0])) for host in notifier[1:]]
 
 
 def _addresses(node: NodeInfo) -> list[Address]:

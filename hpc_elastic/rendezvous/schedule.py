@@ -30,7 +30,7 @@ CONNECTED_HEARTBEAT = 30.0
 FEW_NODES = 16
 """Up to so many, heartbeats are read at once; of more nodes, a claim is sign of life enough for a while."""
 LOOK_AT_ONCE = 64
-"""Up to so many nodes look for the first record at once; more of them wait for the ring."""
+"""Up to so many nodes look for the first record at once; more of them wait for the notification."""
 
 
 class PollIntervals(Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class PollIntervals(Struct, frozen=True, kw_only=True):
     anxious: float
     """For so long."""
     first_look: float
-    """Up to this time after its first claim, a node waits for the ring before it looks."""
+    """Up to this time after its first claim, a node waits for the notification before it looks."""
     coordinator: float
     """The least time between two looks of the coordinator at the claims."""
     gathering: float
@@ -132,7 +132,7 @@ EARLY = 0.1
 comes a little before, and should not have to wake up once more."""
 CALM_SECONDS = 2.0
 """At most so rarely a coordinator looks at the files that hears all who take part, and they it: what they claim, they
-ring about."""
+notify of."""
 
 
 class Schedule:
@@ -148,7 +148,7 @@ class Schedule:
         self._observes = observes
         self._looked_at = now
         self.look_due = now
-        """When the log is to be looked at without a ring."""
+        """When the log is to be looked at without a notification."""
         self._interval = _FIRST
         self._connected = False
         self._touched_at = float("-inf")
@@ -167,34 +167,34 @@ class Schedule:
             self.look_due = min(self.look_due, self._looked_at + self._intervals.stride)
             self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.stride)
 
-    def look_now(self, now: float, *, rung: bool, connected: bool) -> bool:
+    def look_now(self, now: float, *, notified: bool, connected: bool) -> bool:
         """Whether to look at the log, for which the next time is set then."""
         if connected:
             self._touched_at = now
         elif self._connected:  # lost: the answer to a question may be due
             self.look_due = min(self.look_due, now + self._spread(self._intervals.poll_anxious))
         self._connected = connected
-        if not rung and now < self.look_due - self._early:
+        if not notified and now < self.look_due - self._early:
             return False
         self._looked_at = now
         self._interval = min(self._interval * _GROWTH, self._intervals.poll)
         self.look_due = float("inf")  # until `wait` has seen what came of it
         return True
 
-    def survey_now(self, now: float, *, rung: bool) -> bool:
+    def survey_now(self, now: float, *, notified: bool) -> bool:
         """Whether to look at the claims, as coordinator."""
         if now < self._surveyed_at + self._intervals.coordinator:
-            if rung:
+            if notified:
                 self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.coordinator)
             return False
-        if not rung and now < self._survey_due - self._early:
+        if not notified and now < self._survey_due - self._early:
             return False
         self._surveyed_at = now
         self._survey_due = float("inf")
         return True
 
     def look_later(self, now: float) -> None:
-        """Not before a ring should have come."""
+        """Not before a notification should have come."""
         self.look_due = now + self._rng.uniform(0.5, 1.0) * self._intervals.first_look
 
     def new_record(self, now: float) -> None:

@@ -163,8 +163,8 @@ class RoundRecord(Struct, frozen=True, kw_only=True):
     """While JOINABLE: the members of the last final round, in slot order; later: this round's."""
     members_at: int = 0
     """The number of the record that has the member list in full, where this one only refers to it; else 0."""
-    bell: tuple[str, ...] = ()
-    """Where the coordinator's bell is: its port, then its addresses. Empty: it has none."""
+    notifier: tuple[str, ...] = ()
+    """Where the coordinator's notifier is: its port, then its addresses. Empty: it has none."""
     restarts_used: int = 0
     """Rounds of this attempt that followed a worker's failure."""
     waiting: int = 0
@@ -205,7 +205,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True):
             "round": self.round,
             "status": self.status.value,
             "members": self.members_at or _members_to_json(self.members),
-            "bell": list(self.bell),
+            "bell": list(self.notifier),
             "restarts": self.restarts_used,
             "waiting": self.waiting,
             **({"vacant": self.vacant} if self.vacant else {}),
@@ -299,7 +299,7 @@ def decode_record(
             status=Status(value["status"]),
             members=_members_from_json(value["members"], known),
             members_at=members_elsewhere(value),
-            bell=tuple(str(part) for part in value["bell"]),
+            notifier=tuple(str(part) for part in value["bell"]),
             restarts_used=int(value["restarts"]),
             waiting=int(value["waiting"]),
             vacant=int(value.get("vacant", 0)),
@@ -326,9 +326,9 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     host: str
     local_world_size: int
     addresses: tuple[str, ...]
-    """Where its doorbell may be reached, the likeliest first."""
+    """Where its notifier may be reached, the likeliest first."""
     port: int
-    """The doorbell's."""
+    """The notifier's."""
     spare: bool = False
     """Submitted as one: it takes a lost node's place, and waits otherwise."""
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.peers import bell_of
+from hpc_elastic.rendezvous.peers import notifier_of
 from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
 from hpc_elastic.rendezvous.state import NodeInfo, RoundEvent, RoundRecord, supersedes
 from hpc_elastic.store.base import Store
@@ -65,7 +65,7 @@ class Succession:
         self.turn_due = float("inf")
         """When this node's turn comes to take over from a coordinator that has said goodbye."""
 
-    def move(self, record: RoundRecord, now: float, *, looked: bool, rung_about: Collection[str]) -> Move | None:
+    def move(self, record: RoundRecord, now: float, *, looked: bool, notified_of: Collection[str]) -> Move | None:
         """What this node should do about the coordinator, if anything.
 
         Silence alone says no more than that no packet comes through from there to here: who took over for that would
@@ -75,7 +75,7 @@ class Succession:
             record: The newest.
             now: Seconds, monotonic.
             looked: Whether this step has looked at the log.
-            rung_about: What others have rung about.
+            notified_of: What others have notified of.
         """
         leader = record.leader
         if supersedes(self._info.uid, leader):
@@ -84,7 +84,7 @@ class Succession:
         turn = self._turn(record) * 0.2 + self._patience
         unchanged = self._detector.unchanged(leader)
         silent = self._detector.silence(leader)
-        if self._has_left(leader, now, turn, looked=looked, told=goodbye_key(leader) in rung_about):
+        if self._has_left(leader, now, turn, looked=looked, told=goodbye_key(leader) in notified_of):
             return Move(event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} has left")
         if unchanged > self._settings.heartbeat_ttl + turn:
             why = f"the coordinator {leader} has not changed its heartbeat for {unchanged:.1f} s"
@@ -147,7 +147,7 @@ class Succession:
             return record.successor(suspects=suspects)
         logger.info("taking over as coordinator: %s", move.why)
         me = self._info
-        return record.successor(term=record.term + 1, leader=me.uid, bell=bell_of(me), suspects=suspects)
+        return record.successor(term=record.term + 1, leader=me.uid, notifier=notifier_of(me), suspects=suspects)
 
     def _whom_to_ask(self, record: RoundRecord, move: Move) -> tuple[str, ...]:
         """Suspects beside the coordinator, of whom this node hears none: who died with it is to be missed.
@@ -166,5 +166,5 @@ class Succession:
 
     def took_over(self, record: RoundRecord) -> None:
         """This node is the coordinator now."""
-        if record.bell:
+        if record.notifier:
             self._detector.expect(m.uid for m in record.members if m.uid not in (*record.suspects, self._info.uid))

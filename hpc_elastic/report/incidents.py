@@ -2,7 +2,8 @@
 
 What of the workers' output never reached its files or the job log, as the agents told it.
 
-Restarts within the processes of a round, as the ring told its agents: the third ring, in the same report.
+Restarts within the processes of a round, as the notification told its agents: the third notification, in the same
+report.
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ def read_restart(event: Mapping[str, Any], when: int, node: int) -> RingRestart:
 def describe_restart(restart: RingRestart) -> str:
     """One clause, as in ``iteration 2 after 0.12 s: EXCEPTION on rank 1``."""
     if restart.gave_up:
-        return f"the in-process ring gave up: {restart.gave_up}"
+        return f"the in-process notification gave up: {restart.gave_up}"
     kinds: dict[str, list[int]] = {}
     for rank, kind in restart.interruptions:
         kinds.setdefault(kind, []).append(rank)

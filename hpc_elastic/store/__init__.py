@@ -1,1 +1,2 @@
-"""What the nodes of a run agree through: files on the shared filesystem, a bell that says "look now", nothing else."""
+"""What the nodes of a run agree through: files on the shared filesystem, a notifier that says "look now", nothing
+else."""

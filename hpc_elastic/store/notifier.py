@@ -1,18 +1,18 @@
-"""The file with the run's secret, by which rings are authenticated: only its owner may ever have read it.
+"""The file with the run's secret, by which notifications are authenticated: only its owner may ever have read it.
 
-The bell: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
+The notifier: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
 
-Every decision is in the files. A lost ring costs the wait for the next poll; a lost beat makes nobody lost, since a
-silent node is asked through the files; a forged or repeated datagram is dropped, counted, and told of once; and where
-no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it is, a
-counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
+Every decision is in the files. A lost notification costs the wait for the next poll; a lost beat makes nobody lost,
+since a silent node is asked through the files; a forged or repeated datagram is dropped, counted, and told of once; and
+where no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it
+is, a counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
 addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
-newest record's), for a ring the addresses to ring in turn, for a beat whether its sender hears whom it is for and
-whether the shared filesystem refuses its sender, and the sender's clock, with how much it may be ahead of the
+newest record's), for a notification the addresses to notify in turn, for a beat whether its sender hears whom it is for
+and whether the shared filesystem refuses its sender, and the sender's clock, with how much it may be ahead of the
 receiver's as far as it knows (`hpc_elastic.base.clock_offset`); an HMAC-SHA256 with the run's secret stands before it.
 
-A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the bell is deaf until that time
-is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
+A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the notifier is muted until that
+time is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ PERIOD = 0.5
 MOST_TOLD = 16
 """Different (reason, host) that are logged: a forger may make up any number of hosts."""
 MOST_FORWARDED = 20
-"""Addresses that a ring can carry on."""
+"""Addresses that a notification can carry on."""
 _LONGEST_KEY = 120
 _LONGEST_FORWARDED_KEY = 40
 """With addresses beside it: both have to fit into a datagram."""
@@ -103,19 +103,19 @@ _in_short = json.JSONEncoder(separators=(",", ":")).encode
 class Heard(Struct, frozen=True, kw_only=True):
     """What valid datagrams said."""
 
-    rung: bool
+    notified: bool
     """Somebody wants this participant to look now."""
     alive: frozenset[str]
-    """Uids of the senders, of rings too."""
+    """Uids of the senders, of notifications too."""
     about: frozenset[str] = frozenset()
-    """The keys that were written, as the rings said."""
+    """The keys that were written, as the notifications said."""
     told: frozenset[str] = frozenset()
     """The keys of the newest records, as the beats said."""
     hears: Mapping[str, bool] = field(default_factory=dict)
     """Who sent beats, and whether it hears this participant."""
     refused: frozenset[str] = frozenset()
     """Those of them whom the files refuse."""
-    deaf: float = 0.0
+    muted: float = 0.0
     """Seconds since the last time for which a flood may have drowned what others sent."""
 
 
@@ -129,7 +129,7 @@ class Notifier:
 
         Args:
             secret: The run's; from a 0600 file.
-            run_uid: Mixed into every code: rings of another run don't verify.
+            run_uid: Mixed into every code: notifications of another run don't verify.
             uid: This participant's.
             host: The address to bind: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes.
             port: 0 takes a free one.
@@ -152,9 +152,9 @@ class Notifier:
         self._told: set[tuple[str, str]] = set()
         self._period_end = 0.0
         self._left = MOST_REJECTED
-        self._deaf_until: float | None = None
+        self._muted_until: float | None = None
         self.reached: dict[str, None] = {}
-        """This host's own addresses at which a valid ring from another participant arrived, first one first."""
+        """This host's own addresses at which a valid notification from another participant arrived, first one first."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             self._socket.bind((host, port))
@@ -176,13 +176,13 @@ class Notifier:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def ring(self, addresses: Iterable[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+    def notify(self, addresses: Iterable[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
         """Tell each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
 
         Args:
-            addresses: Where the others' bells are.
+            addresses: Where the others' notifiers are.
             about: The key that was written, so that they look past their caches for it; empty: none in particular.
-            forward: Whom they shall ring in their turn, `MOST_FORWARDED` at most.
+            forward: Whom they shall notify in their turn, `MOST_FORWARDED` at most.
         """
         more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
         if forward:
@@ -195,8 +195,8 @@ class Notifier:
         """Tell each of `addresses` that this participant lives. From any thread.
 
         Args:
-            addresses: Where the others' bells are.
-            about: The key of the newest record, for those whom no ring about it reached.
+            addresses: Where the others' notifiers are.
+            about: The key of the newest record, for those whom no notification about it reached.
             hears: Whether this participant hears them.
             refused: Whether the shared filesystem refuses this participant.
         """
@@ -227,23 +227,23 @@ class Notifier:
         known = self._clocks.get(uid)
         return None if known is None else known.offset(uptime_ns(self._clock))
 
-    def deaf_for(self) -> float:
+    def muted_for(self) -> float:
         """Seconds for which waiting for a datagram makes no sense: there are too many invalid ones."""
-        return 0.0 if self._deaf_until is None else max(0.0, self._deaf_until - self._clock.monotonic())
+        return 0.0 if self._muted_until is None else max(0.0, self._muted_until - self._clock.monotonic())
 
     def drain(self) -> Heard:
-        """Take in all waiting datagrams; nothing while `deaf_for` says so."""
+        """Take in all waiting datagrams; nothing while `muted_for` says so."""
         now = self._clock.monotonic()
-        deaf = 0.0
-        if self._deaf_until is not None:
-            if now < self._deaf_until:
-                return Heard(rung=False, alive=frozenset())
+        muted = 0.0
+        if self._muted_until is not None:
+            if now < self._muted_until:
+                return Heard(notified=False, alive=frozenset())
             # What came in this time was dropped by the kernel, or drowns in what is in its queue now.
-            deaf = now - self._deaf_until + PERIOD
-            self._deaf_until = None
+            muted = now - self._muted_until + PERIOD
+            self._muted_until = None
         if now >= self._period_end:
             self._period_end, self._left = now + PERIOD, MOST_REJECTED
-        rung = False
+        notified = False
         alive: set[str] = set()
         about: set[str] = set()
         told: set[str] = set()
@@ -261,7 +261,7 @@ class Notifier:
                 self._reject(accepted, sender_address)
                 self._left -= 1
                 if self._left <= 0:
-                    self._deaf_until = self._period_end
+                    self._muted_until = self._period_end
                     break
                 continue
             sender, kind, said = accepted
@@ -271,18 +271,18 @@ class Notifier:
             if key:
                 (about if kind == "ring" else told).add(key)
             if kind == "ring":
-                rung = True
-                self.ring(_unpack(said.get("f")), key)
+                notified = True
+                self.notify(_unpack(said.get("f")), key)
             else:
                 hears[sender], refused[sender] = bool(said.get("h")), bool(said.get("r"))
         return Heard(
-            rung=rung,
+            notified=notified,
             alive=frozenset(alive),
             about=frozenset(about),
             told=frozenset(told),
             hears=hears,
             refused=frozenset(uid for uid, is_refused in refused.items() if is_refused),
-            deaf=deaf,
+            muted=muted,
         )
 
     def _compare_clocks(self, sender: str, address: Address, said: Mapping[str, Any]) -> None:
@@ -311,7 +311,7 @@ class Notifier:
             return "garbled"
         if port != self.port:
             return "misdirected"
-        # Each kind has its own newest: a ring that a beat overtook must still ring.
+        # Each kind has its own newest: a notification that a beat overtook must still notify.
         if count <= self._newest.get((sender, kind), 0):
             return "repeated"  # an honest one that was overtaken by its like is no loss
         self._newest[sender, kind] = count
@@ -356,11 +356,11 @@ def _unpack(packed: object) -> list[Address]:
 def open_notifier(
     *, secret: bytes, run_uid: str, uid: str, host: str, addresses: Sequence[str], clock: Clock | None = None
 ) -> Notifier | None:
-    """A bell, or None where there can be none: then polling alone has to do, which one line in the log says.
+    """A notifier, or None where there can be none: then polling alone has to do, which one line in the log says.
 
     Args:
-        secret, run_uid, uid, host, clock: As `Doorbell` takes them.
-        addresses: By which others reach this host; none: they can't ring here.
+        secret, run_uid, uid, host, clock: As `Notifier` takes them.
+        addresses: By which others reach this host; none: they can't notify it here.
     """
     why = "this host has no IPv4 address that others could reach"
     if addresses:

@@ -2,8 +2,8 @@
 
 The participants and the `FileStore` below them are the real code. What is simulated: the server and the clients'
 caches (`scale_server`), the datagrams (`HOP` seconds each, `SEND` seconds of their sender's time), and the thread that
-drives a participant (`coordination`): it steps it when the time that the last step named has come, or when it is rung.
-A step's effects and looks happen at the simulated times of its operations, never earlier.
+drives a participant (`coordination`): it steps it when the time that the last step named has come, or when it is
+notified. A step's effects and looks happen at the simulated times of its operations, never earlier.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Node:
             clock=clock,
             rng=random.Random(index),
             listener=self,
-            bell=self if doorbell else None,
+            notifier=self if doorbell else None,
         )
         self.alive = True
         self.busy_until = world.now
         self.turn = 0
         self.sent_about: dict[str, int] = {}
-        self.rings: list[tuple[frozenset[str], tuple[Address, ...]]] = []
+        self.notifications: list[tuple[frozenset[str], tuple[Address, ...]]] = []
         self.final_at: dict[int, float] = {}
         self.closed_at: float | None = None
         self.told: set[str] = set()
@@ -92,9 +92,9 @@ class Node:
         self.client.now = max(lanes)
         return found
 
-    # -- the participant's bell
+    # -- the participant's notifier
 
-    def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+    def notify(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
         forward = tuple(forward)
         if about.startswith("log/"):
             told = self.sent_about.setdefault(about, 0) + len(addresses)
@@ -195,7 +195,7 @@ class World:
             self._by_uid[node.info.uid] = node
             if index != OBSERVER_NODE:
                 node.participant.join()
-            self._step(node, rung=False)
+            self._step(node, notified=False)
 
         self._push(at, None, begin)
 
@@ -225,7 +225,7 @@ class World:
                         self._push(self.now + HOP, other, functools.partial(self._rung, other, plan.about, ()))
 
     def send(self, at: float, sender: Node, address: Address, about: str, forward: tuple[Address, ...]) -> None:
-        """A ring."""
+        """A notification."""
         self.datagrams += 1
         other = self._by_address.get(address)
         if other is not None and other.alive and sender.alive:
@@ -238,36 +238,36 @@ class World:
             self._push(at + HOP, other, arrive)
 
     def _rung(self, node: Node, about: str, forward: tuple[Address, ...]) -> None:
-        node.rings.append((frozenset([about] if about else []), forward))
+        node.notifications.append((frozenset([about] if about else []), forward))
         if self.now >= node.busy_until:
-            self._take_rings(node)
+            self._take_notifications(node)
 
-    def _take_rings(self, node: Node) -> None:
-        rings, node.rings = node.rings, []
-        for about, forward in rings:
+    def _take_notifications(self, node: Node) -> None:
+        notifications, node.notifications = node.notifications, []
+        for about, forward in notifications:
             if forward:
                 node.client.now = max(node.client.now, self.now)
                 (key,) = about or {""}
-                node.ring(list(forward), key)
-            node.participant.rung_about(about)
-        self._step(node, rung=True)
+                node.notify(list(forward), key)
+            node.participant.notified_of(about)
+        self._step(node, notified=True)
 
     def later(self, at: float, node: Node, command: Callable[[], None]) -> None:
         """Something that the agent asks of its participant."""
 
         def do() -> None:
             command()
-            self._step(node, rung=node.participant.looks_when_asked)
+            self._step(node, notified=node.participant.looks_when_asked)
 
         self._push(at, node, do)
 
     def _push(self, at: float, node: Node | None, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (at, next(self._order), node, action))
 
-    def _step(self, node: Node, *, rung: bool) -> None:
+    def _step(self, node: Node, *, notified: bool) -> None:
         node.client.now = max(node.client.now, self.now)
         self._os.client = node.client
-        delay = node.participant.step(rung=rung)
+        delay = node.participant.step(notified=notified)
         self._os.client = None
         self.steps += 1
         node.busy_until = node.client.now
@@ -276,12 +276,12 @@ class World:
 
         def again() -> None:
             if node.turn == turn:
-                if node.rings:
-                    self._take_rings(node)
+                if node.notifications:
+                    self._take_notifications(node)
                 else:
-                    self._step(node, rung=False)
+                    self._step(node, notified=False)
 
-        self._push(node.busy_until + (0.0 if node.rings else delay), node, again)
+        self._push(node.busy_until + (0.0 if node.notifications else delay), node, again)
 
     def run(self, until: Callable[[], bool] | None = None, *, seconds: float) -> bool:
         """Move on until the condition holds, or so many simulated seconds are over. Returns whether it holds."""

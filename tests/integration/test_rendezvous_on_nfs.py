@@ -1,4 +1,4 @@
-"""The rendezvous where each node has an NFS mount of its own: real clocks, real caches, no bell."""
+"""The rendezvous where each node has an NFS mount of its own: real clocks, real caches, no notifier."""
 
 from __future__ import annotations
 

@@ -240,7 +240,8 @@ def _scenario(world: World) -> bool:
 @pytest.mark.parametrize("way", ["polled", "beats", "driven, no packets", "driven"])
 @pytest.mark.parametrize("seed", range(60))
 def test_random_crashes_freezes_and_returns(seed: int, way: str) -> None:
-    """Stepped at each tick, or as the thread does it, where most rings are lost; each case comes again by its seed."""
+    """Stepped at each tick, or as the thread does it, where most notifications are lost; each case comes again by its
+    seed."""
     rng = random.Random(seed)
     beats, driven = way in ("beats", "driven"), way.startswith("driven")
     size = rng.randint(2, 6)
@@ -500,11 +501,11 @@ def test_a_coordinator_that_was_frozen_commits_nothing_as_one() -> None:
     assert world.newest().leader != world.nodes[0].info.uid  # type: ignore[union-attr]
 
 
-def test_a_lost_ring_is_made_up_for_by_the_next_beat() -> None:
+def test_a_lost_notification_is_made_up_for_by_the_next_beat() -> None:
     world = in_touch()
     world.loses = lambda: True
     world.nodes[0].participant.report_failure(0, failure(0))
-    world.nodes[0].rung = True
+    world.nodes[0].notified = True
     at = world.clock.now
     assert world.run(lambda: all(node.participant.record.round == 1 for node in world.nodes), seconds=30)  # type: ignore[union-attr]
     assert world.clock.now - at <= 1.5

@@ -320,7 +320,7 @@ class AgentNode(Node):
             inherited=Inherited(umask=0o77, core_limit=(0, 0), subreaper=False),
             clock=world.clock,
             coordination=self.coordination,  # type: ignore[arg-type]
-            doorbell=None,
+            notifier=None,
             pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
             store_server=FakeServer(),  # type: ignore[arg-type]
             torch_available=lambda: True,
@@ -345,7 +345,7 @@ class AgentNode(Node):
         super().on_event(event, fields)
         self.coordination.notices.append((event, fields))
 
-    def step(self, *, rung: bool = True) -> float:
+    def step(self, *, notified: bool = True) -> float:
         """Both threads, in an order of the world's choice."""
         joined = self.world.joined_before_a_step()
         try:

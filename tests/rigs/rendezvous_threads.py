@@ -1,4 +1,4 @@
-"""Stand-ins for agents in one process, each with a mount, a doorbell and the coordination thread of its own: the real
+"""Stand-ins for agents in one process, each with a mount, a notifier and the coordination thread of its own: the real
 thing but for the workers."""
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class ThreadNode:
         self.index = index
         self.final: RoundRecord | None = None
         self._running = -1
-        self._bell = Notifier(secret=b"s" * 32, run_uid="threads", uid=uid, host=HOME) if settings.doorbell else None
+        self._notifier = (
+            Notifier(secret=b"s" * 32, run_uid="threads", uid=uid, host=HOME) if settings.doorbell else None
+        )
         self.info = NodeInfo(
             uid=uid,
             node=index,
             host=f"n{index}",
             local_world_size=1,
-            addresses=(HOME,) if self._bell else (),
-            port=self._bell.port if self._bell else 0,
+            addresses=(HOME,) if self._notifier else (),
+            port=self._notifier.port if self._notifier else 0,
         )
         self.coordination = Coordination(
             lambda listener: Participant(
@@ -49,9 +51,9 @@ class ThreadNode:
                 clock=clock,
                 rng=random.Random(index),
                 listener=listener,
-                bell=self._bell,
+                notifier=self._notifier,
             ),
-            doorbell=self._bell,
+            notifier=self._notifier,
             clock=clock,
         )
         self.coordination.ask(lambda participant: participant.join())
@@ -83,8 +85,8 @@ class ThreadNode:
 
     def stop(self) -> None:
         self.coordination.stop(within=10)
-        if self._bell is not None:
-            self._bell.close()
+        if self._notifier is not None:
+            self._notifier.close()
 
 
 def run_until(nodes: Sequence[ThreadNode], condition: Callable[[], bool], *, seconds: float) -> float:

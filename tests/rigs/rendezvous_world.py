@@ -93,7 +93,7 @@ class Node:
     finals: list[RoundRecord] = field(default_factory=list)
     due: float = 0.0
     """When it is to be stepped, where the world drives it as its thread would."""
-    rung: bool = True
+    notified: bool = True
     was_frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Node:
             clock=clock,
             rng=random.Random(self.index),
             listener=self,
-            bell=(Bell(self) if self.world.driven else SilentBell()) if self.world.beats else None,
+            notifier=(WorldNotifier(self) if self.world.driven else SilentNotifier()) if self.world.beats else None,
         )
         self.enter()
 
@@ -153,11 +153,11 @@ class Node:
     def on_event(self, event: str, fields: object) -> None:
         self.world.events.append((self.index, event, fields))
 
-    def step(self, *, rung: bool = True) -> float:
-        self.rung = False
+    def step(self, *, notified: bool = True) -> float:
+        self.notified = False
         joined = self.world.joined_before_a_step()
         try:
-            delay = self.participant.step(rung=rung)
+            delay = self.participant.step(notified=notified)
         except Crash:
             return 0.0
         finally:
@@ -166,21 +166,21 @@ class Node:
         return delay
 
 
-class Bell:
-    """One whose rings the world delivers, or loses."""
+class WorldNotifier:
+    """One whose notifies the world delivers, or loses."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def ring(self, addresses: Sequence[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+    def notify(self, addresses: Sequence[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
         for address in (*addresses, *forward):
             self._node.world.deliver(self._node, address, about)
 
 
-class SilentBell:
-    """A bell that nobody hears: `World.beat` carries the beats, and rings are left to polling."""
+class SilentNotifier:
+    """A notifier that nobody hears: `World.beat` carries the beats, and notifications are left to polling."""
 
-    def ring(self, addresses: object, about: str = "", forward: object = ()) -> None:
+    def notify(self, addresses: object, about: str = "", forward: object = ()) -> None:
         pass
 
 
@@ -198,9 +198,9 @@ class World:
         settings: Of all participants.
         decide_restart: What the restart policy says.
         beats: Whether packets come through.
-        driven: Whether a participant is stepped when it asked for it or is rung, as its thread does; else at each tick,
-            and told to look.
-        loses: Whether the next ring is lost.
+        driven: Whether a participant is stepped when it asked for it or is notified, as its thread does; else at each
+            tick, and told to look.
+        loses: Whether the next notification is lost.
         """
         self.beats = beats
         self.driven = driven
@@ -249,8 +249,8 @@ class World:
                     continue
                 if not self.driven:
                     node.step()
-                elif node.rung or self.clock.now >= node.due:
-                    node.step(rung=node.rung)
+                elif node.notified or self.clock.now >= node.due:
+                    node.step(notified=node.notified)
                 else:
                     continue
                 self.check()
@@ -285,15 +285,15 @@ class World:
                     other = self._reached(node, address)
                     if other is not None:
                         other.participant.heard([node.info.uid], hears_us=hears)
-                        other.rung = other.participant.note_newest([plan.about]) or other.rung
+                        other.notified = other.participant.note_newest([plan.about]) or other.notified
 
     def deliver(self, sender: Node, address: Address, about: str) -> None:
-        """A ring, where it is not lost."""
+        """A notification, where it is not lost."""
         other = self._reached(sender, address)
         if other is not None and not self.loses():
             other.participant.heard([sender.info.uid], hears_us=None)
-            other.participant.rung_about([about] if about else [])
-            other.rung = True
+            other.participant.notified_of([about] if about else [])
+            other.notified = True
 
     def _reached(self, sender: Node, address: Address) -> Node | None:
         for node in self.live():

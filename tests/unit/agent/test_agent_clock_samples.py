@@ -53,7 +53,7 @@ def test_what_is_not_known_is_not_told() -> None:
     none = ClockOffsetLog(log, None, uid=A, clock=clock)  # type: ignore[arg-type]
     none.on_leader(A)
     none.log_changes()
-    assert log.lines == [], "without a doorbell"
+    assert log.lines == [], "without a notifier"
 
 
 def test_the_offset_to_the_coordinator_is_told_once_until_it_is_old() -> None:

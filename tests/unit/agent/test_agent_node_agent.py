@@ -309,7 +309,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             inherited=Inherited(umask=0o22, core_limit=(0, 0), subreaper=True),
             clock=FakeClock(),
             coordination=script,  # type: ignore[arg-type]
-            doorbell=None,
+            notifier=None,
             pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
             store_server=server,  # type: ignore[arg-type]
             torch_available=lambda: True,

@@ -41,16 +41,16 @@ def meet(tmp_path: Path, node: int, **conf: str) -> RendezvousSession:
 
 
 @pytest.mark.parametrize("node", [0, OBSERVER_NODE])
-def test_the_address_that_peers_read_is_the_doorbells(tmp_path: Path, node: int) -> None:
+def test_the_address_that_peers_read_is_the_notifiers(tmp_path: Path, node: int) -> None:
     session = meet(tmp_path, node)
-    assert session.doorbell is not None
-    assert (session.info.node, session.info.port) == (node, session.doorbell.port)
+    assert session.notifier is not None
+    assert (session.info.node, session.info.port) == (node, session.notifier.port)
     assert session.info.addresses == ("127.0.0.1",)
 
 
-def test_without_a_doorbell_no_port_is_told(tmp_path: Path) -> None:
+def test_without_a_notifier_no_port_is_told(tmp_path: Path) -> None:
     session = meet(tmp_path, 0, doorbell="off")
-    assert session.doorbell is None
+    assert session.notifier is None
     assert session.info.port == 0
 
 

@@ -650,7 +650,7 @@ def test_a_store_that_does_not_answer_delays_a_restart_and_prevents_none(stage: 
     assert NEWS_SECONDS <= when - at[0] < NEWS_SECONDS + SETTLE_SECONDS + 3 * TICK
 
 
-def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
+def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> None:
     """On polling alone: an agent that ended because the run was closed must not be started again."""
     world = World(SETTINGS)
     first = world.start(0)
@@ -726,7 +726,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_rings() -> None:
 
     launcher = Launcher()
     never = os.eventfd(0)
-    coordination = Coordination(participant, doorbell=None, clock=clock)
+    coordination = Coordination(participant, notifier=None, clock=clock)
     supervisor = Supervisor(
         attempt=AttemptInfo(number=0, cluster="slurm", nodes=("n0", "n1", "n2"), batch_host="head", started_ns=0),
         launcher=launcher,

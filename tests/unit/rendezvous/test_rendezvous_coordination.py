@@ -1,4 +1,4 @@
-"""The thread that talks to the store: stepped at once when asked or rung, told of through a descriptor."""
+"""The thread that talks to the store: stepped at once when asked or notified, told of through a descriptor."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Stepped:
     def __init__(self, do: Callable[[int], float | None] | None = None) -> None:
         self.steps = 0
         self.asked: list[str] = []
-        self.rung: list[bool] = []
+        self.notified: list[bool] = []
         self.hearing: dict[bool | None, set[str]] = {True: set(), False: set(), None: set()}
         self.known = {""}
         self._do = do
         self.beaten_to: list[tuple[str, int]] = []
         self.heard_of: set[str] = set()
         self.about: set[str] = set()
-        self.deaf = 0.0
+        self.muted = 0.0
         self.changed = threading.Condition()
 
     intervals = poll_intervals(RendezvousSettings(beat_interval=0.001))
@@ -48,10 +48,10 @@ class Stepped:
     def beat_to_files(self) -> None:
         pass
 
-    def step(self, *, rung: bool) -> float:
+    def step(self, *, notified: bool) -> float:
         with self.changed:
             self.steps += 1
-            self.rung.append(rung)
+            self.notified.append(notified)
             self.changed.notify_all()
         delay = self._do(self.steps) if self._do else None
         return LONG if delay is None else delay
@@ -62,7 +62,7 @@ class Stepped:
             self.hearing[hears_us] |= set(uids)
             self.changed.notify_all()
 
-    def rung_about(self, keys: Iterable[str]) -> None:
+    def notified_of(self, keys: Iterable[str]) -> None:
         self.about |= set(keys)
 
     def note_newest(self, keys: Iterable[str]) -> bool:
@@ -70,7 +70,7 @@ class Stepped:
 
     def packets_dropped_for(self, seconds: float) -> None:
         with self.changed:
-            self.deaf += seconds
+            self.muted += seconds
             self.changed.notify_all()
 
     def beats(self) -> BeatPlan:
@@ -84,10 +84,10 @@ class Stepped:
 class Started:
     """What a test gets: a coordination that runs, and its participant."""
 
-    def __init__(self, coordination: Coordination, participant: Stepped, bell: Notifier | None) -> None:
+    def __init__(self, coordination: Coordination, participant: Stepped, notifier: Notifier | None) -> None:
         self.coordination = coordination
         self.participant = participant
-        self.bell = bell
+        self.notifier = notifier
 
     def notices(self) -> list[Any]:
         ready, _, _ = select.select([self.coordination], [], [], 10)
@@ -98,23 +98,23 @@ class Started:
 @pytest.fixture
 def start() -> Iterator[Callable[..., Started]]:
     made: list[Coordination] = []
-    bells: list[Notifier] = []
+    notifiers: list[Notifier] = []
 
-    def build(do: Callable[[int], float | None] | None = None, *, bell: bool = False) -> Started:
+    def build(do: Callable[[int], float | None] | None = None, *, notifier: bool = False) -> Started:
         participant = Stepped(do)
-        doorbell = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME) if bell else None
-        bells.extend([doorbell] if doorbell else [])
-        coordination = Coordination(lambda _: participant, doorbell=doorbell, clock=SystemClock())  # type: ignore[arg-type,return-value]
+        notifier = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME) if notifier else None
+        notifiers.extend([notifier] if notifier else [])
+        coordination = Coordination(lambda _: participant, notifier=notifier, clock=SystemClock())  # type: ignore[arg-type,return-value]
         made.append(coordination)
         coordination.start()
         participant.until(1)
-        return Started(coordination, participant, doorbell)
+        return Started(coordination, participant, notifier)
 
     yield build
     for coordination in made:
         assert coordination.stop(within=10)
-    for doorbell in bells:
-        doorbell.close()
+    for notifier in notifiers:
+        notifier.close()
 
 
 def test_what_is_asked_is_done_in_order_before_the_next_step(start: Callable[..., Started]) -> None:
@@ -150,29 +150,29 @@ def test_ten_thousand_notices_block_nobody(start: Callable[..., Started]) -> Non
     assert len(running.notices()) == 10_000
 
 
-def test_a_ring_brings_the_next_step_at_once(start: Callable[..., Started]) -> None:
-    running = start(bell=True)
-    assert running.bell is not None
+def test_a_notification_brings_the_next_step_at_once(start: Callable[..., Started]) -> None:
+    running = start(notifier=True)
+    assert running.notifier is not None
     other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
     try:
         for steps in (2, 3):
-            other.ring([(HOME, running.bell.port)], f"log/{steps}")
+            other.notify([(HOME, running.notifier.port)], f"log/{steps}")
             running.participant.until(steps)
         assert running.participant.about == {"log/2", "log/3"}
     finally:
         other.close()
 
 
-def test_forged_rings_bring_none(start: Callable[..., Started]) -> None:
+def test_forged_notifications_bring_none(start: Callable[..., Started]) -> None:
     """Or anybody on the network could have a thousand agents list folders without end."""
-    running = start(bell=True)
-    assert running.bell is not None
+    running = start(notifier=True)
+    assert running.notifier is not None
     forger = Notifier(secret=b"other", run_uid="r", uid="b", host=HOME)
     try:
         for count in range(1, 6):
-            forger.ring([(HOME, running.bell.port)])
+            forger.notify([(HOME, running.notifier.port)])
             deadline = time.monotonic() + 10
-            while running.bell.rejected < count:
+            while running.notifier.rejected < count:
                 assert time.monotonic() < deadline, "the datagram was not taken in"
                 time.sleep(0.001)
         assert running.participant.steps == 1
@@ -182,7 +182,7 @@ def test_forged_rings_bring_none(start: Callable[..., Started]) -> None:
         forger.close()
 
 
-def test_without_a_ring_the_participant_says_when(start: Callable[..., Started]) -> None:
+def test_without_a_notification_the_participant_says_when(start: Callable[..., Started]) -> None:
     running = start(lambda steps: 0.001 if steps < 20 else None)
     running.participant.until(20)
 
@@ -233,7 +233,7 @@ def test_a_participant_that_can_not_be_made_yet_is_tried_again() -> None:
             raise OSError(116, "Stale file handle")
         return participant
 
-    coordination = Coordination(make, doorbell=None, clock=SystemClock())
+    coordination = Coordination(make, notifier=None, clock=SystemClock())
     coordination.start()
     participant.until(1)
     assert coordination.stop(within=10)
@@ -289,7 +289,7 @@ def test_a_disk_that_stays_full_is_given_up_after_ten_minutes() -> None:
 
     full = StoreFullError(root="/store", why="No space left on device")
     participant = Stepped(refuse)
-    coordination = Coordination(lambda _: participant, doorbell=None, clock=Fast())  # type: ignore[arg-type,return-value]
+    coordination = Coordination(lambda _: participant, notifier=None, clock=Fast())  # type: ignore[arg-type,return-value]
     coordination.start()
     assert Started(coordination, participant, None).notices() == [full]
     assert participant.steps > 1
@@ -312,16 +312,16 @@ def test_a_hung_filesystem_is_not_waited_for(start: Callable[..., Started]) -> N
 
 
 def test_stopping_what_never_started_is_nothing() -> None:
-    coordination = Coordination(lambda _: Stepped(), doorbell=None, clock=SystemClock())  # type: ignore[arg-type,return-value]
+    coordination = Coordination(lambda _: Stepped(), notifier=None, clock=SystemClock())  # type: ignore[arg-type,return-value]
     assert coordination.stop(within=1)
 
 
 def test_a_beat_is_passed_on_and_ends_no_wait(start: Callable[..., Started]) -> None:
-    running = start(bell=True)
-    assert running.bell is not None
+    running = start(notifier=True)
+    assert running.notifier is not None
     other = Notifier(secret=b"s", run_uid="r", uid="b", host=HOME)
     try:
-        other.beat([(HOME, running.bell.port)])
+        other.beat([(HOME, running.notifier.port)])
         participant = running.participant
         with participant.changed:
             assert participant.changed.wait_for(lambda: participant.heard_of == {"b"}, 10)
@@ -337,10 +337,10 @@ def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
     try:
         participant = Stepped(lambda n: None if n == 1 else (release.wait(20), None)[1])
         participant.beaten_to = [(HOME, other.port)]
-        doorbell = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
+        notifier = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
         coordination = Coordination(
             lambda _: participant,  # type: ignore[arg-type,return-value]
-            doorbell=doorbell,
+            notifier=notifier,
             clock=SystemClock(),
             beat_interval=0.02,
         )
@@ -357,7 +357,7 @@ def test_beats_go_on_while_a_step_hangs(start: Callable[..., Started]) -> None:
     finally:
         release.set()
         coordination.stop(within=10)
-        doorbell.close()
+        notifier.close()
         other.close()
 
 

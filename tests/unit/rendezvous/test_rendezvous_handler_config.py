@@ -32,7 +32,7 @@ def test_what_is_left_out_has_its_default(tmp_path: Path) -> None:
 
 
 def test_a_url_is_taken_on_this_node(tmp_path: Path) -> None:
-    """Its name in messages, its bell, and under Slurm its place in the order and the start of the job."""
+    """Its name in messages, its notifier, and under Slurm its place in the order and the start of the job."""
     slurm = {"SLURM_PROCID": "3", "SLURM_JOB_ID": "17", "SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "0"}
     config = config_from_url(f"fs://{tmp_path}/run", slurm)
     assert (config.host, config.node, config.job) == (socket.gethostname(), 3, "17.2.0")

@@ -40,7 +40,7 @@ def test_time_that_stood_still_counts_for_neither() -> None:
     assert packets.asked_since("c") == 156.0
 
 
-def test_nobody_is_silent_while_this_bell_is_deaf() -> None:
+def test_nobody_is_silent_while_this_notifier_is_muted() -> None:
     packets = PacketSilence()
     packets.heard(["a"], 100.0)
     packets.asked(["a"], 101.0)

@@ -1,4 +1,4 @@
-"""One participant, stepped by hand: what it reads and writes, whom it rings, and when it does not trust itself."""
+"""One participant, stepped by hand: what it reads and writes, whom it notifies, and when it does not trust itself."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SpyStore(MemoryStore):
 
 
 class Seat:
-    """A participant with all that it told and rang."""
+    """A participant with all that it told and sent a notification."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Seat:
         )
         self.records: list[RoundRecord] = []
         self.events: list[tuple[str, Mapping[str, Any]]] = []
-        self.rung: list[tuple[str, int]] = []
+        self.notified: list[tuple[str, int]] = []
         self.participant = Participant(
             run_id="unit",
             store=store,
@@ -101,7 +101,7 @@ class Seat:
             clock=clock,
             rng=random.Random(node),
             listener=self,
-            bell=self,
+            notifier=self,
         )
 
     def on_record(self, record: RoundRecord) -> None:
@@ -110,8 +110,8 @@ class Seat:
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         self.events.append((event, fields))
 
-    def ring(self, addresses: list[tuple[str, int]], about: str = "") -> None:
-        self.rung += addresses
+    def notify(self, addresses: list[tuple[str, int]], about: str = "") -> None:
+        self.notified += addresses
 
     def settle_down(self) -> None:
         """Step until nothing more is to be done at once."""
@@ -740,56 +740,58 @@ def test_a_coordinator_that_does_not_answer_is_succeeded(store: SpyStore, clock:
     assert second.record.lost == (0,), "the third one has answered meanwhile"
 
 
-@pytest.mark.parametrize("rung", [True, False])
-def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(store: SpyStore, clock: FakeClock, rung: bool) -> None:
+@pytest.mark.parametrize("notified", [True, False])
+def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(
+    store: SpyStore, clock: FakeClock, notified: bool
+) -> None:
     first, second, _third = three(store, clock)
     second.participant.heard([first.info.uid])
-    first.rung.clear()
+    first.notified.clear()
     first.participant.deregister()
     first.settle_down()
-    assert {"10.0.0.2", "10.0.0.3"} <= {host for host, _ in first.rung}, "all are told"
+    assert {"10.0.0.2", "10.0.0.3"} <= {host for host, _ in first.notified}, "all are told"
     began = clock.now
-    if rung:
-        second.participant.rung_about([f"bye/{first.info.uid}"])
+    if notified:
+        second.participant.notified_of([f"bye/{first.info.uid}"])
     while second.record.leader != second.info.uid:
-        assert clock.now - began < (1.5 if rung else 4)
+        assert clock.now - began < (1.5 if notified else 4)
         advance(clock, 0.25, second, tick=0.25)
 
 
-def test_who_is_rung_about_a_goodbye_wakes_when_its_turn_has_come(store: SpyStore, clock: FakeClock) -> None:
+def test_who_is_notified_of_a_goodbye_wakes_when_its_turn_has_come(store: SpyStore, clock: FakeClock) -> None:
     """Not with the next poll: nodes wait for the round that it had opened."""
     first, second, _third = three(store, clock)
     second.participant.heard([first.info.uid])
     first.participant.deregister()
     first.settle_down()
     began = clock.now
-    second.participant.rung_about([f"bye/{first.info.uid}"])
+    second.participant.notified_of([f"bye/{first.info.uid}"])
     wait = second.participant.step()
     while second.record.leader != second.info.uid:
         clock.now += max(wait, 0.001)
         second.participant.heard([first.info.uid])  # a late packet
-        wait = second.participant.step(rung=False)
+        wait = second.participant.step(notified=False)
         assert clock.now - began < 0.5
 
 
-def test_a_ring_about_a_goodbye_that_nobody_said_deposes_nobody(store: SpyStore, clock: FakeClock) -> None:
+def test_a_notification_about_a_goodbye_that_nobody_said_deposes_nobody(store: SpyStore, clock: FakeClock) -> None:
     first, second, _third = three(store, clock)
     for _ in range(5):
         second.participant.heard([first.info.uid])
-        second.participant.rung_about([f"bye/{first.info.uid}"])
+        second.participant.notified_of([f"bye/{first.info.uid}"])
         advance(clock, 1, first, second)
     assert second.record.leader == first.info.uid
 
 
-def test_an_answer_rings_who_asked(store: SpyStore, clock: FakeClock) -> None:
+def test_an_answer_notifies_who_asked(store: SpyStore, clock: FakeClock) -> None:
     first, second, third = three(store, clock)
     for _ in range(4):
         first.participant.heard([third.info.uid])
         advance(clock, 1, first, third)
     assert first.record.suspects == (second.info.uid,)
-    second.rung.clear()
+    second.notified.clear()
     second.settle_down()
-    assert ("10.0.0.1", 7000) in second.rung
+    assert ("10.0.0.1", 7000) in second.notified
 
 
 def test_who_is_heard_stays_in_though_its_cell_stands_still(store: SpyStore, clock: FakeClock) -> None:
@@ -948,42 +950,42 @@ def test_agents_do_not_hurry_after_the_end(store: SpyStore, clock: FakeClock) ->
 # -- ringing
 
 
-def test_a_claim_rings_the_coordinator_and_a_record_rings_everybody(store: SpyStore, clock: FakeClock) -> None:
+def test_a_claim_notifies_the_coordinator_and_a_record_notifies_everybody(store: SpyStore, clock: FakeClock) -> None:
     observer = Seat(store, clock, OBSERVER_NODE)
     observer.settle_down()
     first, second = frozen(store, clock)
-    assert ("10.0.0.2", 7001) in first.rung, "of each node all addresses: one may not be reached"
-    assert ("10.1.0.2", 7001) in first.rung
-    assert (observer.info.addresses[0], observer.info.port) in first.rung
-    assert not [address for address in first.rung if address[1] == first.info.port], "not itself"
-    second.rung.clear()
+    assert ("10.0.0.2", 7001) in first.notified, "of each node all addresses: one may not be reached"
+    assert ("10.1.0.2", 7001) in first.notified
+    assert (observer.info.addresses[0], observer.info.port) in first.notified
+    assert not [address for address in first.notified if address[1] == first.info.port], "not itself"
+    second.notified.clear()
     second.participant.confirm(0, "")
     second.settle_down()
-    assert set(second.rung) == {("10.0.0.1", 7000), ("10.1.0.1", 7000)}
+    assert set(second.notified) == {("10.0.0.1", 7000), ("10.1.0.1", 7000)}
 
 
-def test_who_joins_rings_the_coordinator(store: SpyStore, clock: FakeClock) -> None:
+def test_who_joins_notifies_the_coordinator(store: SpyStore, clock: FakeClock) -> None:
     running(store, clock)
     late = Seat(store, clock, 2)
     late.participant.join()
     late.settle_down()
-    assert ("10.0.0.1", 7000) in late.rung
+    assert ("10.0.0.1", 7000) in late.notified
 
 
-def test_the_coordinator_does_not_ring_itself(store: SpyStore, clock: FakeClock) -> None:
+def test_the_coordinator_does_not_notify_itself(store: SpyStore, clock: FakeClock) -> None:
     first, _ = frozen(store, clock)
-    first.rung.clear()
+    first.notified.clear()
     first.participant.confirm(0, "10.0.0.1 29500 1")
     first.settle_down()
-    assert first.rung == []
+    assert first.notified == []
 
 
-def test_a_node_without_a_bell_is_not_rung(store: SpyStore, clock: FakeClock) -> None:
+def test_a_node_without_a_notifier_is_not_notified(store: SpyStore, clock: FakeClock) -> None:
     silent = Seat(store, clock, 0)
     info = replace(silent.info, uid="00005-n5-0000000000000001-abcd", node=5, port=0)
     store.put_if_absent(f"node/{info.uid}", json.dumps(info.to_json()))
     first, _ = frozen(store, clock)
-    assert all(port for _, port in first.rung)
+    assert all(port for _, port in first.notified)
 
 
 # -- how long it may be let alone

@@ -1,4 +1,4 @@
-"""Who takes part, told in names; and how thousands are rung."""
+"""Who takes part, told in names; and how thousands are notified."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_elastic.rendezvous.peers import DIRECT_RINGS, Peers, addresses_of, announcement, bell_of
+from hpc_elastic.rendezvous.peers import DIRECT_NOTIFICATIONS, Peers, addresses_of, announcement, notifier_of
 from hpc_elastic.rendezvous.state import NodeInfo
 from hpc_elastic.store.base import fits_key
 from hpc_elastic.store.memory_store import MemoryStore
@@ -24,12 +24,12 @@ def info(node: int, *, port: int = 7000, addresses: tuple[str, ...] | None = Non
     )
 
 
-class Rung:
+class RecordingNotifier:
     def __init__(self) -> None:
-        self.rings: list[tuple[list[Address], str, list[Address]]] = []
+        self.notifications: list[tuple[list[Address], str, list[Address]]] = []
 
-    def ring(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
-        self.rings.append((addresses, about, list(forward)))
+    def notify(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
+        self.notifications.append((addresses, about, list(forward)))
 
 
 def test_one_listing_tells_all_about_all() -> None:
@@ -81,38 +81,38 @@ def test_nonsense_is_as_if_nobody_had_come(said: str) -> None:
     assert peers.get(uid) is None
 
 
-def test_where_a_bell_is_comes_back_from_a_record() -> None:
-    assert addresses_of(bell_of(info(1))) == [("10.0.0.2", 7000)]
-    assert addresses_of(bell_of(info(1, port=0))) == []
+def test_where_a_notifier_is_comes_back_from_a_record() -> None:
+    assert addresses_of(notifier_of(info(1))) == [("10.0.0.2", 7000)]
+    assert addresses_of(notifier_of(info(1, port=0))) == []
     assert addresses_of(["x", "10.0.0.2"]) == []
 
 
-@pytest.mark.parametrize("count", [1, DIRECT_RINGS, DIRECT_RINGS + 1, 1000])
-def test_everybody_is_rung_once(count: int) -> None:
-    store, bell = MemoryStore(), Rung()
+@pytest.mark.parametrize("count", [1, DIRECT_NOTIFICATIONS, DIRECT_NOTIFICATIONS + 1, 1000])
+def test_everybody_is_notified_once(count: int) -> None:
+    store, notifier = MemoryStore(), RecordingNotifier()
     for n in range(1, count + 1):
         Peers(store, info(n), None).announce()
-    peers = Peers(store, info(0), bell)
+    peers = Peers(store, info(0), notifier)
     peers.learn([info(1).uid])
-    peers.ring_all("log/7")
-    direct = [address for addresses, _, _ in bell.rings for address in addresses]
-    forwarded = [address for _, _, forward in bell.rings for address in forward]
+    peers.notify_all("log/7")
+    direct = [address for addresses, _, _ in notifier.notifications for address in addresses]
+    forwarded = [address for _, _, forward in notifier.notifications for address in forward]
     assert sorted(direct + forwarded) == sorted((info(n).addresses[0], 7000) for n in range(1, count + 1))
-    assert {about for _, about, _ in bell.rings} == {"log/7"}
-    assert all(len(forward) <= MOST_FORWARDED for _, _, forward in bell.rings)
-    assert len(direct) <= max(DIRECT_RINGS, count // 20 + 1)
+    assert {about for _, about, _ in notifier.notifications} == {"log/7"}
+    assert all(len(forward) <= MOST_FORWARDED for _, _, forward in notifier.notifications)
+    assert len(direct) <= max(DIRECT_NOTIFICATIONS, count // 20 + 1)
 
 
-def test_who_is_silent_is_rung_and_nobody_through_it() -> None:
-    store, bell = MemoryStore(), Rung()
+def test_who_is_silent_is_notified_and_nobody_through_it() -> None:
+    store, notifier = MemoryStore(), RecordingNotifier()
     for n in range(1, 101):
         Peers(store, info(n), None).announce()
-    peers = Peers(store, info(0), bell)
+    peers = Peers(store, info(0), notifier)
     peers.learn([info(1).uid])
     silent = {info(n).uid for n in range(50, 101)}
-    peers.ring_all("log/7", silent=silent)
-    for addresses, _, forward in bell.rings:
+    peers.notify_all("log/7", silent=silent)
+    for addresses, _, forward in notifier.notifications:
         if forward:
             assert addresses[0][0] not in {info(n).addresses[0] for n in range(50, 101)}
-    rung = {a for addresses, _, forward in bell.rings for a in (*addresses, *forward)}
-    assert len(rung) == 100
+    notified = {a for addresses, _, forward in notifier.notifications for a in (*addresses, *forward)}
+    assert len(notified) == 100

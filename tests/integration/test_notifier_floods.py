@@ -1,5 +1,5 @@
 """Packets that are forged, repeated, too long, cut off or garbage, one by one and as a flood, against a running agent;
-and nodes that can have no bell at all."""
+and nodes that can have no notifier at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.rigs.nfs_emulator import require_fuse
 NODES = 3
 FLOOD_SECONDS = 3.0
 MOST_CPU = 0.10
-"""Of one core: the agent's, while it is flooded. The bell alone takes a hundredth."""
+"""Of one core: the agent's, while it is flooded. The notifier alone takes a hundredth."""
 
 _FLOOD = """
 import hashlib, hmac, json, os, socket, sys, time
@@ -77,7 +77,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def bell_of(run: NetworkRun, node: int) -> tuple[str, int]:
+def notifier_of(run: NetworkRun, node: int) -> tuple[str, int]:
     folder = run.attempt.store / "node"
     name = next(name for name in os.listdir(folder) if name.startswith(f"{node:05d}-"))
     value = json.loads(os.readlink(folder / name).partition(" ")[2])
@@ -86,7 +86,7 @@ def bell_of(run: NetworkRun, node: int) -> tuple[str, int]:
 
 def flood(run: NetworkRun, sender: int, receiver: int, *, seconds: float) -> subprocess.Popen[str]:
     """From another node."""
-    host, port = bell_of(run, receiver)
+    host, port = notifier_of(run, receiver)
     root = run.attempt.root.parent
     facts = [(root / "secret").read_text().strip(), json.loads((root / "run.json").read_text())["uid"], host, port]
     enter = ["nsenter", f"--net={NETNS_FOLDER / run.network.netns(sender)}"]
@@ -122,7 +122,7 @@ def test_a_flood_costs_the_coordinator_little_and_nobody_a_place(run: NetworkRun
     _, quiet_operations = usage(FLOOD_SECONDS)
     flooding = flood(run, sender, receiver, seconds=FLOOD_SECONDS + 3.0)
     cores, operations = usage(FLOOD_SECONDS)
-    # A failure in the midst of it is told of by the next poll, if no ring gets through.
+    # A failure in the midst of it is told of by the next poll, if no notification gets through.
     took = seconds_to_stop(run, 0, sender, within=20)
     run.wait_round(count=NODES, after=0)
     assert flooding.stdout is not None
@@ -131,7 +131,7 @@ def test_a_flood_costs_the_coordinator_little_and_nobody_a_place(run: NetworkRun
     print(f"{sent} packets: {cores:.3f} cores, {operations} operations (quiet: {quiet_operations}), stop {took:.2f} s")
     assert sent > 20 * MOST_REJECTED, "it was no flood"
     assert cores < MOST_CPU
-    assert operations < 1.5 * quiet_operations + 60, "one valid ring: one look, and one past the caches"
+    assert operations < 1.5 * quiet_operations + 60, "one valid notification: one look, and one past the caches"
     assert took < 15.0
     assert not run.events("node_lost")
 

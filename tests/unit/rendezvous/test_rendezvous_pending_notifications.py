@@ -1,4 +1,4 @@
-"""What a ring said was written, and no listing shows: its folder is invalidated, once."""
+"""What a notification said was written, and no listing shows: its folder is invalidated, once."""
 
 from __future__ import annotations
 

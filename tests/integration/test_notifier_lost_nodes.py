@@ -21,7 +21,7 @@ NODES = 8
 LATEST = 40.0
 """Seconds from a node's death until eight agents run their workers again, on two busy cores: about 8 on idle ones."""
 LEASE = {"heartbeat_ttl": "90"}
-"""Where it is the bell that is to tell of a death: without it, it would take longer than that."""
+"""Where it is the notifier that is to tell of a death: without it, it would take longer than that."""
 HOLD = 10.0
 """Seconds: more than three times the silence (3 s) after which a node is asked, and than that and the answer take."""
 
@@ -54,7 +54,7 @@ def test_nodes_that_die_are_out_and_the_others_run_again(tmp_path: Path) -> None
         assert len(run.events("node_lost")) == 3
 
 
-def test_without_the_bell_a_dead_coordinator_is_out_after_its_leases_time(tmp_path: Path) -> None:
+def test_without_the_notifier_a_dead_coordinator_is_out_after_its_leases_time(tmp_path: Path) -> None:
     """By default 20 s and then the polls' time; here 4 s."""
     conf = {"doorbell": "off", "heartbeat_ttl": "4", "poll_interval": "0.5"}
     with NetworkRun(tmp_path, nodes=NODES, caches=60.0, conf=conf) as run:
@@ -64,7 +64,7 @@ def test_without_the_bell_a_dead_coordinator_is_out_after_its_leases_time(tmp_pa
         run.kill_node(lost)
         index = run.wait_round(count=NODES - 1, after=index)
         took = time.monotonic() - began
-        print(f"no bell, lease of 4 s: the others run again after {took:.2f} s")
+        print(f"no notifier, lease of 4 s: the others run again after {took:.2f} s")
         assert took > 4.0 - 0.8, "the coordinator's lease (and, begun anew by its successor, a member's)"
         assert set(run.started(index).values()) == set(range(NODES)) - {lost}
 
