@@ -60,7 +60,7 @@ one line on stderr and exit code 2; the other codes are [here](exit-codes.md).
 CONFIGURATION_INTRODUCTION = """\
 # Configuration
 
-<!-- Written by docs/generate.py from the tables of options in hpc_elastic/configuration/; do not edit. -->
+<!-- Written by docs/generate.py from the tables of options in hpc_elastic/options/; do not edit. -->
 
 Every option of `submit` and `run` can be given outside the command line, too. A later layer wins:
 

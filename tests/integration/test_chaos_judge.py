@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
@@ -51,7 +53,7 @@ def work(node: int, *, round_index: int = 0, rank: int | None = None, began: flo
 def good() -> Evidence:
     """Two rounds of two nodes, one after the other."""
     schedule = make_schedule(1, PLAN)
-    evidence = Evidence(schedule=replace(schedule, too_few=False), finish_said=119.0, ended=True)
+    evidence = Evidence(schedule=dataclasses.replace(schedule, too_few=False), finish_said=119.0, ended=True)
     evidence.records = [
         record(1, Status.JOINABLE, members=()),
         record(2, Status.FROZEN),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from hpc_elastic.cli.main import main
@@ -330,6 +331,7 @@ def test_a_folder_that_may_not_be_written(site: Site) -> None:
     source = Path(__file__).parents[2]
     for name in ("hpc_elastic", "sbatch_templates"):
         shutil.copytree(source / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(msgspec.__file__).parent, package / "msgspec")
     interpreter = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if interpreter is None:
         pytest.skip("no interpreter that another user can start")

@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.rigs.agent_stand_in import run_stand_in
 
 _LOGS = """
-from hpc_elastic.processes import job_log, log_files, logs
+from hpc_elastic.output import job_log, log_files, pump as logs
 from hpc_elastic.options.worker_values import Std
 WHERE = Path(os.environ["WHERE"])
 

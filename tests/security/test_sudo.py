@@ -22,7 +22,7 @@ def test_root_leaves_nothing_in_a_users_home_and_reads_nothing_there(victim: Use
     victim.python(
         """
         from pathlib import Path
-        from hpc_elastic import run_index
+        from hpc_elastic.run import index as run_index
         assert run_index.record(cluster="none", job_id="1", submitted_ns=1, run_dir=Path("/planted")) is None
         """
     )

@@ -7,10 +7,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from msgspec.structs import replace
 
 from tests.rigs.chaos.clusters import AgentCluster, Cluster, HandlerCluster
 from tests.rigs.chaos.driver import Chaos

@@ -207,7 +207,7 @@ class _Chooser:
 
 
 def _replaced(action: Action, values: dict[str, object]) -> Action:
-    from msgspec.structs import replace
+    from dataclasses import replace
 
     return replace(action, **values)  # type: ignore[arg-type]
 
