@@ -3,7 +3,7 @@
 When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script, so the agents
 hear of it first; but a SIGTERM may as well be a cancel. An agent that gets no answer goes by the signal alone.
 
-What an agent does about the run's end where the supervisor can't: see `rendezvous.ending` and `launch.finish`.
+What an agent does about the run's end where the supervisor can't: see `rendezvous.ending` and `launch.batch`.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.launch.attempts import begun_attempts, job_now, newest_stored
+from hpc_elastic.launch.attempts import job_now
 from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_status import RunState
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.terminal import harmless
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.result import load_result
+from hpc_elastic.run.result import load_newest_result, load_result
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
@@ -118,7 +118,7 @@ class RunWatch:
         return RunEnd(code=status.exit_code or 0, why=f"{status.reason} (exit code {status.exit_code})")
 
     def _newest(self) -> int | None:
-        begun = begun_attempts(self._paths)
+        begun = self._paths.begun_attempts()
         return begun[-1].number if begun else None
 
 
@@ -178,7 +178,7 @@ def newest_result(paths: RunPaths) -> int | None:
         codes = [newest_result(paths.task(task)) for task in tasks]
         known = [code for code in codes if code is not None and code != ExitCode.REQUEUED]
         return max(known) if len(known) == len(codes) else None
-    stored = newest_stored(paths)
+    stored = load_newest_result(paths)
     return None if stored is None else stored.exit_code
 
 
@@ -199,7 +199,7 @@ def waive_delay(
     """
     if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
         return
-    state, stored = states[0], newest_stored(paths)
+    state, stored = states[0], load_newest_result(paths)
     if stored is None or stored.exit_code != ExitCode.REQUEUED or back_off(stored.idle):
         return
     if not state.restarts or state.restarts in waived:
@@ -272,7 +272,7 @@ def where_to_look(job: JobId, paths: RunPaths) -> str:
     tasks = array_tasks(paths)
     if not tasks:
         return f"report: hpc-elastic report {job}"
-    failed = [task for task in tasks if begun_attempts(paths.task(task)) and newest_result(paths.task(task)) != 0]
+    failed = [task for task in tasks if paths.task(task).begun_attempts() and newest_result(paths.task(task)) != 0]
     base = job.number.partition("_")[0]
     reports = [f"hpc-elastic report {base}_{task}" for task in failed[:_MOST_REPORTS]]
     if len(failed) > _MOST_REPORTS:

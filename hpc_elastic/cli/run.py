@@ -71,7 +71,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
         sys.stdout.write(each_line(text))
         return 0
     from hpc_elastic.launch.front import run_behind_front
-    from hpc_elastic.launch.local_launch import run_local
+    from hpc_elastic.launch.local import run_local
 
     def work(ready: Callable[[], None]) -> int:
         return run_local(create_run(spec, runs_dir).paths.root, ready=ready)
@@ -89,7 +89,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
             "agent on each node itself (or srun hpc-elastic agent, with one task on each node)"
         )
     from hpc_elastic.agent.heartbeats import candidates
-    from hpc_elastic.launch.slurm_site import run_batch
+    from hpc_elastic.launch.batch import run_batch
 
     step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)

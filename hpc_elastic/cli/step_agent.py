@@ -12,8 +12,8 @@ from hpc_elastic.cli.run import create_run_in_job, nodes_of
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.launch.step import (
-    StepMeeting,
-    Told,
+    StepRendezvous,
+    StepRun,
     become_agent,
     check_one_task_per_node,
     run_first_task,
@@ -59,16 +59,16 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
     nodes = step_nodes(job)
     why = why_not_shared(runs_dir) if len(nodes) > 1 else None
     try:
-        meeting = StepMeeting(runs_dir, job, env, SystemClock())
+        rendezvous = StepRendezvous(runs_dir, job, env, SystemClock())
     except OSError as error:
         raise UsageError(f"can't write in {runs_dir}: {error.strerror}; choose another with --runs-dir") from None
     if not is_first:
-        told = meeting.wait()
-        return ExitCode.USAGE if told.refused else become_agent(told, env)
+        run = rendezvous.wait()
+        return ExitCode.USAGE if run.refused else become_agent(run, env)
     try:
         if why is not None:
             raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
-        meeting.clean()
+        rendezvous.clean()
         spec = build_spec(
             parsed,
             cluster="slurm",
@@ -79,6 +79,6 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
         )
         run_dir = create_run_in_job(job, spec, runs_dir, env)
     except BaseException:
-        meeting.publish(Told(refused=True))
+        rendezvous.publish(StepRun(refused=True))
         raise
-    return run_first_task(run_dir, env, meeting=meeting)
+    return run_first_task(run_dir, env, rendezvous=rendezvous)

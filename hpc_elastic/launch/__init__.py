@@ -1,4 +1,4 @@
-"""The batch side: a supervisor that starts one agent per node, and says what became of the run.
+"""The batch side: a supervisor that starts one agent per node, and writes the verdict and the report.
 
 Called, ``hpc_elastic.launch(fn, …)``, it is `submission.notebook.launch`: the name is torch's for it.
 """

@@ -1,89 +1,53 @@
-"""Nodes that the run has lost and Slurm has not: each may be back, with nobody to start an agent there.
+"""The agents of an attempt, as the supervisor keeps them: one on each node, until a node is given up.
 
-srun tells of an agent's end only while it hears of the node. One that lost its power and was back before Slurm missed
+`Agents` reacts to the end of an agent, which the launcher reports:
+
+- A failed health check, a filesystem that refuses the node, a wiped store: the node is given up.
+- The agent could not be started: the node is given up.
+- Anything else: after a moment, and a fresh look at the log (the run may just have ended), it is started again. An
+  agent announces itself in the store before all else. What ends without having done so was never an agent: there is
+  no interpreter (exit code 127), it can't be executed (126), the run directory is not mounted (2, and the agent says
+  so), or Slurm's TaskProlog failed. Such a node gets one more start, and is *unable* then.
+
+srun reports an agent's end only while it hears of the node. A node that lost its power and was back before Slurm missed
 it (SlurmdTimeout: 300 s by default) is in the job as before, idle, and srun waits for it for ever (seen on 20.11 to
-26.05). So an agent is started there on trial; where the node is dead that fails, in a step of its own, and is tried
-again later.
-
-Nodes that can't run the agent: what was started there ended before it was one. Pure.
-
-An agent announces itself in the store before all else. What ends without having done so was never an agent: there is no
-interpreter (exit code 127), it can't be executed (126), the run directory is not mounted (2, and the agent says so), or
-Slurm's TaskProlog failed.
+26.05). So where the run has lost a node and Slurm has not, an agent is started there on trial, with growing pauses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
-from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.launch.local_launcher import describe_code
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp
+from hpc_elastic.launch.site import AgentEnded, Launcher, describe_code
+from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.state import RoundRecord, node_of
+from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import is_everywhere
 
+logger = logging.getLogger(__name__)
+
+RELAUNCHES_PER_NODE = 3
+FRUITLESS_RELAUNCHES = 1
+"""The same where no agent has ever come of it. The second is in a step of its own: what it prints is the node's."""
+SETTLE_SECONDS = 0.3
+"""Between an agent's end and its restart: the news of the run's end may just be on its way."""
+NEWS_SECONDS = 10.0
+"""The same where the store does not answer whether the run has ended."""
+MESSAGE_SECONDS = 1.0
+"""Beyond `SETTLE_SECONDS`: how long the message that explains an end may take to come."""
 FIRST_TRIAL = 3.0
-"""Seconds after the loss. Whoever was only held up has come back by itself by then."""
+"""Seconds after a loss. A node that only stood still has come back by itself by then."""
 LONGEST_PAUSE = 120.0
 """Between two trials: the pauses double up to that."""
 MAX_TRIALS = 8
 """Some ten minutes: a site's SlurmdTimeout, and a slow reboot."""
-
-
-class _Lost(Struct, kw_only=True):
-    """One lost node."""
-
-    at: float | None
-    """When to start the next agent there on trial; None: one is on its way, or runs."""
-    trials: int = 0
-
-
-class LostNodes:
-    """When to try which node. Times are of one monotonic clock."""
-
-    def __init__(self) -> None:
-        self._lost: dict[int, _Lost] = {}
-
-    def see(self, lost: Collection[int], *, now: float) -> None:
-        """Take in which nodes are lost by now; one that is not any more begins anew when it is lost again."""
-        self._lost = {node: state for node, state in self._lost.items() if node in lost}
-        for node in lost:
-            self._lost.setdefault(node, _Lost(at=now + FIRST_TRIAL))
-
-    def forget(self, node: int) -> None:
-        """It is given up."""
-        self._lost.pop(node, None)
-
-    def due(self, now: float) -> list[int]:
-        """The nodes on which an agent is to be started now; each is named once."""
-        found = sorted(node for node, state in self._lost.items() if state.at is not None and state.at <= now)
-        for node in found:
-            self._lost[node].at = None
-            self._lost[node].trials += 1
-        return found
-
-    def next_at(self) -> float | None:
-        """When `due` has something; None: never."""
-        return min((state.at for state in self._lost.values() if state.at is not None), default=None)
-
-    def is_on_trial(self, node: int) -> bool:
-        """Whether an agent was started there that has neither come nor failed."""
-        return node in self._lost and self._lost[node].at is None
-
-    def failed(self, node: int, *, now: float) -> float | None:
-        """No agent could be started there.
-
-        Returns:
-            Seconds until the next trial; None where that was the last.
-        """
-        state = self._lost[node]
-        if state.trials >= MAX_TRIALS:
-            return None
-        pause = min(LONGEST_PAUSE, FIRST_TRIAL * 2.0**state.trials)
-        state.at = now + pause
-        return pause
-
-
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 _LASTING = (ExitCode.USAGE, NOT_EXECUTABLE, NOT_FOUND)
@@ -92,13 +56,21 @@ _PROLOG = "TaskProlog failed"
 _OWN_PREFIX = "hpc-elastic: error: "
 _NAMED = 4
 
+_LEFT = {
+    UNHEALTHY_CODE: (GivenUp.UNHEALTHY, "it failed a health check"),
+    REFUSED_CODE: (GivenUp.REFUSED, "the filesystem of the run directory refuses it, or does not answer"),
+    # Never with a new agent: it would take an empty folder for a run that begins.
+    STORE_LOST_CODE: (GivenUp.STORE_LOST, "its agent has lost the run's store"),
+}
+"""Exit codes of agents that no other agent on their node would do better than."""
+
 
 class UnableNode(Struct, frozen=True, kw_only=True):
     """A node that can't run the agent."""
 
     name: str
     code: int | None
-    """As `subprocess` has it; None where nobody knows."""
+    """As `subprocess` has it; None where it is not known."""
     detail: str
     """How the start ended, in srun's words."""
     message: str = ""
@@ -112,13 +84,8 @@ class UnableNode(Struct, frozen=True, kw_only=True):
         return f"{how}: {message}" if message else how
 
 
-def is_usage_error(code: int | None) -> bool:
-    """Whether an agent ended with the code for wrong usage: it said why, and would say it again."""
-    return code == ExitCode.USAGE
-
-
 def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Whether the nodes failed alike, by something that lasts: another attempt would end the same way.
+    """Whether the nodes failed alike, by something that lasts: another attempt would end the same way. Pure.
 
     One node that fails shows nothing of the others, but where its agent itself says that the run is not usable.
 
@@ -135,7 +102,7 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
 
 
 def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
-    """Which nodes could not run the agent, and why. Empty where there are none."""
+    """Which nodes could not run the agent, and why. Empty where there are none. Pure."""
     if not unable:
         return ""
     first = next(iter(unable))
@@ -145,3 +112,249 @@ def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
     parts = [f"{node.name} could not run the agent: {node.reason}" for node in unable]
     more = f"; {len(parts) - _NAMED} more nodes could not either" if len(parts) > _NAMED else ""
     return "; ".join(parts[:_NAMED]) + more
+
+
+class _Relaunch(Struct, frozen=True, kw_only=True):
+    """An agent that is to be started again, unless the run has ended."""
+
+    at: float
+    look: int
+    """The look at the log that has to come first: the agent may have ended because the run has."""
+    ended: AgentEnded
+    has_waited: bool = False
+    """For the message that explains the end."""
+
+
+class _Trial(Struct, kw_only=True):
+    """A node that is lost to the run, and not to Slurm."""
+
+    at: float | None
+    """When to start the next agent there; None: one is on its way, or runs."""
+    trials: int = 0
+
+
+class Agents:
+    """Starts the agents, and starts them again. `step` belongs into the supervisor's loop, and never waits."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        names: Sequence[str],
+        *,
+        ask: Callable[[Callable[[Participant], None]], None],
+        events: EventLog,
+        clock: Clock,
+    ) -> None:
+        """Args:
+        launcher: Starts and ends them.
+        names: The nodes', in order.
+        ask: Has something done by the supervisor's participant.
+        events: The supervisor's.
+        clock: For deadlines.
+        """
+        self._launcher = launcher
+        self._names = names
+        self._ask = ask
+        self._events = events
+        self._clock = clock
+        self._is_ending = False
+        self._relaunches: dict[int, _Relaunch] = {}
+        self._relaunched: Counter[int] = Counter()
+        """Node → how often its agent was started again."""
+        self._trials: dict[int, _Trial] = {}
+        self._have_trained: set[int] = set()
+        """Nodes that have been members: one that never came may just be slow to start."""
+        self._looks_asked = self._looks_done = 0
+        self._announced: frozenset[str] = frozenset()
+        """Uids of all agents that have ever announced themselves in the store."""
+        self._announcements: Counter[int] = Counter()
+        """Node → how many of them were its own."""
+        self._announced_by_end: Counter[int] = Counter()
+        """The same by the time at which the node's last end was dealt with."""
+        self._unable: dict[int, UnableNode] = {}
+        self._given_up: dict[int, set[GivenUp]] = {}
+
+    def launch(self) -> None:
+        """Start one on every node. Raises HpcElasticError: nothing could be started at all."""
+        self._launcher.launch()
+        self._events.write("agents_launched", nodes=len(self._names))
+
+    def step(self) -> None:
+        """Deal with what has ended, and start what is due."""
+        for ended in self._launcher.take():
+            self._handle_ended(ended)
+        now = self._clock.monotonic()
+        for node, relaunch in list(self._relaunches.items()):
+            if now >= self._relaunch_at(relaunch):
+                self._relaunch_or_give_up(node, relaunch)
+        for node, trial in sorted(self._trials.items()):
+            if trial.at is not None and trial.at <= now:
+                trial.at, trial.trials = None, trial.trials + 1
+                logger.info(
+                    "%s is lost to the run, not to Slurm: starting an agent there, should it be back", self._names[node]
+                )
+                self._relaunch(node, "the node is lost, and may be back")
+
+    def due(self) -> float | None:
+        """When `step` has something to do though nothing has come in, on the monotonic clock; None: never."""
+        found = [self._launcher.due(), *map(self._relaunch_at, self._relaunches.values())]
+        found += [trial.at for trial in self._trials.values()]
+        return min((at for at in found if at is not None), default=None)
+
+    def running(self) -> bool:
+        """Whether an agent may still run, or is about to."""
+        return self._launcher.running() or bool(self._relaunches)
+
+    def stop_relaunching(self) -> None:
+        """The run ends: no agent is started any more."""
+        self._is_ending = True
+        self._relaunches.clear()
+        self._trials.clear()
+
+    # -- what the log shows ------------------------------------------------------------------------------------------
+
+    def on_record(self, record: RoundRecord) -> None:
+        """Take in which nodes the run has lost. A node that is back and lost again begins anew."""
+        self._have_trained |= {member.node for member in record.members}
+        if self._launcher.hears_all_ends or self._is_ending:
+            return
+        lost = self._have_trained.intersection(record.lost) - self._given_up.keys() - self._relaunches.keys()
+        first = self._clock.monotonic() + FIRST_TRIAL
+        self._trials = {node: self._trials.get(node) or _Trial(at=first) for node in lost}
+
+    def on_looked_anew(self, serial: int, announced: frozenset[str]) -> None:
+        """A look that was asked for is done; `announced` are the uids of the agents that it found in the store."""
+        self._looks_done = serial
+        self._announcements.update(node_of(uid) for uid in announced - self._announced)
+        self._announced |= announced
+
+    # -- an agent's end ----------------------------------------------------------------------------------------------
+
+    def _handle_ended(self, ended: AgentEnded) -> None:
+        node, name = ended.node, self._names[ended.node]
+        if not ended.started and not ended.gone and self._is_tried_later(ended):
+            return
+        self._events.write(
+            "agent_ended", node=node, name=name, code=ended.code, detail=ended.detail, started=ended.started
+        )
+        if self._is_ending:
+            return
+        if not ended.started:
+            logger.warning("no agent on %s: %s", name, ended.detail)
+            self._give_up(node, GivenUp.NOT_STARTED, ended.detail)
+        elif ended.code in _LEFT:
+            cause, reason = _LEFT[ended.code]
+            logger.warning("%s has left the run: %s", name, reason)
+            if cause is GivenUp.STORE_LOST:
+                self._ask(lambda participant: participant.doubt_store())
+            self._give_up(node, cause, reason)
+        else:
+            look = self._looks_asked = self._looks_asked + 1
+            self._relaunches[node] = _Relaunch(at=self._clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
+            self._ask(lambda participant: participant.look_anew(look))
+
+    def _is_tried_later(self, ended: AgentEnded) -> bool:
+        """Whether that only says that a lost node is not back yet, or not with all its mounts."""
+        trial = self._trials.get(ended.node)
+        if trial is None or trial.at is not None or trial.trials >= MAX_TRIALS:
+            return False
+        pause = min(LONGEST_PAUSE, FIRST_TRIAL * 2.0**trial.trials)
+        trial.at = self._clock.monotonic() + pause
+        logger.info("%s is not back (%s); again in %g s", self._names[ended.node], ended.detail, pause)
+        return True
+
+    def _relaunch_at(self, relaunch: _Relaunch) -> float:
+        return relaunch.at + (NEWS_SECONDS if relaunch.look > self._looks_done else 0.0)
+
+    def _relaunch_or_give_up(self, node: int, relaunch: _Relaunch) -> None:
+        name, used, ended = self._names[node], self._relaunched[node], relaunch.ended
+        message, has_come = self._launcher.last_message(node), self._has_come(relaunch)
+        if not (message or relaunch.has_waited or has_come):
+            at = self._clock.monotonic() + MESSAGE_SECONDS
+            self._relaunches[node] = replace(relaunch, at=at, has_waited=True)
+            return
+        del self._relaunches[node]
+        self._announced_by_end[node] = announced = self._announcements[node]
+        if not has_come and not ended.gone and self._is_tried_later(ended):
+            return
+        unable = UnableNode(name=name, code=ended.code, detail=ended.detail, message="" if has_come else message)
+        never_came = not has_come and announced == 0
+        most = FRUITLESS_RELAUNCHES if never_came else RELAUNCHES_PER_NODE
+        # The code for wrong usage: the agent said why, and would say it again.
+        if used >= most or ended.code == ExitCode.USAGE or (never_came and self._fails_everywhere()):
+            starts = f"{used + 1} start{'s' if used else ''}"
+            logger.error("the agent on %s ended (%s); giving the node up after %s", name, unable.reason, starts)
+            if never_came:
+                self._unable[node] = unable
+            self._give_up(node, GivenUp.COULD_NOT_RUN if never_came else GivenUp.DIED, unable.reason)
+            return
+        self._relaunched[node] += 1
+        logger.warning("the agent on %s ended (%s); starting it again", name, unable.reason)
+        self._relaunch(node, f"it ended: {unable.reason}")
+
+    def _has_come(self, relaunch: _Relaunch) -> bool:
+        """Whether what has ended was an agent that took part; also where the store does not say."""
+        node = relaunch.ended.node
+        return relaunch.look > self._looks_done or self._announcements[node] > self._announced_by_end[node]
+
+    def _fails_everywhere(self) -> bool:
+        """Whether what was started on most nodes never became an agent: it is not the nodes, and no start helps."""
+        failing = 1 + len(self._unable) + sum(1 for other in self._relaunches.values() if not self._has_come(other))
+        return failing > 1 and 2 * failing > len(self._names)
+
+    def _relaunch(self, node: int, reason: str) -> None:
+        self._events.write("agent_relaunched", node=node, name=self._names[node], reason=reason)
+        self._launcher.relaunch(node)
+
+    def _give_up(self, node: int, cause: GivenUp, reason: str) -> None:
+        """No further agent is started there, and the others need not wait for one."""
+        self._events.write("node_given_up", node=node, name=self._names[node], cause=cause.value, reason=reason)
+        self._given_up.setdefault(node, set()).add(cause)
+        self._trials.pop(node, None)
+        self._ask(lambda participant: participant.give_up_node(node))
+
+    # -- what is left ------------------------------------------------------------------------------------------------
+
+    def _count(self, cause: GivenUp) -> int:
+        return sum(cause in causes for causes in self._given_up.values())
+
+    @property
+    def has_lost_store(self) -> bool:
+        """Whether an agent has ended because the store was wiped: the supervisor will see so too, if it was for all."""
+        return self._count(GivenUp.STORE_LOST) > 0
+
+    @property
+    def none_is_left(self) -> bool:
+        """Whether every node was given up."""
+        return len(self._given_up) == len(self._names)
+
+    @property
+    def are_all_unfit(self) -> bool:
+        """Whether no node is left, and not one because its agent died: there is no verdict to wait for."""
+        unfit = self._count(GivenUp.UNHEALTHY) + self._count(GivenUp.REFUSED)
+        return self.none_is_left and (unfit > 0 or len(self._unable) == len(self._given_up))
+
+    @property
+    def is_same_everywhere(self) -> bool:
+        """Whether the nodes that were given up would fail another attempt in the same way."""
+        return is_same_everywhere(self._unable.values(), nodes=len(self._names))
+
+    @property
+    def describe_unable(self) -> str:
+        """Which nodes could not run the agent, and why; empty where there are none."""
+        return describe_unable_nodes(self._unable.values(), nodes=len(self._names))
+
+    def why_none_is_left(self, refusal: object) -> str:
+        """Why every node was given up.
+
+        Args:
+            refusal: What the filesystem refuses this process itself; None: nothing.
+        """
+        unhealthy, refused, known = self._count(GivenUp.UNHEALTHY), self._count(GivenUp.REFUSED), len(self._given_up)
+        reasons = [f"{unhealthy} of {known} failed a health check"] if unhealthy else []
+        if refused:
+            what = f"the filesystem of the run directory refused {refused} of {known}, or did not answer"
+            reasons.append(what if refusal is None else f"{what}: {refusal}")
+        if reasons:
+            return f"no node is left: {'; '.join(reasons)}"
+        return self.describe_unable or "no agent could be started"

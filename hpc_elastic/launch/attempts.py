@@ -1,8 +1,7 @@
-"""Attempt directories: the next free number, claimed by an exclusive mkdir, and the link to the latest.
+"""The attempts of a run on disk: the next free number, claimed by an exclusive mkdir, and which job has the run now.
 
-Which Slurm job has a run now: a run may go on in a follow-on job, where its first one may not be requeued.
-
-The run that a job began before it was requeued: for a batch script of the user's own, which only says ``run``.
+A run may go on in a follow-on job (`job_now`), and a requeued batch script of the user's own, which is only ``run``
+again, finds the run that it began (`earlier_run`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.result import StoredResult, load_result
+from hpc_elastic.run.result import load_result
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment
 
@@ -33,20 +32,6 @@ class RunElsewhereError(HpcElasticError):
     """Two jobs were submitted for one run directory, and this is the later one."""
 
     template = "attempt {attempt} of this run is running in job {job}; this job ends, and changes nothing"
-
-
-def begun_attempts(paths: RunPaths) -> list[AttemptPaths]:
-    """Those that can be seen, the newest last; none where the run directory can't be listed."""
-    try:
-        return paths.attempts()
-    except OSError:
-        return []
-
-
-def newest_stored(paths: RunPaths) -> StoredResult | None:
-    """What the newest attempt wrote at its end; None where it has not ended, or none has begun."""
-    begun = begun_attempts(paths)
-    return load_result(begun[-1].result_json) if begun else None
 
 
 def claim_attempt(paths: RunPaths) -> AttemptPaths:
@@ -117,7 +102,7 @@ def give_way(
 def forget_attempt(paths: RunPaths, attempt: AttemptPaths) -> None:
     """Remove an attempt that was claimed and started nothing."""
     shutil.rmtree(attempt.root, ignore_errors=True)
-    begun = begun_attempts(paths)
+    begun = paths.begun_attempts()
     if begun:
         _point_latest(paths.latest, begun[-1].root)
 
@@ -146,9 +131,9 @@ def _point_latest(link: Path, target: Path) -> None:
 def job_now(paths: RunPaths) -> str | None:
     """The Slurm job that has the run now, or had it last; None where none has begun.
 
-    Where an attempt's word of its follow-on job was lost, or is past, that job's own attempt tells of it.
+    Where an attempt's note of its follow-on job was lost, or is past, that job's own attempt names it.
     """
-    for attempt in reversed(begun_attempts(paths)):
+    for attempt in reversed(paths.begun_attempts()):
         stored = load_result(attempt.result_json)
         if stored is not None and stored.next_job and stored.exit_code == ExitCode.REQUEUED:
             return stored.next_job
@@ -211,7 +196,7 @@ def _candidates(job: JobEnvironment, runs_dir: Path, env: Mapping[str, str]) -> 
 def _attempts_of(paths: RunPaths, job: JobEnvironment) -> list[AttemptInfo]:
     """Those that this job made before it was requeued, in order."""
     found = []
-    for begun in begun_attempts(paths):
+    for begun in paths.begun_attempts():
         try:
             attempt = load_attempt(begun.attempt_json)
         except UnreadableAttemptError:

@@ -1,24 +1,15 @@
-"""At an attempt's end: what it tells against nodes is kept, and the next attempt's list of excluded nodes is made.
-
-At an attempt's end: what it tells against its nodes is kept, and whom the next one does without is decided.
-"""
+"""What an attempt showed against nodes is kept, and the next attempt's list of excluded nodes is chosen by it."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
-from msgspec.structs import replace
 
-from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launch.output import LastFiles
 from hpc_elastic.launch.site import EligibleNodes, Site
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, merged, remember, save_record
 from hpc_elastic.run.node_score import (
     BadNodeSettings,
@@ -34,13 +25,13 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 
 if TYPE_CHECKING:
-    from hpc_elastic.report.history import RunHistory
+    pass
 
 logger = logging.getLogger(__name__)
 
 
 class NextNodes(Struct, frozen=True, kw_only=True):
-    """Who is bad, and what the next attempt does about it."""
+    """Which nodes are bad, and what the next attempt does about it."""
 
     bad: tuple[NodeScore, ...] = ()
     exclusion: Exclusion = field(default_factory=Exclusion)
@@ -96,7 +87,7 @@ def keep_evidence(
 
 
 def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None, *, now_ns: int) -> NextNodes:
-    """Decide whom the next attempt does without. Pure.
+    """Decide which nodes the next attempt does without. Pure.
 
     Args:
         record: From `keep_evidence`.
@@ -137,56 +128,3 @@ def checked(nodes: NextNodes, site: Site, paths: RunPaths, eligible: EligibleNod
         exclusion=Exclusion(spared=(*nodes.exclusion.spared, *spared)),
         excluded=None if set(users) == set(eligible.excluded) else users,
     )
-
-
-def judge_nodes(
-    paths: RunPaths,
-    spec: RunSpec,
-    site: Site,
-    attempt: AttemptInfo,
-    history: RunHistory,
-    events: EventLog,
-    *,
-    clock: Clock,
-    disk: LastFiles,
-    asks_slurm: bool,
-) -> NextNodes:
-    """Keep what the attempt tells against nodes, and decide whom the next one does without. Never raises.
-
-    `asks_slurm`: whether there is a next one, whose list of excluded nodes is to be made.
-    """
-    if attempt.cluster == "local":
-        return NextNodes()  # they are all this machine
-    from hpc_elastic.report.node_evidence import node_evidence
-
-    try:
-        seen = node_evidence(history, attempt=attempt.number)
-        now_ns = clock.time_ns()
-        record = disk.do(
-            lambda: keep_evidence(
-                paths, spec, seen, attempt=attempt.number, cluster=site.cluster_name, now_ns=now_ns, env=os.environ
-            ),
-            None,
-        )
-        if record is None:
-            return NextNodes()
-        eligible = None
-        if asks_slurm and (record.excluded or next_nodes(record, spec, None, now_ns=now_ns).bad):
-            eligible = site.eligible_nodes()
-        nodes = checked(next_nodes(record, spec, eligible, now_ns=now_ns), site, paths, eligible)
-        if eligible is not None and nodes.exclusion.nodes != record.excluded:
-            # Before Slurm has the list: a node on it that is not known as ours would count as the user's for ever.
-            kept = replace(load_record(paths.nodes_json), excluded=nodes.exclusion.nodes, saved_ns=now_ns)
-            disk.do(lambda: save_record(paths.nodes_json, kept), None)
-        if nodes.bad and eligible is not None:
-            why = {one.node: one.why for one in nodes.bad}
-            events.write(
-                "nodes_judged",
-                excluded=list(nodes.exclusion.nodes),
-                reason="; ".join(f"{name}: {why[name]}" for name in nodes.exclusion.nodes) or "none can be left out",
-                spared=[{"node": name, "reason": reason} for name, reason in nodes.exclusion.spared],
-            )
-        return nodes
-    except Exception as error:
-        logger.exception("bad nodes can't be told from good ones: %s", error)
-        return NextNodes()

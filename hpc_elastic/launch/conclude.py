@@ -1,4 +1,15 @@
-"""What is to be done when an attempt has ended: verdict, report, bad nodes, and the requeue where it is decided."""
+"""The end of an attempt, in one place: decision, result.json, the nodes, the report, the requeue.
+
+`conclude` is called by the supervisor (`run_attempt`), or by an agent's process in its place (`batch`). From Slurm's
+signal on, and once the job is requeued, SIGKILL is KillWait away. So there are two orders:
+
+- `in_order`: decide, write result.json, judge the nodes (nodes.json), write and print the report; then ask Slurm for
+  the next attempt, and write again what that changed.
+- `in_haste`, where Slurm's signal has come already: the next attempt first, then the files.
+
+This process may be killed between any two steps, and another may do them again: each step leaves files that are true,
+and `requeue_job` asks Slurm first what is done already.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +24,23 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launch.attempt_result import AttemptResult
-from hpc_elastic.launch.bad_nodes import NextNodes, judge_nodes
-from hpc_elastic.launch.next_step import decide_next, idle_attempts
+from hpc_elastic.launch.bad_nodes import NextNodes, checked, keep_evidence, next_nodes
 from hpc_elastic.launch.output import LastFiles, log_plain
-from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
+from hpc_elastic.launch.requeue import (
+    AttemptResult,
+    RequeueAction,
+    RequeueDecision,
+    RequeueWay,
+    decide_requeue,
+    idle_attempts,
+)
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Site
 from hpc_elastic.options.job_options import RequeueChoice
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.node_records import load_record, save_record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
@@ -47,7 +64,7 @@ def conclude(
     files: FileThread | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
-    """What is to be done when an attempt has ended: verdict, report, and the requeue where it is decided.
+    """Write how an attempt ended, and have the next one queued where that is decided.
 
     Args:
         paths: The run's.
@@ -59,6 +76,9 @@ def conclude(
         clock: For the age of what speaks against nodes.
         files: Touches the files; in bounded time, since the user waits for the end.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
+
+    Returns:
+        What was decided and done.
     """
     disk = LastFiles(files or FileThread(), is_hurried=is_hurried, is_late=result.signal_number is not None)
     end = _End(paths, spec, site, attempt, result, events, clock=clock, disk=disk)
@@ -66,11 +86,7 @@ def conclude(
 
 
 class _End:
-    """The end of one attempt: the steps, in the two orders in which they are taken.
-
-    From Slurm's signal on, and once the job is requeued, SIGKILL is KillWait away. So all is written before that, the
-    verdict first of all; where the signal has come already, the job comes first.
-    """
+    """The end of one attempt: its steps, in the two orders."""
 
     def __init__(
         self,
@@ -101,20 +117,19 @@ class _End:
         if attempt.number:
             before = disk.do(lambda: load_result(paths.attempt(attempt.number - 1).result_json), None)
         self._idle = idle_attempts(before, spec, result)
-        self._decision = decide_next(before, spec, attempt, result, idle=self._idle)
+        self._decision = decide_requeue(before, spec, attempt, result, idle=self._idle)
         self._write_decision()
 
     def in_order(self) -> RequeueDecision:
-        """Write, then requeue; and write again what the requeue changed. Returns the decision that holds then."""
         nodes, history = self._judge()
-        if self._is_removed and self._is_asked_of_slurm():
+        if self._is_removed and self._asks_slurm():
             self._give_up("the run directory was removed", ExitCode.NOT_RETRYABLE)
         self._finish(history)
-        if not self._is_asked_of_slurm():
+        if not self._asks_slurm():
             return self._decision
         if self._site.ask(near=0.0).condition is JobCondition.ENDED:
             # Slurm requeues a cancelled job too, while it completes (seen on 22.05). And where it was cancelled in the
-            # moment in which it began, its SIGTERM reached nobody who could hear: all that is seen is srun's failure.
+            # moment in which it began, its SIGTERM reached no process that could hear: only srun's failure is seen.
             self._give_up("the job was cancelled meanwhile", ExitCode.TERMINATED)
             self._finish(history)
         elif not self._requeue(nodes):
@@ -124,13 +139,15 @@ class _End:
         return self._decision
 
     def in_haste(self) -> RequeueDecision:
-        """Requeue, then write. Returns the decision that holds then."""
-        if self._is_asked_of_slurm():
+        if self._asks_slurm():
             self._requeue(NextNodes(), is_late=True)
-        self._finish(self._judge(asks_slurm=False)[1])
+        self._finish(self._judge(is_late=True)[1])
         return self._decision
 
-    def _is_asked_of_slurm(self) -> bool:
+    # -- the decision ------------------------------------------------------------------------------------------------
+
+    def _asks_slurm(self) -> bool:
+        """Whether there is to be another attempt, and Slurm has not queued it already."""
         return self._decision.action is RequeueAction.REQUEUE and not self._result.requeued
 
     def _write_decision(self) -> None:
@@ -138,30 +155,13 @@ class _End:
         self._events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
         self._events.write("attempt_ended", outcome=outcome, exit_code=decision.exit_code)
 
-    def _judge(self, *, asks_slurm: bool = True) -> tuple[NextNodes, RunHistory | None]:
-        """Look at the nodes. Returns whom the next attempt does without, and the history with that in it."""
-        if not self._save() or self._is_removed:
-            return NextNodes(), None
-        history = self._disk.do(lambda: _history(self._paths), None, answers=True)
-        if history is None:
-            return NextNodes(), None
-        asks_slurm = asks_slurm and self._decision.action is RequeueAction.REQUEUE
-        nodes = judge_nodes(
-            self._paths,
-            self._spec,
-            self._site,
-            self._attempt,
-            history,
-            self._events,
-            clock=self._clock,
-            disk=self._disk,
-            asks_slurm=asks_slurm,
-        )
-        history = replace(history, bad_nodes=nodes.bad)
-        return nodes, replace(history, excluded=nodes.exclusion.nodes) if asks_slurm else history
+    def _give_up(self, why: str, exit_code: ExitCode) -> None:
+        reason = f"{self._decision.reason}; but {why}"
+        self._decision = RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(exit_code))
+        self._write_decision()
 
     def _requeue(self, nodes: NextNodes, *, is_late: bool = False) -> bool:
-        """Have it done. Returns whether it was: a decision that can't be carried out is one to end."""
+        """Have the next attempt queued. Returns whether it was: a decision that can't be carried out is one to end."""
         spec = self._spec
         fixed = spec.min_nodes == spec.max_nodes
         plan = NextAttempt(
@@ -179,26 +179,12 @@ class _End:
             again = f"to start it again: hpc-elastic requeue {self._paths.run_id}"
             self._give_up(f"the requeue failed: {error}; {again}", ExitCode.WORKERS_FAILED)
             return False
-        logger.info("%s", done.words)
-        self._events.write("requeued", job_id=done.next_job or self._attempt.job_id, reason=done.words)
+        logger.info("%s", done.summary)
+        self._events.write("requeued", job_id=done.next_job or self._attempt.job_id, reason=done.summary)
         self._next_job = done.next_job
         return True
 
-    def _give_up(self, why: str, exit_code: ExitCode) -> None:
-        reason = f"{self._decision.reason}; but {why}"
-        self._decision = RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(exit_code))
-        self._write_decision()
-
-    def _finish(self, history: RunHistory | None) -> None:
-        """Write result and report, and say them."""
-
-        def report() -> bool:
-            _report(self._attempt, self._paths, self._result, self._decision, history, now_ns=self._clock.time_ns())
-            return True
-
-        if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
-            logger.error("%s does not answer: the report can't be written", self._folder.root)
-        _log_end(self._attempt, self._result, self._decision)
+    # -- the files ---------------------------------------------------------------------------------------------------
 
     def _save(self) -> bool:
         """Write result.json. Returns whether the filesystem answered."""
@@ -228,49 +214,105 @@ class _End:
             logger.error("the result could not be written: %s", error)
         return True
 
+    def _judge(self, *, is_late: bool = False) -> tuple[NextNodes, RunHistory | None]:
+        """Judge the nodes. Returns which the next attempt does without, and the history with that in it."""
+        if not self._save() or self._is_removed:
+            return NextNodes(), None
+        history = self._disk.do(self._history, None, answers=True)
+        if history is None:
+            return NextNodes(), None
+        asks_slurm = not is_late and self._decision.action is RequeueAction.REQUEUE
+        nodes = NextNodes()
+        if self._attempt.cluster != "local":  # there, all nodes are this machine
+            try:
+                nodes = self._judge_nodes(history, asks_slurm=asks_slurm)
+            except Exception as error:
+                logger.exception("the nodes can't be judged: %s", error)
+        history = replace(history, bad_nodes=nodes.bad)
+        return nodes, replace(history, excluded=nodes.exclusion.nodes) if asks_slurm else history
 
-def _history(paths: RunPaths) -> RunHistory | None:
-    """Everything that happened; None where it can't be read: the attempt ends all the same."""
-    from hpc_elastic.report.collect import collect_run
+    def _history(self) -> RunHistory | None:
+        """Everything that happened; None where it can't be read: the attempt ends all the same."""
+        from hpc_elastic.report.collect import collect_run
 
-    try:
-        return collect_run(paths.root)
-    except Exception as error:
-        # A run directory that somebody removed is no defect of ours; anything else shows its traceback.
-        logger.error("the run's history can't be read: %s", error, exc_info=not isinstance(error, OSError))
-        return None
+        try:
+            return collect_run(self._paths.root)
+        except Exception as error:
+            # A run directory that was removed is no defect of ours; anything else shows its traceback.
+            logger.error("the run's history can't be read: %s", error, exc_info=not isinstance(error, OSError))
+            return None
 
+    def _judge_nodes(self, history: RunHistory, *, asks_slurm: bool) -> NextNodes:
+        """Keep what the attempt showed of its nodes, and choose the list of excluded nodes where `asks_slurm`."""
+        from hpc_elastic.report.node_evidence import node_evidence
 
-def _report(
-    attempt: AttemptInfo,
-    paths: RunPaths,
-    result: AttemptResult,
-    decision: RequeueDecision,
-    history: RunHistory | None,
-    *,
-    now_ns: int,
-) -> None:
-    """Write the report. A failure of it never hides the result."""
-    try:
-        from hpc_elastic.report.write import write_report
-
-        report = write_report(
-            paths.root,
-            attempt=attempt.number,
-            outcome=result.outcome.value,
-            exit_code=decision.exit_code,
-            decision=f"{decision.action.value}: {decision.reason}",
-            history=history,
+        paths, spec, site, number = self._paths, self._spec, self._site, self._attempt.number
+        seen = node_evidence(history, attempt=number)
+        now_ns, cluster = self._clock.time_ns(), site.cluster_name
+        record = self._disk.do(
+            lambda: keep_evidence(paths, spec, seen, attempt=number, cluster=cluster, now_ns=now_ns, env=os.environ),
+            None,
         )
-        log_plain(report.text)
-        if decision.exit_code and os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            _pass_on(report.verdict, result, exit_code=decision.exit_code, now_ns=now_ns)
-    except Exception as error:
-        logger.exception("the report could not be made: %s", error)
+        if record is None:
+            return NextNodes()
+        eligible = None
+        if asks_slurm and (record.excluded or next_nodes(record, spec, None, now_ns=now_ns).bad):
+            eligible = site.eligible_nodes()
+        nodes = checked(next_nodes(record, spec, eligible, now_ns=now_ns), site, paths, eligible)
+        if eligible is not None and nodes.exclusion.nodes != record.excluded:
+            # Before Slurm has the list: a node on it that is not known as ours would count as the user's for ever.
+            kept = replace(load_record(paths.nodes_json), excluded=nodes.exclusion.nodes, saved_ns=now_ns)
+            self._disk.do(lambda: save_record(paths.nodes_json, kept), None)
+        if nodes.bad and eligible is not None:
+            why = {one.node: one.why for one in nodes.bad}
+            self._events.write(
+                "nodes_judged",
+                excluded=list(nodes.exclusion.nodes),
+                reason="; ".join(f"{name}: {why[name]}" for name in nodes.exclusion.nodes) or "none can be left out",
+                spared=[{"node": name, "reason": reason} for name, reason in nodes.exclusion.spared],
+            )
+        return nodes
+
+    def _finish(self, history: RunHistory | None) -> None:
+        """Write result and report, and log both."""
+
+        def report() -> bool:
+            self._report(history)
+            return True
+
+        if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
+            logger.error("%s does not answer: the report can't be written", self._folder.root)
+        result, decision = self._result, self._decision
+        ended = (
+            "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
+        )
+        logger.info("attempt %d %s", self._attempt.number, ended)
+        logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
+
+    def _report(self, history: RunHistory | None) -> None:
+        """Write and print the report. A failure of it never hides the result."""
+        try:
+            from hpc_elastic.report.write import write_report
+
+            decision = self._decision
+            report = write_report(
+                self._paths.root,
+                attempt=self._attempt.number,
+                outcome=self._result.outcome.value,
+                exit_code=decision.exit_code,
+                decision=f"{decision.action.value}: {decision.reason}",
+                history=history,
+            )
+            log_plain(report.text)
+            path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+            if decision.exit_code and path:
+                _pass_on(report.verdict, self._result, path, exit_code=decision.exit_code, now_ns=self._clock.time_ns())
+        except Exception as error:
+            logger.exception("the report could not be made: %s", error)
 
 
-def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns: int) -> None:
-    """Hand the first failure to whoever started us with TORCHELASTIC_ERROR_FILE set: an outer scheduler sees it too."""
+def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: int, now_ns: int) -> None:
+    """Hand the first failure to an outer scheduler, which has started us with TORCHELASTIC_ERROR_FILE set."""
     from hpc_elastic.failures.error_file import read_error_file, write_summary
     from hpc_elastic.failures.error_handler import ErrorHandler
 
@@ -279,7 +321,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns:
         ErrorHandler().dump_error_file(failure.error_file, failure.exitcode)
         return
     if result.outcome not in (Outcome.FAILED, Outcome.TOO_FEW_NODES):
-        return  # it was told to end, and no worker had failed
+        return  # it was asked to end, and no worker had failed
     known = verdict.lost_node is not None or failure is not None or bool(verdict.what)
     own: dict[str, object] = {"verdict": verdict.evidence, "reason": result.reason}
     if verdict.category is not None:
@@ -287,15 +329,9 @@ def _pass_on(verdict: Verdict, result: AttemptResult, *, exit_code: int, now_ns:
     if verdict.lost_node is not None:
         own["host"] = verdict.lost_node.host
     write_summary(
-        os.environ["TORCHELASTIC_ERROR_FILE"],
+        path,
         verdict.summary if known else result.reason,
         now_ns=now_ns,
         error_code=exit_code,
         own=own,
     )
-
-
-def _log_end(attempt: AttemptInfo, result: AttemptResult, decision: RequeueDecision) -> None:
-    word = "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
-    logger.info("attempt %d %s", attempt.number, word)
-    logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)

@@ -2,7 +2,7 @@
 
 A thread that waits for a dead mount can keep its process in the kernel's table for as long as the mount is dead, and
 the shell, which waits for that process, with it. So the supervisor runs in a child: the front hands it every signal,
-and ends when the child says how the run ended, or has ended but for what the kernel holds of it.
+and ends when the child reports how the run ended, or has ended but for what the kernel holds of it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ files."""
 LAST_SECONDS = 1.0
 """How long the child may take to be gone after it has said how the run ended."""
 _LOOK_SECONDS = 2.0
-"""Between two looks at the child, for what no event tells: that it has ended but for a thread that a mount holds."""
+"""Between two looks at the child, for what no event reports: that it has ended but for a thread that a mount holds."""
 _LOOK_CLOSELY_SECONDS = 0.5
-"""The same once it was told to end."""
+"""The same once it was asked to end."""
 _READY = b"r"
 
 
@@ -75,9 +75,9 @@ def _let_go_of_files(pipes: Sequence[int]) -> None:
     os.close(null)
 
 
-def _write(fd: int, word: bytes) -> None:
+def _write(fd: int, message: bytes) -> None:
     try:
-        os.write(fd, word)
+        os.write(fd, message)
     except OSError:
         pass  # the front was killed
 
@@ -133,19 +133,19 @@ class _Front:
         return max(0.0, found)
 
     def _hear(self) -> None:
-        word = os.read(self._pipe, 64)
-        if not word:
+        message = os.read(self._pipe, 64)
+        if not message:
             os.close(self._pipe)
             self._pipe = -1
             return
         self._is_ready = True
-        code = word.removeprefix(_READY).strip()
+        code = message.removeprefix(_READY).strip()
         if code.isdigit():
             self._code = int(code)
             self._dead_since = time.monotonic()
 
     def _status(self) -> int | None:
-        """The exit code, where it is over for whoever waits."""
+        """The exit code, where it is over for the shell that waits."""
         pid, status = os.waitpid(self._child, os.WNOHANG)
         if pid == self._child:
             code = os.waitstatus_to_exitcode(status)

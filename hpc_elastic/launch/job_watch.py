@@ -1,20 +1,19 @@
-"""The supervisor's claim to finish the closed attempt: it rests on Slurm's answer (`rendezvous.ending` has the rest).
+"""What the supervisor asks Slurm about its job beside everything else: each question in a thread of its own.
 
-A node that Slurm has given up may live. What is done there about the job is not done, so the supervisor first asks
-whether this node still belongs to the job. The question has a thread of its own: a controller may take long to answer,
-and meanwhile agents end and signals come.
-
-A look at the running job now and then: whether Slurm's controller answers, and which nodes the job has by it.
-
-The look is made in a thread: a controller that does not answer takes a command up to half a minute to say so, and the
-supervisor has signals and agents to see to.
+A controller that does not answer takes a command up to half a minute to say so, and meanwhile agents end and signals
+come. `JobWatch` looks at the running job now and then: whether the controller answers, and which nodes the job has by
+it. `EndClaim` asks, once the run is closed, whether this node still belongs to the job: a node that Slurm has given up
+may live, and what it did about the job would not be done (`rendezvous.ending` has the rest).
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
@@ -28,16 +27,70 @@ from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 
+LOOK_SECONDS = 60.0
+"""Between two looks at the job; one cheap call each."""
+RETRY_SECONDS = 15.0
+"""The same while the controller does not answer."""
+SOON_SECONDS = 5.0
+"""After a node was lost: Slurm may just be saying so as well."""
 ASK_AGAIN_SECONDS = 3.0
-"""Between two questions to Slurm."""
+"""Between two questions whether this node still belongs to the job."""
 _WHY = {
     Allocation.LOST: "Slurm has given this node up, or has requeued the job",
     Allocation.UNKNOWN: "Slurm can't be asked from here",
 }
 
+T = TypeVar("T")
+Start = Callable[[Callable[[], None]], None]
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, daemon=True, name="slurm-question").start()
+
+
+class SlurmQuestion(Generic[T]):
+    """One question, asked in a thread each time; the answer wakes the loop."""
+
+    def __init__(self, ask: Callable[[], T], start: Start = _in_thread) -> None:
+        """Args:
+        ask: May take its time, and raise SlurmError.
+        start: Has it done beside everything else.
+        """
+        self._ask = ask
+        self._start = start
+        self._answers: deque[T | SlurmError] = deque()
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.is_open = False
+        """Whether it was asked, and its answer not taken yet."""
+
+    def fileno(self) -> int:
+        """Readable when there is an answer."""
+        return self._fd
+
+    def ask(self) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self._start(self._run)
+
+    def take(self) -> T | SlurmError | None:
+        """The answer, once; None: there is none yet."""
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return None
+        self.is_open = False
+        return self._answers.popleft()
+
+    def _run(self) -> None:
+        try:
+            self._answers.append(self._ask())
+        except SlurmError as error:
+            self._answers.append(error)
+        os.eventfd_write(self._fd, 1)
+
 
 class EndClaim:
-    """Claims the end where Slurm confirms that, or where no process has finished the attempt for long."""
+    """The claim to finish the closed attempt: made where Slurm confirms it, or no other process makes it for long."""
 
     def __init__(
         self,
@@ -45,69 +98,63 @@ class EndClaim:
         ask: Callable[[Callable[[Participant], None]], None],
         *,
         clock: Clock,
+        start: Start = _in_thread,
     ) -> None:
         """Args:
         allocation: Asks Slurm whether this node still belongs to the job; may take a minute.
         ask: Has something done by this supervisor's participant.
         clock: For the waits.
+        start: As for `SlurmQuestion`.
         """
-        self._allocation = allocation
+        self._question = SlurmQuestion(allocation, start)
         self._ask = ask
         self._clock = clock
-        self._stop = threading.Event()
-        self._deadline: float | None = None
-        """When the end is claimed without Slurm's answer; set by the first step."""
+        self._deadline = self._ask_at = 0.0
+        """When the end is claimed without Slurm's answer; when Slurm is asked again."""
+        self._has_warned = False
+        self.due: float | None = None
+        """When `step` is to be called next, monotonic; None: not before it has begun, and no more once it is over."""
 
-    def start(self) -> None:
-        """Begin, in a thread that ends by itself."""
-        threading.Thread(target=self._run, name="end-claim", daemon=True).start()
+    def fileno(self) -> int:
+        return self._question.fileno()
 
-    def stop(self) -> None:
-        """Another process finishes the attempt, or this one does by now."""
-        self._stop.set()
+    def begin(self) -> None:
+        """The run is closed: ask Slurm."""
+        self._deadline = self.due = self._clock.monotonic() + END_UNCONFIRMED
+        self._ask(lambda participant: participant.announce_claim())
+        self._question.ask()
+
+    def step(self) -> None:
+        """Claim the end where that is right, ask again where it is not known. Never waits."""
+        now = self._clock.monotonic()
+        answer = self._question.take()
+        if self.due is None:
+            return
+        if answer is Allocation.HELD or now >= self._deadline:
+            self.claim()
+            return
+        if isinstance(answer, Allocation):
+            if not self._has_warned:
+                logger.warning(
+                    "finishing the attempt is left to another node for %.0f s: %s", END_UNCONFIRMED, _WHY[answer]
+                )
+            self._has_warned, self._ask_at = True, now + ASK_AGAIN_SECONDS
+        elif self._has_warned and now >= self._ask_at:
+            self._question.ask()
+        self.due = self._deadline if self._question.is_open else min(self._ask_at, self._deadline)
 
     def claim(self) -> None:
         """Claim the end without asking: Slurm's own signal has come, so Slurm reaches this node."""
         self.stop()
         self._ask(lambda participant: participant.claim_end())
 
-    def step(self) -> float | None:
-        """Ask once, and claim the end where that is right.
-
-        Returns:
-            Seconds until the next step; None: there is none.
-        """
-        is_first = self._deadline is None
-        if self._deadline is None:
-            self._deadline = self._clock.monotonic() + END_UNCONFIRMED
-            self._ask(lambda participant: participant.announce_claim())
-        found = self._allocation()
-        left = self._deadline - self._clock.monotonic()
-        if self._stop.is_set():
-            return None
-        if found is Allocation.HELD or left <= 0:
-            self.claim()
-            return None
-        if is_first:
-            logger.warning("finishing the attempt is left to another node for %.0f s: %s", END_UNCONFIRMED, _WHY[found])
-        return min(ASK_AGAIN_SECONDS, left)
-
-    def _run(self) -> None:
-        while (wait := self.step()) is not None and not self._clock.wait(self._stop, wait):
-            pass
-
-
-LOOK_SECONDS = 60.0
-"""Between two looks; one cheap call each."""
-RETRY_SECONDS = 15.0
-"""The same while the controller does not answer."""
-SOON_SECONDS = 5.0
-"""After a node was lost: Slurm may just be saying so as well."""
-_ANSWER_LOOK_SECONDS = 0.5
+    def stop(self) -> None:
+        """Another process finishes the attempt, or this one does by now."""
+        self.due = None
 
 
 class ControllerOutage:
-    """Says once in the log that Slurm's controller does not answer, and once that it answers again."""
+    """Logs once that Slurm's controller does not answer, and once that it answers again."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -141,9 +188,9 @@ class NodesDiffer(Struct, frozen=True, kw_only=True):
         return bool(self.taken or self.kept)
 
     def __str__(self) -> str:
-        said = [f"{compress(self.taken)} not in the job any more by Slurm, and the run uses it"] if self.taken else []
-        said += [f"{compress(self.kept)} lost to the run, and in the job by Slurm"] if self.kept else []
-        return "; ".join(said)
+        parts = [f"{compress(self.taken)} not in the job any more by Slurm, and the run uses it"] if self.taken else []
+        parts += [f"{compress(self.kept)} lost to the run, and in the job by Slurm"] if self.kept else []
+        return "; ".join(parts)
 
 
 def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[str]) -> NodesDiffer:
@@ -152,7 +199,7 @@ def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[st
     Args:
         used: Nodes of the newest round.
         lost: Those that the run has taken out.
-        job: What Slurm has in the job; empty: it said nothing about them.
+        job: What Slurm has in the job; empty: not known.
     """
     if not job:
         return NodesDiffer()
@@ -162,37 +209,32 @@ def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[st
     )
 
 
-def _in_thread(work: Callable[[], None]) -> None:
-    threading.Thread(target=work, daemon=True, name="job-watch").start()
-
-
 class JobWatch:
-    """The supervisor's."""
+    """Looks at the running job now and then."""
 
     def __init__(
-        self,
-        ask: Callable[[], Sequence[str]],
-        *,
-        events: EventLog,
-        clock: Clock,
-        start: Callable[[Callable[[], None]], None] = _in_thread,
+        self, ask: Callable[[], Sequence[str]], *, events: EventLog, clock: Clock, start: Start = _in_thread
     ) -> None:
         """Args:
         ask: The job's nodes by Slurm, none where it does not run; may take its time, and raise SlurmError.
         events: The supervisor's.
         clock: For the looks.
-        start: Has a question asked beside everything else.
+        start: As for `SlurmQuestion`.
         """
-        self._ask = ask
+        self._question = SlurmQuestion(ask, start)
         self._events = events
         self._clock = clock
-        self._start = start
-        self.due = clock.monotonic() + LOOK_SECONDS
-        """When `look` is to be called next, monotonic."""
-        self._asked = False
-        self._answer: Sequence[str] | SlurmError | None = None
+        self._look_at = clock.monotonic() + LOOK_SECONDS
         self._lost: Sequence[str] = ()
         self._differ = NodesDiffer()
+
+    def fileno(self) -> int:
+        return self._question.fileno()
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: the answer to its question wakes the loop."""
+        return None if self._question.is_open else self._look_at
 
     def look(self, *, used: Sequence[str] | None, lost: Sequence[str]) -> None:
         """Ask where it is time to, and log what is new. To be called as often as one likes; never waits.
@@ -204,26 +246,16 @@ class JobWatch:
         now = self._clock.monotonic()
         if tuple(lost) != tuple(self._lost):
             self._lost = tuple(lost)
-            self.due = min(self.due, now + SOON_SECONDS)
-        if now < self.due:
-            return
-        if not self._asked:
-            self._asked, self._answer = True, None
-            self._start(self._question)
-        answer = self._answer
-        if answer is None:
-            self.due = now + _ANSWER_LOOK_SECONDS
-            return
-        self._asked = False
-        self.due = now + (RETRY_SECONDS if isinstance(answer, SlurmError) else LOOK_SECONDS)
-        if not isinstance(answer, SlurmError) and used is not None:
-            self._report(nodes_differ(used=used, lost=lost, job=answer))
-
-    def _question(self) -> None:
-        try:
-            self._answer = self._ask()
-        except SlurmError as error:
-            self._answer = error
+            self._look_at = min(self._look_at, now + SOON_SECONDS)
+        if now >= self._look_at:
+            self._question.ask()
+        answer = self._question.take()
+        if isinstance(answer, SlurmError):
+            self._look_at = now + RETRY_SECONDS
+        elif answer is not None:
+            self._look_at = now + LOOK_SECONDS
+            if used is not None:
+                self._report(nodes_differ(used=used, lost=lost, job=answer))
 
     def _report(self, differ: NodesDiffer) -> None:
         if differ == self._differ:

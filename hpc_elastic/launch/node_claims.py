@@ -136,7 +136,7 @@ class NodeClaims(Struct):
         return chosen
 
     def sign(self, run: str) -> None:
-        """Say which run has the nodes, for the messages of others."""
+        """Write down which run has the nodes, for the messages of others."""
         for fd in self.held.values():
             os.truncate(fd, 0)
             os.pwrite(fd, run.encode("utf-8", "surrogateescape"), 0)
@@ -182,7 +182,7 @@ def open_claims(job_id: str, restart_count: int, bases: Iterator[Path], *, clock
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder of claims unless somebody holds one."""
+    """Remove a folder of claims unless one is held."""
     paths = list(folder.iterdir())
     fds = [os.open(path, os.O_RDWR | os.O_NOFOLLOW) for path in paths]
     try:

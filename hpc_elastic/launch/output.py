@@ -1,32 +1,22 @@
-"""What the supervisor says, on its way to the job log: through a queue, since stdout may be a file on a
-mount that hangs.
+"""What the supervisor writes beside the run's state, in bounded time: any file may lie on a mount that hangs.
 
-Files at an attempt's end: touched in bounded time, for the user waits, or Slurm's SIGKILL is near.
-
-Lets other hosts read the job log while the job runs.
-
-The batch script, srun and all that they start hold it open for the whole job. What is written to an open file an NFS
-client keeps until it is half a minute old. Before Linux's client answers a stat, it writes the file out (nfs_getattr,
-read in 6.x); where nothing is kept back, as on Lustre or a local disk, a stat costs next to nothing, unlike an fsync.
+`JobOutput` hands messages and the report to the job log through a queue, `LastFiles` has the files of an attempt's end
+written: the user waits for that end, or Slurm's SIGKILL is near.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import stat
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FULL, FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.workers.linux import output_pipes
 
 _MOST_BYTES = 16 << 20
-"""That wait: a report of a large run and whatever was said before it."""
+"""That wait: a report of a large run, and the messages before it."""
 _JOB_LOG_SECONDS = 2.0
 """How long a file is waited for in the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
@@ -73,7 +63,7 @@ def log_plain(text: str) -> None:
 REPORT_SECONDS = 120.0
 """For the report of an attempt: of a large run, on a slow filesystem."""
 HUNG_SECONDS = 5.0
-"""Without any answer: it is said so, and not waited for any more where somebody waits for us."""
+"""Without any answer: it is logged, and no more waited for where the user waits for this process."""
 
 T = TypeVar("T")
 
@@ -128,39 +118,3 @@ class LastFiles:
 
     def _hangs_and_is_hurried(self) -> bool:
         return self._files.stuck_for() > HUNG_SECONDS and self._is_hurried()
-
-
-INTERVAL = 1.0
-"""Seconds. A server notices one WRITE a second of each job that prints."""
-
-
-class WriteBack:
-    """A daemon thread that asks for an open file's times, again and again. It alone waits where the mount hangs."""
-
-    def __init__(self, fd: int, clock: Clock, *, interval: float = INTERVAL) -> None:
-        self._fd = fd
-        self._clock = clock
-        self._interval = interval
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
-
-    def start(self) -> bool:
-        """Returns whether there is a need: a pipe or a terminal has none."""
-        try:
-            is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
-        except OSError:
-            return False
-        if is_file:
-            self._thread.start()
-        return is_file
-
-    def stop(self) -> None:
-        """Does not wait. Whoever closes the file writes it out."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._clock.wait(self._stop, self._interval):
-            try:
-                os.fstat(self._fd)
-            except OSError:
-                pass  # who writes to it hears of it

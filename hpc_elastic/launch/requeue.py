@@ -1,6 +1,7 @@
 """Whether, how and when the job is put back into the queue when an attempt has ended: pure, with the reasons.
 
-`decide_arming` says at an attempt's start which way there is, `decide_requeue` at its end whether it is taken.
+`decide_arming` says at an attempt's start which way there is, `decide_requeue` at its end whether it is taken: by how
+the attempt ended (`AttemptResult`), and how the one before it did (`StoredResult`, from its result.json).
 """
 
 from __future__ import annotations
@@ -9,8 +10,14 @@ from enum import Enum
 
 from msgspec import Struct
 
+from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
+from hpc_elastic.agent.restart_policy import made_progress
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.options.job_options import RequeueChoice
+from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.spec import RunSpec
 
 BACK_OFF_SECONDS = 60.0
 """Before the second attempt in a row that follows one without progress; twice as long before each one after that."""
@@ -43,7 +50,7 @@ class ArmingFacts(Struct, frozen=True, kw_only=True):
     """Whether requeues were asked for at all."""
     choice: RequeueChoice
     has_batch_script: bool
-    """False: ``salloc``; nobody would run it again."""
+    """False: ``salloc``; Slurm would not run it again."""
     can_chain: bool
     """Whether the script that was submitted is this program's own, so that it can be submitted once more."""
     known: bool = True
@@ -53,7 +60,7 @@ class ArmingFacts(Struct, frozen=True, kw_only=True):
     job_allows: bool = True
     """``Requeue=1``."""
     site_allows: bool = True
-    """``JobRequeue=1``: what holds for jobs that don't say."""
+    """``JobRequeue=1``: the default for jobs."""
 
 
 class Arming(Struct, frozen=True, kw_only=True):
@@ -106,32 +113,46 @@ def back_off(idle: int) -> float:
     return min(MOST_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2.0 ** min(idle - 2, 30))
 
 
-class RequeueFacts(Struct, frozen=True, kw_only=True):
-    """What the decision rests on."""
+class AttemptResult(Struct, frozen=True, kw_only=True):
+    """How an attempt ended, as what follows it needs to know."""
 
     outcome: Outcome
     reason: str
-    """Why the attempt ended."""
     retryable: bool
-    """Whether another attempt could end otherwise."""
-    attempt: int
-    """Number of the attempt that ended, from 0."""
-    max_requeues: int
-    armed: bool
-    """Whether this job can be requeued at all."""
-    armed_reason: str
-    same_as_before: bool
-    """The attempt before ended by the same failure, with no progress since."""
-    signal_number: int | None = None
-    """The signal that ended the attempt, where one did."""
-    hang: bool = False
-    """What it ended by was a hang."""
-    idle: int = 0
-    """How many attempts in a row, this one included, ended by a failure without progress."""
+    signal_number: int | None
+    fingerprint: str
+    """Of the failure that it ended by, where that counts as the script's."""
+    step: int
+    """The furthest step reported by then, -1 for none."""
+    seconds: float
+    """How long the attempt lasted."""
     requeued: bool = False
-    """Slurm has put the job back into the queue itself: a preemption, or ``scontrol requeue``."""
+    """Whether Slurm has put the job back into the queue itself."""
     cancelled: bool = False
-    """The job was cancelled after the attempt had ended by something else."""
+    """Whether the job was cancelled after the attempt had been given up for another reason."""
+
+
+def closed_result(
+    record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None, seconds: float = 0.0
+) -> AttemptResult:
+    """How an attempt ended, by the record that closed it.
+
+    Args:
+        record: The log's last one.
+        outcome: Its outcome.
+        signal_number: The signal that ended the attempt, where one did.
+        seconds: How long the attempt took.
+    """
+    return AttemptResult(
+        outcome=outcome,
+        reason=record.reason,
+        retryable=record.retryable,
+        signal_number=signal_number,
+        # What an earlier round of it failed by is no reason where a notice, or lost nodes, ended it.
+        fingerprint=record.memory.fingerprint if outcome is Outcome.FAILED else "",
+        step=record.memory.step,
+        seconds=seconds,
+    )
 
 
 _MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
@@ -148,36 +169,60 @@ class RequeueDecision(Struct, frozen=True, kw_only=True):
     """Seconds before which the next attempt is not to begin."""
 
 
-def decide_requeue(facts: RequeueFacts) -> RequeueDecision:
-    """Decide. Requeues what another attempt can mend: spent restarts, lost nodes, a preemption."""
-    if facts.outcome is Outcome.SUCCEEDED:
+def idle_attempts(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> int:
+    """How many attempts in a row, this one included, ended by a failure without progress."""
+    is_first_step = result.step >= 0 and (before is None or before.step < 0)
+    if result.outcome in _MADE_ROOM or is_first_step or _made_progress(before, spec, result):
+        return 0
+    return 1 + (before.idle if before is not None else 0)
+
+
+def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> bool:
+    step = before.step if before is not None else -1
+    return made_progress(step=result.step, before=step, seconds=result.seconds, window=spec.restart_window)
+
+
+def decide_requeue(
+    before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult, *, idle: int = 0
+) -> RequeueDecision:
+    """Decide what follows an attempt: another one where it can mend what ended this one (spent restarts, lost nodes).
+
+    Args:
+        before: How the attempt before it ended; None for the first one, and where that is not known.
+        spec: What was asked for.
+        attempt: The attempt.
+        result: How it ended.
+        idle: From `idle_attempts`.
+    """
+    if result.outcome is Outcome.SUCCEEDED:
         return _end("the run succeeded", ExitCode.OK)
-    code = _exit_code(facts)
-    if facts.outcome is Outcome.CANCELLED:
-        return _end(f"the run was cancelled ({facts.reason})", code)
-    if facts.outcome is Outcome.SUPERSEDED:
-        return _end(f"the run goes on in a later attempt ({facts.reason})", code)
-    if facts.cancelled:
-        return _end(f"the job was cancelled meanwhile ({facts.reason})", code)
-    if facts.requeued:
-        reason = f"Slurm itself has put the job back into the queue: {facts.reason}"
+    code, why = _exit_code(result), result.reason
+    if result.outcome is Outcome.CANCELLED:
+        return _end(f"the run was cancelled ({why})", code)
+    if result.outcome is Outcome.SUPERSEDED:
+        return _end(f"the run goes on in a later attempt ({why})", code)
+    if result.cancelled:
+        return _end(f"the job was cancelled meanwhile ({why})", code)
+    if result.requeued:
+        reason = f"Slurm itself has put the job back into the queue: {why}"
         return RequeueDecision(action=RequeueAction.REQUEUE, reason=reason, exit_code=ExitCode.REQUEUED)
-    if facts.signal_number is not None and facts.outcome not in _MADE_ROOM:
-        return _end(f"a signal ended the job meanwhile ({facts.reason})", code)
-    if not facts.retryable:
-        return _end(f"another attempt would end the same way: {facts.reason}", code)
-    if facts.same_as_before:
+    if result.signal_number is not None and result.outcome not in _MADE_ROOM:
+        return _end(f"a signal ended the job meanwhile ({why})", code)
+    if not result.retryable:
+        return _end(f"another attempt would end the same way: {why}", code)
+    is_same = before is not None and may_be_a_bug(result.fingerprint) and before.fingerprint == result.fingerprint
+    if is_same and not _made_progress(before, spec, result):
         return _end("the attempt before ended by the same failure, with no progress since: a bug in the script?", code)
-    if facts.attempt >= facts.max_requeues:
-        return _end(f"{facts.attempt} of {facts.max_requeues} requeues used", code)
-    if not facts.armed:
-        return _end(f"requeue is not armed: {facts.armed_reason}", code)
-    left = facts.max_requeues - facts.attempt - 1
-    delay = back_off(facts.idle)
-    later = f", in {delay:.0f} s since {facts.idle} attempts in a row made no progress" if delay else ""
+    if attempt.number >= spec.max_requeues:
+        return _end(f"{attempt.number} of {spec.max_requeues} requeues used", code)
+    if not attempt.requeue_armed:
+        return _end(f"requeue is not armed: {attempt.requeue_reason}", code)
+    left = spec.max_requeues - attempt.number - 1
+    delay = 0.0 if attempt.cluster == "local" else back_off(idle)
+    later = f", in {delay:.0f} s since {idle} attempts in a row made no progress" if delay else ""
     return RequeueDecision(
         action=RequeueAction.REQUEUE,
-        reason=f"requeue {facts.attempt + 1} of {facts.max_requeues} ({left} left{later}): {facts.reason}",
+        reason=f"requeue {attempt.number + 1} of {spec.max_requeues} ({left} left{later}): {why}",
         exit_code=ExitCode.REQUEUED,
         delay=delay,
     )
@@ -187,11 +232,11 @@ def _end(reason: str, code: int) -> RequeueDecision:
     return RequeueDecision(action=RequeueAction.END, reason=reason, exit_code=int(code))
 
 
-def _exit_code(facts: RequeueFacts) -> int:
-    if facts.signal_number is not None:
-        return 128 + facts.signal_number
-    if facts.outcome in (Outcome.CANCELLED, Outcome.TIMED_OUT, Outcome.PREEMPTED):
+def _exit_code(result: AttemptResult) -> int:
+    if result.signal_number is not None:
+        return 128 + result.signal_number
+    if result.outcome in (Outcome.CANCELLED, *_MADE_ROOM):
         return ExitCode.TERMINATED
-    if facts.hang:
+    if result.fingerprint.startswith(HANG_FINGERPRINT):
         return ExitCode.HANG
-    return ExitCode.WORKERS_FAILED if facts.retryable else ExitCode.NOT_RETRYABLE
+    return ExitCode.WORKERS_FAILED if result.retryable else ExitCode.NOT_RETRYABLE

@@ -1,7 +1,7 @@
 """Gets a run its next attempt: the job requeued, or a follow-on job submitted. Never twice, and not without patience.
 
-Whoever does it may be killed between any two of its calls, and somebody else may do it again (an agent, where the batch
-host does not answer): so each try first asks Slurm whether it is done already.
+A process may be killed between any two of its calls, and another may do them again (an agent, where the batch host does
+not answer): so each try first asks Slurm whether it is done already.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hpc_elastic.slurm.notation import compress
 logger = logging.getLogger(__name__)
 
 CONTROLLER_PATIENCE = 1800.0
-"""How long a requeue waits for a controller that does not answer. Meanwhile nobody else could be given the nodes."""
+"""How long a requeue waits for a controller that does not answer. Meanwhile no other job could be given the nodes."""
 CONTROLLER_RETRY = 5.0
 UPDATE_PATIENCE = 30.0
 """How long the same is tried for what comes after it: this process has KillWait left to live by then."""
@@ -68,7 +68,7 @@ class NextAttempt(Struct, frozen=True, kw_only=True):
 class Requeued(Struct, frozen=True, kw_only=True):
     """What was done."""
 
-    words: str
+    summary: str
     next_job: str = ""
     """The follow-on job's id; empty where the same job runs again."""
 
@@ -83,7 +83,7 @@ class JobRequeuer:
         client: With time: every call may take a minute.
         clock: For patience.
         job: As ``scontrol requeue`` wants it.
-        restart_count: This execution's: a higher one means that somebody has requeued it.
+        restart_count: This execution's: a higher one means that it has been requeued.
         array_task: The task's index, of an array.
         """
         self._client = client
@@ -117,7 +117,7 @@ class JobRequeuer:
                 raise
             logger.warning("%s; submitting a follow-on job instead", error)
             return self._chain(plan)
-        return Requeued(words=f"job {self._job} is requeued{self._prepare(plan, gone)}")
+        return Requeued(summary=f"job {self._job} is requeued{self._prepare(plan, gone)}")
 
     # -- the same job again --------------------------------------------------------------------------------------------
 
@@ -151,19 +151,19 @@ class JobRequeuer:
         return GONE_WITH_EPILOG if self.has_epilog else GONE_SECONDS
 
     def _prepare(self, plan: NextAttempt, gone: float) -> str:
-        """Exclude nodes first, then let it begin: the other way round it could begin on them. Returns words."""
-        words = ""
+        """Exclude nodes first, then let it begin: the other way round it could begin on them. Returns summary."""
+        summary = ""
         patience = 0.0 if plan.is_late else UPDATE_PATIENCE
         if plan.excluded is not None:
-            words += self._exclude(plan.excluded, patience)
-        words += self._resize(plan, patience)
+            summary += self._exclude(plan.excluded, patience)
+        summary += self._resize(plan, patience)
         problem = self._update(lambda: self._client.start_now(self._job, delay=max(plan.delay, gone)), patience)
         if problem is None:
             when = f"in {plan.delay:.0f} s" if plan.delay else "when this attempt is gone"
-            words += f" and may begin {when}"
+            summary += f" and may begin {when}"
         else:
-            words += f"; it begins after Slurm's own delay of about two minutes, which can't be waived: {problem}"
-        return words
+            summary += f"; it begins after Slurm's own delay of about two minutes, which can't be waived: {problem}"
+        return summary
 
     def _exclude(self, nodes: tuple[str, ...], patience: float) -> str:
         if not nodes:
@@ -176,7 +176,7 @@ class JobRequeuer:
         return f" (not without {compress(nodes)}: {problem})"
 
     def _resize(self, plan: NextAttempt, patience: float) -> str:
-        """Ask for no more nodes than there are, and for all of them again when they are back. Returns words."""
+        """Ask for no more nodes than there are, and for all of them again when they are back. Returns summary."""
         asked = self._nodes_to_ask(plan)
         if asked is None:
             return ""
@@ -187,7 +187,7 @@ class JobRequeuer:
         return f" {why}" if why else ""
 
     def _nodes_to_ask(self, plan: NextAttempt) -> tuple[tuple[int, int], str] | None:
-        """The range and its reason; None: it stays as it is, or nobody knows."""
+        """The range and its reason; None: it stays as it is, or the nodes are not known."""
         if plan.nodes is None or plan.is_late:
             return None
         try:
@@ -255,8 +255,8 @@ class JobRequeuer:
         later = f", in {plan.delay:.0f} s" if plan.delay else ""
         if self._array_task is not None and "_" not in found[0]:
             found[0] += f"_{self._array_task}"
-        words = f"job {found[0]} goes on when job {self._job} has ended{later}{without}"
-        return Requeued(words=words, next_job=found[0])
+        summary = f"job {found[0]} goes on when job {self._job} has ended{later}{without}"
+        return Requeued(summary=summary, next_job=found[0])
 
     def _excluded_now(self) -> tuple[str, ...]:
         """This job's list, which the follow-on job would not have by itself: it has been given more than its script."""
@@ -307,7 +307,7 @@ def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection
         up: Those of them that are neither drained nor down; busy ones count.
 
     Returns:
-        Least and most, and in words why it is not all; empty where it is.
+        Least and most, and in summary why it is not all; empty where it is.
     """
     train, with_spares = nodes
     if len(up) >= with_spares:

@@ -26,7 +26,7 @@ _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 class NewRun(Struct, frozen=True):
-    """A run directory that was just made, and that nobody uses yet."""
+    """A run directory that was just made, and that no process uses yet."""
 
     paths: RunPaths
     made: tuple[Path, ...]
@@ -41,7 +41,7 @@ class NewRun(Struct, frozen=True):
             try:
                 os.rmdir(folder)
             except OSError:
-                return  # somebody else uses it by now
+                return  # another process uses it by now
 
 
 def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
@@ -126,7 +126,7 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _check_runs_dir(runs: Path) -> None:
-    """Whoever may replace entries of the folder could put a run directory of their own in our place."""
+    """A user who may replace entries of the folder could put a run directory of their own in our place."""
     link = os.lstat(runs)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0):
         raise UsageError(f"{runs} is a symbolic link of uid {link.st_uid}; give the folder itself with --runs-dir")

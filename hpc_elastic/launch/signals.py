@@ -1,15 +1,11 @@
-"""What a signal means for the attempt: one table of who heard what, and what Slurm says of the job then. Pure.
+"""What a signal means for the attempt: `TABLE`, by who received it and by Slurm's state of the job; and who asks Slurm.
 
 Slurm signals the tasks alone when a preemption's grace time begins, and the batch script too when it is over (seen on
 22.05, as at a cancel, a requeue and the time limit): so a signal by itself says little. docs/reference/signals.md is
 generated from the table.
 
-A notice as whoever gave it remembers it: when the job ends by it, and when the run is to be closed at the latest.
-
-Where signals come in on the batch host: asks Slurm what they mean, by `signal_table`, and looks by itself in time.
-
-Slurm gives its notice once. It is lost on a batch script that can't hear yet, and nobody gives one in an allocation
-that was made without ``--signal``; so the limit is looked at from here too.
+`SignalResolver` asks Slurm when a signal comes, and looks by itself in time: Slurm gives its notice once. The notice is
+lost on a batch script that can't hear yet, and there is none in an allocation that was made without ``--signal``.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ class Call(str, Enum):
 
 
 class HeardBy(str, Enum):
-    """Who heard it."""
+    """Which processes received it."""
 
     BATCH = "supervisor"
     AGENTS = "agents alone"
@@ -133,7 +129,7 @@ TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProx
             HeardBy.BATCH: dict.fromkeys(JobCondition, _CANCEL),
             HeardBy.AGENTS: dict.fromkeys(JobCondition, _CANCEL),
         },
-        # What is being ended sends its signal as well, to whoever can hear it by then.
+        # What is being ended sends its signal as well.
         Call.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
     }
 )
@@ -177,7 +173,7 @@ def decide_signal(
 
     Args:
         call: What was heard.
-        heard_by: Who heard it.
+        heard_by: Which processes received it.
         answer: What Slurm says of the job.
         grace: ``--grace``, in seconds.
         kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None where unknown.
@@ -224,7 +220,7 @@ class GivenNotice(Struct, frozen=True, kw_only=True):
     @classmethod
     def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> GivenNotice:
         """Args:
-        reason: Who heard what, and what it means.
+        reason: Which signal came where, and what it means.
         left: Seconds until the job is ended from outside.
         shutdown_timeout: The workers' grace, in seconds.
         now: The time.
@@ -279,16 +275,16 @@ class SignalResolver:
 
         Args:
             number: The signal.
-            heard_by: Who heard it.
-            reason: In words, for the event.
+            heard_by: Which processes received it.
+            reason: For the event.
             ends_in: Seconds until the job's end by the notice that the workers have already; None: they have none.
 
         Returns:
             What to do; None, which only a notice makes possible: it says nothing new, as most often. News is that the
-            job ends now, or sooner. The former is not taken from agents alone: the batch script is told as well.
+            job ends now, or sooner. The former is not taken from agents alone: Slurm signals the batch script as well.
         """
         call = call_of(number)
-        # A person at a terminal waits for nobody's answer.
+        # A person at a terminal does not wait for Slurm's answer.
         answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
         decision = self._decide(call, heard_by, answer)
         assert decision is not None, "the table has a row for each signal"
@@ -307,7 +303,7 @@ class SignalResolver:
         if answer.condition is JobCondition.SILENT:
             self.due = self._clock.monotonic() + SILENT_RETRY
         elif answer.condition in (JobCondition.RUNNING, JobCondition.NEAR_LIMIT) and answer.seconds_left is not None:
-            # A short job would be told to stop as it begins.
+            # A short job would be asked to stop as it begins.
             lead = self._grace if answer.limit is None else min(self._grace, answer.limit / 4)
             if answer.seconds_left > lead:
                 self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK

@@ -1,16 +1,16 @@
-"""How agents get onto nodes: the seam between the supervisor and Slurm, or this machine.
-
-What differs between a Slurm job and this machine, for one attempt.
-"""
+"""What differs between a Slurm job, a step of the user's own and this machine: `Site`, and its `Launcher` of agents."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
 from msgspec import Struct
 
+from hpc_elastic.agent.main import node_key
+from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import SlurmAnswer
@@ -25,7 +25,7 @@ class AgentEnded(Struct, frozen=True, kw_only=True):
     node: int
     """Node index."""
     code: int | None
-    """As `subprocess` has it; None where nobody knows."""
+    """As `subprocess` has it; None where it is not known."""
     detail: str
     started: bool = True
     """False: it could not be started; the node may be dead."""
@@ -33,12 +33,34 @@ class AgentEnded(Struct, frozen=True, kw_only=True):
     """Whether the site has given the node up: it never comes back into this job."""
 
 
+def describe_code(code: int | None) -> str:
+    """``exit code 3``, ``SIGKILL``, or ``unknown``."""
+    if code is None:
+        return "unknown"
+    if code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
+
+
+def agent_command(paths: RunPaths, attempt: int, *arguments: str) -> list[str]:
+    """The agent of whichever node it is started on."""
+    return own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt), *arguments)
+
+
+def node_mark(spec: RunSpec, cluster: str, node: int = 0) -> str:
+    """By which a later agent of this node knows the processes that an earlier one left."""
+    return f"{spec.uid}:{node_key(cluster, node)}"
+
+
 class Launcher(Protocol):
     """Starts and ends agents. No method blocks for longer than it says."""
 
     @property
     def hears_all_ends(self) -> bool:
-        """Whether `take` tells of every agent's end, however its node was lost."""
+        """Whether `take` reports every agent's end, however its node was lost."""
         ...
 
     def launch(self) -> None:
@@ -58,7 +80,7 @@ class Launcher(Protocol):
         ...
 
     def due(self) -> float | None:
-        """When `take` may have something that no descriptor tells of, on the monotonic clock; None: never."""
+        """When `take` may have something that no descriptor announces, on the monotonic clock; None: never."""
         ...
 
     def take(self) -> list[AgentEnded]:
@@ -153,7 +175,7 @@ class Site(Protocol):
         ...
 
     def nodes_up(self) -> frozenset[str]:
-        """Ask which nodes are up; within seconds. Empty where nobody knows.
+        """Ask which nodes are up; within seconds. Empty where Slurm can't be asked.
 
         Slurm ends all of a job's processes on a node that it reaches before it starts the job again.
         """
@@ -168,7 +190,7 @@ class Site(Protocol):
         ...
 
     def is_running(self, job_id: str) -> bool:
-        """Ask whether a job runs; within seconds. False too where nobody knows."""
+        """Ask whether a job runs; within seconds. False too where Slurm can't be asked."""
         ...
 
     def eligible_nodes(self) -> EligibleNodes | None:

@@ -18,8 +18,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.launch.local_launcher import describe_code
-from hpc_elastic.launch.site import AgentEnded
+from hpc_elastic.launch.site import AgentEnded, describe_code
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun_line
 
@@ -85,7 +84,7 @@ class _Step:
         return [line.decode("utf-8", "replace") for line in whole]
 
     def keep_message(self, line: str, event: SrunEvent | None) -> None:
-        """Keep what a task or its slurmstepd printed; what srun itself says of tasks comes as events."""
+        """Keep what a task or its slurmstepd printed; what srun itself reports of tasks comes as events."""
         is_end = event is not None and event.kind is SrunEventKind.CANCELLED
         if line.strip() and not line.startswith("srun: ") and not is_end:
             self._said.append(line.strip()[:_LONGEST_MESSAGE])
@@ -144,7 +143,7 @@ class SlurmLauncher:
         self._extra = list(extra)
         self._steps: list[_Step] = []
         self._newest: dict[int, _Step] = {}
-        """Node → the step that was started there last: what an older one tells of that node is no news."""
+        """Node → the step that was started there last: what an older one reports of that node is no news."""
         self._gone: set[int] = set()
         """Nodes that Slurm has given up."""
         self._unstarted: list[AgentEnded] = []
@@ -225,15 +224,15 @@ class SlurmLauncher:
             step.refused = event.line
             return []
         if event.kind is SrunEventKind.NODE_FAILED:
-            # A node that Slurm gave up never comes back into this job: nobody need wait for another agent there.
-            # Whichever step says so, and only the first time.
+            # A node that Slurm gave up never comes back into this job: no further agent there is waited for.
+            # By whichever step reports it first.
             nodes = [node for name in event.nodes if (node := self._index.get(name)) is not None]
             why = "Slurm gave the node up (node failure)"
             fresh = [node for node in nodes if node not in self._gone]
             self._gone.update(fresh)
             return [self._ended(step, node, None, why, started=False) for node in fresh]
         if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED) and not step.bad:
-            # After a failed launch srun kills all tasks: that is told, and mended, when the step has ended.
+            # After a failed launch srun kills all tasks: that is reported, and mended, when the step has ended.
             detail = event.detail or f"exit code {event.exit_code}"
             nodes = [self._index[name] for name in event.nodes if name in self._index]
             return [self._ended(step, node, _code(event), detail) for node in self._newly_ended(step, nodes)]
@@ -252,7 +251,7 @@ class SlurmLauncher:
             names = ", ".join(self._nodes[node] for node in sorted(step.bad))
             logger.warning("the launch failed on %s; launching again without", names)
             gone = [self._ended(step, node, None, why, started=False) for node, why in sorted(step.bad.items())]
-            # Not those that were told of as ended before: they are started again one by one, if they were not already.
+            # Not those whose end was reported before: they are started again one by one, if they were not already.
             if left := step.nodes - step.ended:
                 self._launch(left, step.component)
             return gone
@@ -263,7 +262,7 @@ class SlurmLauncher:
             for node in self._newly_ended(step, sorted(step.nodes))
         ]
         if not started:
-            # An agent that was there before may still be: what its own step tells of it is news again.
+            # An agent that was there before may still be: what its own step reports of it is news again.
             self._newest.update({node: before for node, before in step.instead_of.items() if before in self._steps})
         return found
 

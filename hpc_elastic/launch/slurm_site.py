@@ -1,32 +1,25 @@
-"""What Slurm's record of a job says to a signal that was heard. Pure.
+"""The allocation that this process is in, as a site: it owns all calls to Slurm.
 
-A job that is being ended is COMPLETING, whatever will stand there later (20.11 to 26.05): that it was its time limit is
-told by the reason alone, a preemption by its time, a requeue by the number of restarts. All of it tried on 22.05.
-
-The batch side of a Slurm job: ``exec``'d by the generated script. It owns all calls to Slurm.
+`slurm_answer` and `allocation_of` say what Slurm's record of the job means. A job that is being ended is COMPLETING,
+whatever will stand there later (20.11 to 26.05): only the reason shows that it was its time limit, its
+time a preemption, and the number of restarts a requeue. All of it tried on 22.05.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.main import node_key
-from hpc_elastic.base.clock import Clock, RunClock
-from hpc_elastic.base.self_command import own_command
-from hpc_elastic.errors import UsageError
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.job_watch import ControllerOutage
-from hpc_elastic.launch.output import WriteBack
 from hpc_elastic.launch.requeue import Arming, ArmingFacts, RequeueWay, decide_arming
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
-from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import Allocation, EligibleNodes, SiteFacts
+from hpc_elastic.launch.site import Allocation, EligibleNodes, SiteFacts, agent_command, node_mark
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.options.job_options import RequeueChoice
 from hpc_elastic.run import index
@@ -39,7 +32,6 @@ from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 from hpc_elastic.slurm.notation import compress
-from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
 
 _LIMITS = ("TIMEOUT", "DEADLINE")
@@ -204,13 +196,11 @@ class SlurmSite:
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> SlurmLauncher:
         # The mark goes into the task's environment, not into srun's: a new agent on this host would take srun for a
         # stranger's leftover. By a shell: env takes an interpreter's path with "=" in it for another variable.
-        mark = f"{spec.uid}:{node_key('slurm', 0)}"
         export = f'export {NODE_TAG_VARIABLE}="$1"; shift; exec "$@"'
-        marked = ["/bin/sh", "-c", export, "hpc-elastic", mark]  # its name stands before its own messages
-        agent = own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt.number))
+        marked = ["/bin/sh", "-c", export, "hpc-elastic", node_mark(spec, "slurm")]  # its name stands before messages
         return SlurmLauncher(
             attempt.nodes,
-            [*marked, *agent],
+            [*marked, *agent_command(paths, attempt.number)],
             environment=self._env,
             min_nodes=spec.min_nodes,
             allocated=self._job.components or (self._job.nodes,),
@@ -284,7 +274,7 @@ class SlurmSite:
         try:
             return why_not_without(self._hurried, str(self._script), f"--exclude={compress(nodes)}")
         except SlurmError:
-            return None  # nobody knows; Slurm refuses a list that makes no sense
+            return None  # not known; Slurm refuses a list that makes no sense
 
     def requeue(self, plan: NextAttempt) -> Requeued:
         nodes = plan.nodes if self._job.het_leader_id is None else None  # of a het job each component has a number
@@ -322,51 +312,6 @@ class SlurmSite:
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._client.cancel(self._id)
-
-
-def run_batch(
-    run_dir: Path,
-    env: Mapping[str, str] | None = None,
-    *,
-    clock: Clock | None = None,
-    nodes: Sequence[str] | None = None,
-    keep: Sequence[int] = (),
-) -> int:
-    """Supervise one attempt in this job; `nodes` and `keep` as for `SlurmSite`.
-
-    Returns:
-        The attempt's exit code; 75 where the job was requeued.
-
-    Raises:
-        UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
-    """
-    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
-    umask = os.umask(0o077)
-    log_to_stdout()
-    env = os.environ if env is None else env
-    clock = clock or RunClock()
-    WriteBack(1, clock).start()
-    paths, spec = load_run(run_dir)
-    site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
-    return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
-
-
-def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
-    """The run directory of this job: `run_dir`, or in it that of this task of an array.
-
-    Raises:
-        UsageError: `run_dir` can't be read from here; or the array and the job don't fit.
-    """
-    paths, spec = load_run(run_dir)
-    task = env.get("SLURM_ARRAY_TASK_ID")
-    if spec.array and (task is None or not task.isdecimal()):
-        raise UsageError(f"{paths.root} is an array of runs ({spec.array}), and this job is no task of one")
-    if not spec.array and task is not None:
-        raise UsageError(
-            f"{paths.root} is one run, and this job is task {task} of an array: all tasks would write to it; "
-            "submit with hpc-elastic submit --array"
-        )
-    return paths.task(int(task)).root if spec.array and task is not None else run_dir
 
 
 def slurm_site(

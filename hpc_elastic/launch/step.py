@@ -1,7 +1,7 @@
 """A run in an srun step of the user's own: ``srun … hpc-elastic agent SCRIPT``, one task on each node.
 
-Task 0 supervises, as the batch script does otherwise, and runs the agent of its node; the other tasks become agents as
-soon as it has told them of the run. They meet in a folder that only the tasks of this step look for.
+Task 0 supervises, as the batch script does otherwise, and runs the agent of its node. It publishes the run in a folder
+that only the tasks of this step look for; then the other tasks become agents.
 """
 
 from __future__ import annotations
@@ -16,17 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import ControllerOutage
-from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.site import SiteFacts
+from hpc_elastic.launch.site import SiteFacts, agent_command, node_mark
 from hpc_elastic.launch.slurm_site import HURRIED_SECONDS, SlurmSite
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
@@ -40,18 +38,18 @@ from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"
 """In the runs folder."""
-MEETING_SECONDS = 120.0
+RENDEZVOUS_SECONDS = 120.0
 """How long tasks wait for task 0, which asks Slurm first: without a controller that takes half a minute."""
 SILENT_SECONDS = 120.0
 """Agents elsewhere of which no file changed for so long are gone: they write each half minute at least."""
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _KEPT_SECONDS = 86400.0
-_TOLD = "step/told"
+_RUN = "step/run"
 
 
-class Told(Struct, frozen=True, kw_only=True):
-    """What task 0 tells the others."""
+class StepRun(Struct, frozen=True, kw_only=True):
+    """What task 0 publishes for the others."""
 
     run_dir: str = ""
     attempt: int = 0
@@ -59,7 +57,7 @@ class Told(Struct, frozen=True, kw_only=True):
     """There is no run: task 0 has said why."""
 
 
-class StepMeeting:
+class StepRendezvous:
     """Where the tasks of one step find each other."""
 
     def __init__(self, runs_dir: Path, job: JobEnvironment, env: Mapping[str, str], clock: Clock) -> None:
@@ -81,29 +79,27 @@ class StepMeeting:
         self._store = FileStore(self._folder / name, clock=clock)
         self._clock = clock
 
-    def publish(self, told: Told) -> None:
+    def publish(self, run: StepRun) -> None:
         """For task 0, once."""
-        value = {"run_dir": told.run_dir, "attempt": told.attempt, "refused": told.refused}
-        self._store.put_if_absent(_TOLD, json.dumps(value))
+        self._store.put_if_absent(_RUN, json.dumps(asdict(run)))
 
-    def wait(self) -> Told:
+    def wait(self) -> StepRun:
         """For the others.
 
         Raises:
-            UsageError: task 0 says nothing.
+            UsageError: task 0 publishes nothing.
         """
-        deadline = self._clock.monotonic() + MEETING_SECONDS
+        deadline = self._clock.monotonic() + RENDEZVOUS_SECONDS
         while self._clock.monotonic() < deadline:
             try:
-                text = self._store.get(_TOLD)
+                text = self._store.get(_RUN)
             except (OSError, StoreError):
                 text = None
             if text is not None:
-                value = json.loads(text)
-                return Told(run_dir=value["run_dir"], attempt=value["attempt"], refused=value["refused"])
+                return StepRun(**json.loads(text))
             self._clock.wait(threading.Event(), _POLL_SECONDS)
         raise UsageError(
-            f"{os.uname().nodename}: the step's first task has not begun the run in {MEETING_SECONDS:.0f} s, or "
+            f"{os.uname().nodename}: the step's first task has not begun the run in {RENDEZVOUS_SECONDS:.0f} s, or "
             f"{self._folder} is not the same folder on all nodes (--runs-dir)"
         )
 
@@ -121,22 +117,22 @@ class StepMeeting:
 
 
 class StepLauncher(LocalLauncher):
-    """Starts the agent of its own node; the others' tasks are there, and are told of the run."""
+    """Starts the agent of its own node; the others' tasks are there, and wait for the run."""
 
     def __init__(self, site: StepSite, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> None:
-        env = {**site.environment, NODE_TAG_VARIABLE: node_mark(spec)}
-        command = [*agent_command(paths, attempt.number), "--launcher-pid", str(os.getpid())]
+        env = {**site.environment, NODE_TAG_VARIABLE: node_mark(spec, "slurm")}
+        command = agent_command(paths, attempt.number, "--launcher-pid", str(os.getpid()))
         super().__init__(len(attempt.nodes), lambda node: command, environment=lambda node: env, umask=site.umask)
         self._here = attempt.nodes.index(site.host)
         self._others = len(attempt.nodes) - 1
-        self._meeting = site.meeting
-        self._told = Told(run_dir=str(paths.root), attempt=attempt.number)
+        self._rendezvous = site.rendezvous
+        self._run = StepRun(run_dir=str(paths.root), attempt=attempt.number)
         self._signs_of = paths.attempt(attempt.number).store / "node"
         self._signs: frozenset[tuple[str, int]] = frozenset()
         self._changed_at = self._signs_at = time.monotonic()
 
     def launch(self) -> None:
-        self._meeting.publish(self._told)
+        self._rendezvous.publish(self._run)
         self.relaunch(self._here)
 
     def running(self) -> bool:
@@ -149,7 +145,7 @@ class StepLauncher(LocalLauncher):
         return found
 
     def _others_live(self) -> bool:
-        """By their files, where no process of ours tells."""
+        """By their files: no process of ours hears of their ends."""
         now = time.monotonic()
         if now - self._signs_at >= _LOOK_SECONDS:
             self._signs_at = now
@@ -166,14 +162,14 @@ class StepLauncher(LocalLauncher):
 class StepSite(SlurmSite):
     """The nodes of this step, with task 0 in the batch script's place."""
 
-    def __init__(self, env: Mapping[str, str], *, meeting: StepMeeting, clock: Clock, umask: int) -> None:
+    def __init__(self, env: Mapping[str, str], *, rendezvous: StepRendezvous, clock: Clock, umask: int) -> None:
         runner = SubprocessRunner(env)
         hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
         client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
         super().__init__(env, client=client, hurried=hurried, clock=clock, umask=umask)
         self.environment = dict(env)
         self.umask = umask
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         job = JobEnvironment.from_env(env)
         assert job.task is not None
         self.nodes = step_nodes(job)
@@ -203,30 +199,20 @@ def check_one_task_per_node(task: TaskFacts) -> None:
     )
 
 
-def run_first_task(run_dir: Path, env: Mapping[str, str], *, meeting: StepMeeting) -> int:
+def run_first_task(run_dir: Path, env: Mapping[str, str], *, rendezvous: StepRendezvous) -> int:
     """Supervise one attempt, from task 0. Returns the attempt's exit code; raises as `run_batch`."""
     signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
     umask = os.umask(0o077)
     log_to_stdout()
     clock = RunClock()
     paths, spec = load_run(run_dir)
-    site = StepSite(env, meeting=meeting, clock=clock, umask=umask)
+    site = StepSite(env, rendezvous=rendezvous, clock=clock, umask=umask)
     return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
 
 
-def become_agent(told: Told, env: Mapping[str, str]) -> int:
+def become_agent(run: StepRun, env: Mapping[str, str]) -> int:
     """Turn this task into its node's agent. Returns only where it can't."""
-    paths, spec = load_run(Path(told.run_dir))
-    argv = agent_command(paths, told.attempt)
+    paths, spec = load_run(Path(run.run_dir))
+    argv = agent_command(paths, run.attempt)
     sys.stdout.flush()
-    os.execve(argv[0], argv, {**env, NODE_TAG_VARIABLE: node_mark(spec)})
-
-
-def agent_command(paths: RunPaths, attempt: int) -> list[str]:
-    """The agent of whichever node it is started on."""
-    return own_command("agent", "--run-dir", str(paths.root), "--attempt", str(attempt))
-
-
-def node_mark(spec: RunSpec) -> str:
-    """What tells a later agent of this node which processes an earlier one left."""
-    return f"{spec.uid}:{node_key('slurm', 0)}"
+    os.execve(argv[0], argv, {**env, NODE_TAG_VARIABLE: node_mark(spec, "slurm")})

@@ -10,10 +10,9 @@ how long silence is waited for, and what it is taken for.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection
 from enum import Enum
-
-from msgspec import Struct
 
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
 from hpc_elastic.base.clock import Clock
@@ -64,32 +63,25 @@ class AgentState(Enum):
     """It did not answer, or does no longer, for as long as a living agent that can read files needs."""
 
 
-class AgentSigns(Struct, frozen=True, kw_only=True):
-    """What was seen of an agent since its attempt was closed."""
-
-    has_ended: bool
-    has_answered: bool
-    """Its heartbeat has changed."""
-    silent_for: float
-    """Seconds on this process' clock for which its heartbeat was seen not to change."""
-    is_node_up: bool
-    """Slurm reaches its node: it has ended the job's processes there before it started the next attempt."""
-
-
-def agent_state(signs: AgentSigns, *, answer: float, lease: float) -> AgentState:
-    """Decide what an agent's signs come to.
+def agent_state(
+    *, has_ended: bool, has_answered: bool, silent_for: float, is_node_up: bool, answer: float, lease: float
+) -> AgentState:
+    """Decide what has become of an agent since its attempt was closed. Pure.
 
     Args:
-        signs: What was seen.
+        has_ended: It has deregistered.
+        has_answered: Its heartbeat has changed.
+        silent_for: Seconds on this process' clock for which its heartbeat was seen not to change.
+        is_node_up: Slurm reaches its node: it has ended the job's processes there before it started the next attempt.
         answer: Seconds within which a living agent answers, where nothing is out of order.
         lease: Seconds of silence after which the rendezvous takes any agent for lost: for an agent that lived after its
             attempt was closed, or whose node Slurm does not reach.
     """
-    if signs.has_ended:
+    if has_ended:
         return AgentState.ENDED
-    if signs.silent_for >= (answer if signs.is_node_up and not signs.has_answered else lease):
+    if silent_for >= (answer if is_node_up and not has_answered else lease):
         return AgentState.SILENT
-    return AgentState.ALIVE if signs.has_answered else AgentState.AWAITED
+    return AgentState.ALIVE if has_answered else AgentState.AWAITED
 
 
 class EarlierAttempt:
@@ -163,12 +155,10 @@ class EarlierAttempt:
             if self._heartbeats.changed_since(uid, self._closed_at):
                 self._answered.add(uid)
             found[uid] = agent_state(
-                AgentSigns(
-                    has_ended=uid in ended,
-                    has_answered=uid in self._answered,
-                    silent_for=self._heartbeats.age(uid),
-                    is_node_up=is_node_up(uid),
-                ),
+                has_ended=uid in ended,
+                has_answered=uid in self._answered,
+                silent_for=self._heartbeats.age(uid),
+                is_node_up=is_node_up(uid),
                 answer=self._intervals.answer_unheard,
                 lease=self._intervals.lease,
             )
@@ -182,6 +172,12 @@ class EarlierAttemptRunsError(HpcElasticError):
         "attempt {attempt} of this run still runs on {nodes} {seconds:.0f} s after it was superseded, and two must not "
         "train at once: end its processes there (pkill -u $USER -f hpc_elastic), then requeue the job"
     )
+
+
+class StartInterruptedError(HpcElasticError):
+    """An attempt was to end while it still waited for an earlier one to end."""
+
+    template = "interrupted while an earlier attempt was ending on {nodes}: nothing was started"
 
 
 class EarlierAttempts:
@@ -229,6 +225,25 @@ class EarlierAttempts:
     def awaited_nodes(self) -> list[str]:
         """Slurm's names of the nodes whose agents are waited for."""
         return [node for number, nodes, _ in self._open for node in self._nodes(number, nodes, *_AWAITED)]
+
+    def end(self, on_disk: Callable[[Callable[[], bool]], bool], *, is_interrupted: Callable[[], bool]) -> None:
+        """Close all earlier attempts, and wait until no worker of theirs runs any more.
+
+        Args:
+            on_disk: Does what touches files, and asks a filesystem that refuses again.
+            is_interrupted: Whether a signal has come.
+
+        Raises:
+            StartInterruptedError: a signal came first.
+            EarlierAttemptRunsError: one does not end.
+            OSError: the run directory was removed, say.
+        """
+        is_over = on_disk(self.supersede)
+        while not is_over:
+            if is_interrupted():
+                raise StartInterruptedError(nodes=", ".join(self.awaited_nodes))
+            self._clock.wait(threading.Event(), self.look_seconds)
+            is_over = on_disk(self.look)
 
     def supersede(self) -> bool:
         """Close all earlier attempts whose agents may live. Returns whether none is waited for.

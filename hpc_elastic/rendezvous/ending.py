@@ -3,7 +3,7 @@
 One key says who finishes it (verdict, report, requeue, the allocation). The supervisor writes its name there once Slurm
 has confirmed that this node still belongs to the job: a node that Slurm has given up may live, but Slurm would not take
 its requeue or end its job. Where the supervisor does not claim the end in time, the agents try it one after the other,
-each in a process that asks Slurm first (`launch.finish`). Exactly one succeeds.
+each in a process that asks Slurm first (`launch.batch`). Exactly one succeeds.
 """
 
 from __future__ import annotations

@@ -169,6 +169,13 @@ class RunPaths(Struct, frozen=True):
         numbers = [number for name in os.listdir(self.root) if (number := attempt_number(name)) is not None]
         return [self.attempt(number) for number in sorted(numbers)]
 
+    def begun_attempts(self) -> list[AttemptPaths]:
+        """The same; none where the run directory can't be listed."""
+        try:
+            return self.attempts()
+        except OSError:
+            return []
+
 
 def attempt_number(name: str) -> int | None:
     """``attempt-007`` → 7; None for any other name."""

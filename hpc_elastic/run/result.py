@@ -8,6 +8,7 @@ from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.run.attempt import is_job_id
+from hpc_elastic.run.paths import RunPaths
 
 VERSION = 1
 
@@ -47,3 +48,9 @@ def load_result(path: Path) -> StoredResult | None:
         return StoredResult(**chosen)
     except TypeError:
         return None  # something is missing
+
+
+def load_newest_result(paths: RunPaths) -> StoredResult | None:
+    """How the newest attempt ended; None where it has not ended, or none has begun."""
+    begun = paths.begun_attempts()
+    return load_result(begun[-1].result_json) if begun else None

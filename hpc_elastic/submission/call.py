@@ -1,11 +1,8 @@
-"""Python objects as files of the run directory: a line of JSON for whoever only looks, and a pickle behind it.
+"""The function that a run calls on each of its workers, as a file: written at submission, read by every worker.
 
-Nothing is unpickled that another user could have written: the file must be this user's, no link, and no copy. A copy
-belongs to the user who copied, whatever is in it; so each file holds its own inode number, which no copy has.
-
-The function that a run calls on each of its workers: written at submission, read by every worker.
-
-`Script`: a training script as a function to submit, so that it runs unchanged under an executor.
+A file holds a line of JSON, for readers that only look, and a pickle behind it. Nothing is unpickled that another user
+could have written: the file must be this user's, no link, and no copy. A copy belongs to the user who copied, whatever
+is in it; so each file holds its own inode number, which no copy has. `Script` is a training script as such a function.
 """
 
 from __future__ import annotations

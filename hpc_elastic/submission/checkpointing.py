@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import Call, CallTerms, UnreadableObjectError, read_head, read_object, write_object
@@ -137,7 +136,7 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     Raises:
         UnreadableObjectError: it can't be unpickled: what it needs is missing here.
     """
-    for attempt in reversed(begun_attempts(paths)):
+    for attempt in reversed(paths.begun_attempts()):
         if attempt.number >= before:
             continue
         # By name: a thousand ranks must not each open a thousand.
@@ -157,7 +156,7 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
 
 def forget_states(paths: RunPaths, *, rank: int, before: AttemptPaths) -> None:
     """Remove what this rank wrote before the state that it goes on from: states may be large."""
-    for attempt in begun_attempts(paths):
+    for attempt in paths.begun_attempts():
         if attempt.number < before.number:
             places.checkpoint_file(attempt, rank).unlink(missing_ok=True)
 

@@ -1,7 +1,4 @@
-"""submitit's `JobPaths` of a run: the names that programs know, and where those things are here.
-
-``submitit.JobEnvironment()`` in a worker of ours.
-"""
+"""submitit's `JobPaths` and ``submitit.JobEnvironment()`` of a run: the names that programs know."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-"""``cluster="debug"``: the call in this process, when its result is asked for.
-
-What ``submitit.AutoExecutor`` (1.5) hands its executor, and what it keeps to itself: ``slurm_*``.
-
-An AutoExecutor drops, without a word, what has another executor's prefix. A program that says ``slurm_partition`` and
-moves to ``cluster="elastic"`` means it all the same; so it is read where the AutoExecutor, which is calling, holds it.
-
-`ElasticExecutor`: submitit's executor, with agents under the function.
+"""`ElasticExecutor`: submitit's executor, with agents under the function.
 
 ``submitit.AutoExecutor(folder, cluster="elastic")`` finds it by the entry points in pyproject.toml.
+
+An AutoExecutor (submitit 1.5) silently drops what has another executor's prefix. A program that gives
+``slurm_partition`` and moves to ``cluster="elastic"`` means it all the same; so it is read where the AutoExecutor,
+which is calling, holds it.
 """
 
 from __future__ import annotations
@@ -147,7 +144,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
 
     @classmethod
     def affinity(cls) -> int:
-        """0: there, and taken only where somebody asks for it."""
+        """0: there, and taken only where it is asked for."""
         return 0
 
     @classmethod

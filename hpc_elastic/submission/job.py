@@ -1,7 +1,4 @@
-"""What Slurm says of jobs, asked for all of them at once and seldom: submitit's watcher, through our Slurm client.
-
-`ElasticJob`: a submitit job whose truth is the run's directory.
-"""
+"""`ElasticJob`: a submitit job whose truth is the run's directory; and what Slurm knows of all jobs of a program."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from submitit.core.utils import DelayedSubmission
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.launch.attempts import begun_attempts, job_now
+from hpc_elastic.launch.attempts import job_now
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
@@ -62,15 +59,15 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
             return  # the controller restarts, say: what was known holds, and the next look asks again
         finally:
             self._last_status_check = time.time()
-        told = {state.job_id: state for state in states}
+        known = {state.job_id: state for state in states}
         for job_id in wanted:
             self._asked_about[job_id] = self._asked_about.get(job_id, 0) + 1
-            self._info_dict[job_id] = _info(job_id, told.get(job_id) or _of_pending_array(job_id, states))
-            if told.get(job_id) is not None and told[job_id].phase is JobPhase.FINISHED:
+            self._info_dict[job_id] = _info(job_id, known.get(job_id) or _of_pending_array(job_id, states))
+            if job_id in known and known[job_id].phase is JobPhase.FINISHED:
                 self._finished.add(job_id)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """Slurm's word; `FORGOTTEN` where it has none."""
+        """Slurm's state of it; `FORGOTTEN` where it has none."""
         return str(self.get_info(job_id, mode=mode).get("State") or FORGOTTEN)
 
     def answers_about(self, job_id: str) -> int:
@@ -109,7 +106,7 @@ def _of_pending_array(job_id: str, states: tuple[JobState, ...]) -> JobState | N
 R = TypeVar("R", covariant=True)
 
 _SETTLE_SECONDS = 15.0
-"""How long the files may take to show an end that Slurm or the launcher's absence tells of, or a requeue."""
+"""How long the files may take to show an end that Slurm or the launcher's absence shows, or a requeue."""
 _REPORT_SECONDS = 30.0
 """How long a failed run's report is waited for."""
 _FIRST_LOOK = 0.05
@@ -206,7 +203,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     @property
     def state(self) -> str:
-        """Slurm's words, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
+        """As Slurm names it, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
         end = outcome.find_end(self._run)
         if end is not None:
             return end.state
@@ -216,8 +213,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _local_state(self) -> str:
         if not local_process.lives(self._run):
-            return "NODE_FAIL" if begun_attempts(self._run) else "CANCELLED"
-        return "RUNNING" if begun_attempts(self._run) else "PENDING"
+            return "NODE_FAIL" if self._run.begun_attempts() else "CANCELLED"
+        return "RUNNING" if self._run.begun_attempts() else "PENDING"
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
         """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
@@ -240,7 +237,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return False
         now = time.monotonic()
         self._over_since = now if self._over_since is None else self._over_since
-        if not begun_attempts(self._run) and self._has_a_last_word():
+        if not self._run.begun_attempts() and self._has_never_begun():
             return True  # nothing has begun that could come back
         if now - self._over_since < _SETTLE_SECONDS:
             return False
@@ -268,8 +265,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def _answers(self) -> int:
         return self.watcher.answers_about(self._job_now) if self.cluster == "slurm" else 0
 
-    def _has_a_last_word(self) -> bool:
-        """Whether somebody says that it never began. Of one that did, the files may be seen here only later."""
+    def _has_never_begun(self) -> bool:
+        """Whether it is known never to have begun. Of one that did, the files may be seen here only later."""
         if self.cluster != "slurm":
             return True
         return is_over_before_it_began(self.watcher.get_state(self._job_now, mode="cache"))
@@ -314,7 +311,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise ElasticJobUncompletedError(job_id=self.job_id, why=str(error), report=self._where()) from error
 
     def _awaited_result(self, rank: int) -> Any:
-        """From another node's disk cache it may come after the word that the run has ended."""
+        """From another node's disk cache it may come after the file that shows the run's end."""
         deadline = time.monotonic() + (_SETTLE_SECONDS if self.cluster == "slurm" else 0.0)
         while True:
             try:
@@ -330,11 +327,11 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise error
 
     def _failure(self, end: outcome.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
-        told = self._awaited_report()
+        text = self._awaited_report()
         raised = outcome.read_exception(self._run)
-        if not told and raised is not None:
-            told = str(raised[1].get("traceback", ""))  # whoever writes the report was too slow, or is gone
-        report = "\n".join(filter(None, (told, self._where())))
+        if not text and raised is not None:
+            text = str(raised[1].get("traceback", ""))  # the process that writes the report was too slow, or is gone
+        report = "\n".join(filter(None, (text, self._where())))
         error: ElasticJobFailedError | ElasticJobUncompletedError
         if end is not None and (raised is not None or end.state == "FAILED"):
             if raised is not None and raised[1].get("type") == "JobNotRequeuedError":
@@ -349,7 +346,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _awaited_report(self) -> str:
         """The report, which is written just after the end is."""
-        deadline = time.monotonic() + (_REPORT_SECONDS if begun_attempts(self._run) else 0.0)
+        deadline = time.monotonic() + (_REPORT_SECONDS if self._run.begun_attempts() else 0.0)
         while not (text := outcome.report_text(self._run)) and time.monotonic() < deadline:
             if self.cluster != "slurm" and not local_process.lives(self._run):
                 return outcome.report_text(self._run)

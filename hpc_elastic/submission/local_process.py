@@ -17,7 +17,6 @@ from pathlib import Path
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.base.host_facts import command_line
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import places
@@ -125,7 +124,7 @@ class _TimeLimit(threading.Thread):
         clock, never = SystemClock(), threading.Event()
         attempt, due = -1, 0.0
         while True:
-            found = begun_attempts(self._paths)
+            found = self._paths.begun_attempts()
             if found and found[-1].number > attempt:
                 attempt, due = found[-1].number, clock.monotonic() + self._seconds
             if due and clock.monotonic() >= due:
@@ -139,6 +138,6 @@ def main() -> None:
     run_dir, limit, delay = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     if limit:
         _TimeLimit(RunPaths(run_dir), seconds=max(0.5, limit - delay)).start()
-    from hpc_elastic.launch.local_launch import run_local
+    from hpc_elastic.launch.local import run_local
 
     sys.exit(run_local(run_dir))

@@ -1,10 +1,8 @@
-"""torch's ``LaunchConfig`` (2.4 to 2.13) in `launch`'s own words: nothing that it says is dropped in silence. Pure.
+"""``hpc_elastic.launch(fn, …)``: a function on several workers of this machine, from a notebook or a script.
 
-It is looked at by its attributes; torch is not imported.
-
-``hpc_elastic.launch(fn, …)``: a function on several workers of this machine, from a notebook or a script.
-
-The vocabulary is that of torch's ``LaunchConfig`` and ``elastic_launch``; what the workers do is the executor's.
+The vocabulary is that of torch's ``LaunchConfig`` (2.4 to 2.13) and ``elastic_launch``: nothing that a configuration
+has is dropped in silence. It is looked at by its attributes; torch is not imported. What the workers do is the
+executor's.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ _ELSEWHERE: tuple[tuple[str, Any, str], ...] = (
 )
 """Name, torch's default, and what there is in its place."""
 _DEFAULT_TIMEOUT = 900
-"""Seconds for the rendezvous: torch writes it down where nobody gave one."""
+"""Seconds for the rendezvous: torch writes it down where none was given."""
 
 
-def words_of(config: object, taken: frozenset[str]) -> dict[str, Any]:
+def torch_parameters(config: object, taken: frozenset[str]) -> dict[str, Any]:
     """What a configuration says, as `launch` takes it.
 
     Args:
@@ -58,7 +56,7 @@ def words_of(config: object, taken: frozenset[str]) -> dict[str, Any]:
         logger.warning("LaunchConfig numa_options: not supported; workers have the CPUs that their agent has")
     given.update(_logs(getattr(config, "logs_specs", None)))
     if given.get("role") == "default_role":
-        del given["role"]  # torch's word for none
+        del given["role"]  # torch's name for none
     conf = dict(given.get("rdzv_configs") or {})
     if hasattr(config, "logs_specs") and conf.get("timeout") == _DEFAULT_TIMEOUT:
         del conf["timeout"]
@@ -91,7 +89,7 @@ def _streams(value: Any) -> str:
 
 
 _LOOK_SECONDS = 0.2
-_LAST_WORDS_SECONDS = 60.0
+_LAUNCHER_SECONDS = 60.0
 _NO_PLACE = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
 _NO_ADDRESS = "a node's address is found by itself; leave it out"
 _REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": _NO_ADDRESS}
@@ -193,10 +191,10 @@ def _folder(log_dir: str | None, cluster: str) -> Iterator[Path]:
 
 
 def _parameters(config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The executor's, from torch's words and its own."""
+    """The executor's, from torch's names and its own."""
     given: dict[str, Any] = {}
     if config is not None:
-        given = words_of(config, _TAKEN)
+        given = torch_parameters(config, _TAKEN)
     given.update(options)
     for name, why in _REFUSED.items():
         value = given.pop(name, None)
@@ -244,9 +242,9 @@ def _is_a_workers(line: str) -> bool:
 
 
 def _wait_for_launcher(job: Any) -> None:
-    """Results are there before the run's last words, and a folder can't be removed while these are written."""
+    """Results are there before the run's last messages, and a folder can't be removed while these are written."""
     from hpc_elastic.submission import local_process
 
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    deadline = time.monotonic() + _LAUNCHER_SECONDS
     while local_process.lives(job.paths.run) and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)

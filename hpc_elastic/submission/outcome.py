@@ -1,7 +1,4 @@
-"""What a job's `result` raises, in submitit's classes; and the worker's exception as its cause.
-
-What became of a submitted function, from the run's files alone: results, what was raised, and printed.
-"""
+"""What became of a submitted function, from the run's files alone: results, output, and the errors of a job."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from submitit.core.utils import FailedJobError, UncompletedJobError
 from hpc_elastic.base.files import read_bytes, read_json
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
-from hpc_elastic.launch.attempts import begun_attempts, newest_stored
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import load_newest_result
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import UnreadableObjectError, read_head, read_object
 
@@ -111,7 +108,7 @@ _STATES = {
 
 def find_end(paths: RunPaths) -> RunEnd | None:
     """How it ended; None while it runs, waits, or is about to come back."""
-    stored = newest_stored(paths)
+    stored = load_newest_result(paths)
     if stored is None or stored.action == RequeueAction.REQUEUE.value:
         return None
     return RunEnd(outcome=stored.outcome, reason=stored.decision)
@@ -180,7 +177,7 @@ def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any
 
 
 def _exception_files(paths: RunPaths) -> Iterator[Path]:
-    found = begun_attempts(paths)
+    found = paths.begun_attempts()
     if not found:
         return
     report = read_json(found[-1].report_json)
@@ -203,7 +200,7 @@ def _folder(place: places.RoundPlace) -> Path:
 
 def report_text(paths: RunPaths) -> str:
     """The newest attempt's report; empty where there is none."""
-    found = begun_attempts(paths)
+    found = paths.begun_attempts()
     try:
         return read_bytes(found[-1].report_text, limit=_LONGEST_REPORT).decode("utf-8", "replace").strip()
     except (IndexError, OSError, UnsafePathError):
@@ -219,7 +216,7 @@ def output(paths: RunPaths, rank: int, stream: str) -> str | None:
         stream: ``stdout`` or ``stderr``.
     """
     texts = []
-    for attempt in begun_attempts(paths):
+    for attempt in paths.begun_attempts():
         for number in places.rounds(attempt):
             text = _whole(getattr(attempt.rank(number, rank), stream))
             if text is not None:

@@ -55,7 +55,7 @@ NAMES = frozenset(
 
 RESTART_ON = ("all", "infrastructure", "never")
 DEFAULT_MINUTES = 5
-"""submitit's time limit, where nobody gives one."""
+"""submitit's time limit, where none is given."""
 DEFAULT_SIGNAL_DELAY = 90
 """The same for the notice, seconds."""
 DEFAULT_PARALLELISM = 256

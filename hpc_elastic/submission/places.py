@@ -1,11 +1,9 @@
-"""Where the files of a submitted function lie in its run's directory, and which of them count. ::
+"""Where the files of a submitted function lie in its run's directory, which of them count, and where a worker is. ::
 
 <run>/call.pkl                                  the function and its arguments
 <run>/launcher.json                             the process that runs it, without Slurm
-<run>/attempt-000/checkpoint/rank-00012.pkl     what checkpoint() gave when a notice came
+<run>/attempt-000/checkpoint/rank-00012.pkl     what checkpoint() gave when a preemption notice came
 <run>/attempt-000/round-000/rank-00012/         result.pkl, or exception.pkl
-
-Where a worker of a submitted function is: by the environment that its agent gave it.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import ask_about
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.attempts import begun_attempts
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
 from hpc_elastic.submission.call import CallTerms
 
@@ -70,7 +67,7 @@ class RoundPlace(Struct, frozen=True, kw_only=True):
 
 def newest_round(paths: RunPaths) -> RoundPlace | None:
     """The last one whose workers have begun; None where none has."""
-    for attempt in reversed(begun_attempts(paths)):
+    for attempt in reversed(paths.begun_attempts()):
         found = rounds(attempt)
         if found:
             return RoundPlace(attempt=attempt, round=found[-1])

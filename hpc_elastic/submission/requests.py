@@ -27,7 +27,7 @@ from hpc_elastic.submission.call import Call, CallTerms, function_name, write_ca
 logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "hpc_elastic.submission.worker"
-_DEAF = 'trap "" USR2; exec "$@"'
+_IGNORING_NOTICE = 'trap "" USR2; exec "$@"'
 _HINTS = MessageHints(
     another_folder="give the executor a shared one (or allow_local_runs_dir=True where they can)",
     this_machine="cluster='local'",
@@ -60,12 +60,12 @@ def submit_here(requests: Sequence[Request]) -> list[tuple[str, Path]]:
     Raises:
         UsageError: a value that can't be right: nothing is started then.
     """
-    _say_what_files_decide(*requests)
+    _log_what_files_decide(*requests)
     prepared = [(request, *_local_run(request)) for request in requests]
     return [_start(request, spec, limit) for request, spec, limit in prepared]
 
 
-def _say_what_files_decide(*requests: Request) -> None:
+def _log_what_files_decide(*requests: Request) -> None:
     for line in dict.fromkeys(line for request in requests for line in request.parsed.executed):
         logger.warning("%s", line)
 
@@ -116,7 +116,7 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
         UsageError: it can't be submitted as asked.
         SlurmError: Slurm did not take it. Nothing is left then.
     """
-    _say_what_files_decide(request)
+    _log_what_files_decide(request)
     count = len(request.calls)
     array = f"0-{count - 1}%{min(count, parallelism)}" if count > 1 else ""
     with explaining(request.parsed):
@@ -151,7 +151,7 @@ def _calling(spec: RunSpec, request: Request) -> RunSpec:
     words = shlex.split(request.python)
     if not words:
         raise UsageError(f"python={request.python!r}: give the interpreter's path, or the command that starts it")
-    args = ("-c", _DEAF, "worker", *words, *worker_arguments(WORKER_MODULE))
+    args = ("-c", _IGNORING_NOTICE, "worker", *words, *worker_arguments(WORKER_MODULE))
     host = {"python": words[0]} if len(words) == 1 else {}
     entrypoint = Entrypoint(kind=EntryKind.COMMAND, target="/bin/sh", args=args, **host)
     return replace(spec, entrypoint=entrypoint, preemption_signal="SIGUSR2")

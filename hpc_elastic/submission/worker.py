@@ -22,7 +22,6 @@ from hpc_elastic.failures.error_handler import ErrorHandler
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import call as call_module
-from hpc_elastic.submission import call as script_module
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import Call, CallTerms, read_call, read_terms, write_object
 from hpc_elastic.submission.checkpointing import (
@@ -132,8 +131,8 @@ class _Worker:
         if decision.action is NoticeAction.GO_ON:
             return
         self._handled = True
-        word = "timed out" if decision.timed_out else "preempted"
-        print(f"{signal.Signals(number).name}: this job is {word}", file=sys.stderr, flush=True)
+        how = "timed out" if decision.timed_out else "preempted"
+        print(f"{signal.Signals(number).name}: this job is {how}", file=sys.stderr, flush=True)
         reason = decision.reason
         if self._call.checkpoint is not None:  # also where the job is over: it may want to write something itself
             try:
@@ -182,7 +181,7 @@ class _Worker:
 
 
 _STARTED = time.monotonic()
-_NOT_OF_THE_USER = (__file__, call_module.__file__, script_module.__file__, runpy.run_path.__code__.co_filename)
+_NOT_OF_THE_USER = (__file__, call_module.__file__, runpy.run_path.__code__.co_filename)
 
 
 def _unread() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
-from hpc_elastic.launch.output import WriteBack
+from hpc_elastic.launch.batch import WriteBack
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.run.events import EventLog, read_events
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse

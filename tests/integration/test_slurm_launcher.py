@@ -18,10 +18,10 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.launch.site import AgentEnded
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.slurm_site import slurm_site
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 from tests.rigs.captures import DATA, VERSIONS
+from tests.rigs.specs import make_attempt, make_spec
 
 NODES = ["n1", "n2", "n3", "n4"]
 FAKE_SRUN = """\
@@ -535,8 +535,8 @@ def test_an_interpreter_whose_path_holds_an_equals_sign(
     srun.plan(MARKED)
     env = {**srun.env, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
     entrypoint = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
-    spec = RunSpec(run_id="r", uid="0" * 32, name="x", created_ns=0, entrypoint=entrypoint, cwd="/")
-    attempt = AttemptInfo(number=3, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=0)
+    spec = make_spec(run_id="r", entrypoint=entrypoint)
+    attempt = make_attempt(number=3)
     site = slurm_site(env, SystemClock(), umask=0o22, paths=RunPaths(tmp_path))
     launcher = site.launcher(spec, RunPaths(tmp_path), attempt)
     launcher.launch()

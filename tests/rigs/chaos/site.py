@@ -16,8 +16,8 @@ from typing import Any
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import own_command
-from hpc_elastic.launch import supervisor
-from hpc_elastic.launch.local_launcher import LocalLauncher
+from hpc_elastic.launch import agents
+from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
@@ -99,7 +99,7 @@ class ChaosSite:
 def main() -> int:
     config = json.loads(Path(sys.argv[1]).read_text())
     os.umask(0o077)
-    supervisor.RELAUNCHES_PER_NODE = config["relaunches"]
+    agents.RELAUNCHES_PER_NODE = config["relaunches"]
     signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
     log_to_stdout()
     paths, spec = load_run(Path(config["run_dir"]))

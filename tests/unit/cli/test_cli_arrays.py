@@ -19,27 +19,19 @@ from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import RunState
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import JobState, parse_show_job, parse_squeue
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
+from tests.rigs.specs import make_attempt, make_spec
 
-SPEC = RunSpec(
-    run_id="20261121-1200-train-ab12",
-    uid="0" * 32,
-    name="train",
-    created_ns=1,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-    array="1-5%2",
-)
+SPEC = make_spec(run_id="20261121-1200-train-ab12", name="train", created_ns=1, array="1-5%2")
 TASKS = (1, 2, 3, 4, 5)
 
 
@@ -59,9 +51,7 @@ def array(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 def begin(paths: RunPaths, task: int, code: int | None, *, attempt: int = 0) -> None:
     folder = paths.attempt(attempt)
     folder.events.mkdir(parents=True)
-    AttemptInfo(
-        number=attempt, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, job_id=f"48_{task}"
-    ).save(folder.attempt_json)
+    make_attempt(number=attempt, started_ns=1, job_id=f"48_{task}").save(folder.attempt_json)
     if code is not None:
         StoredResult(outcome="failed", reason="", exit_code=code, action="", decision="", fingerprint="", step=-1).save(
             folder.result_json

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli import batch
-from hpc_elastic.launch import slurm_site as launch_batch
+from hpc_elastic.launch import batch as launch_batch
 
 
 def test_a_job_that_a_worker_submitted_is_none_of_that_workers_run(

@@ -14,22 +14,20 @@ from hpc_elastic.cli import follow as follow_module
 from hpc_elastic.cli.follow import follow, how_it_ended
 from hpc_elastic.cli.main import main
 from hpc_elastic.launch.run_directory import create_run, create_tasks
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_attempt, make_spec
 
 JOB = JobId("7")
-ARRAY = RunSpec(
-    run_id="r", uid="u", name="train", created_ns=7, entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/", cluster="slurm", min_nodes=1, max_nodes=1, array="1-7",
-)  # fmt: skip
+ARRAY = make_spec(
+    run_id="r", uid="u", name="train", created_ns=7, cluster="slurm", min_nodes=1, max_nodes=1, array="1-7"
+)
 Answer = tuple[JobState, ...] | Exception
 
 
@@ -319,7 +317,7 @@ def test_a_follow_on_job_that_has_begun_before_anybody_looked_is_followed(
 ) -> None:
     store(paths, 0, 75, next_job="8")
     paths.attempt(1).root.mkdir()
-    info = AttemptInfo(number=1, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, job_id="8")
+    info = make_attempt(number=1, started_ns=1, job_id="8")
     info.save(paths.attempt(1).attempt_json)
     if has_ended:
         store(paths, 1, 0)

@@ -11,8 +11,9 @@ import pytest
 
 from hpc_elastic.launch import attempts
 from hpc_elastic.launch.attempts import claim_attempt, slurm_job_ids
-from hpc_elastic.run.attempt import AttemptInfo, load_attempt
+from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.paths import RunPaths
+from tests.rigs.specs import make_attempt
 
 
 def test_numbers_follow_each_other_and_latest_follows_them(tmp_path: Path) -> None:
@@ -84,9 +85,7 @@ def test_the_jobs_of_all_attempts_are_known_to_each(tmp_path: Path) -> None:
         attempt = claim_attempt(paths)
         found = slurm_job_ids(paths, attempt.number, job)
         assert found == expected
-        AttemptInfo(
-            number=attempt.number, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, slurm_job_ids=found
-        ).save(attempt.attempt_json)
+        make_attempt(number=attempt.number, started_ns=1, slurm_job_ids=found).save(attempt.attempt_json)
         claim_attempt(paths)  # one that gave way, or could not be begun
     assert load_attempt(attempt.attempt_json).slurm_job_ids == ("15", "12")
 

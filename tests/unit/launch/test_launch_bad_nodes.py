@@ -14,21 +14,13 @@ from hpc_elastic.launch.site import EligibleNodes
 from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, save_record
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import RunSpec
+from tests.rigs.specs import make_spec
 
 NOW = 1_800_000_000 * 10**9
 HOUR = 3600 * 10**9
 NAMES = frozenset({"n1", "n2", "n3", "n4", "n5", "n6"})
-SPEC = RunSpec(
-    run_id="r",
-    uid="0" * 32,
-    name="x",
-    created_ns=0,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-    min_nodes=3,
-    max_nodes=4,
-)
+SPEC = make_spec(run_id="r", min_nodes=3, max_nodes=4)
 ELIGIBLE = EligibleNodes(known=NAMES, usable=NAMES)
 
 

@@ -13,35 +13,24 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.conclude import conclude
-from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
+from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import EligibleNodes
-from hpc_elastic.launch.supervisor import AttemptResult
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog, read_events
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult, load_result
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.errors import SlurmError
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
+from tests.rigs.specs import make_attempt, make_spec
 
 NODES = ("n1", "n2", "n3", "n4")
-SPEC = RunSpec(
-    run_id="run",
-    uid="0" * 32,
-    name="x",
-    created_ns=0,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-    min_nodes=2,
-    max_nodes=4,
-)
-ATTEMPT = AttemptInfo(
-    number=0, cluster="slurm", nodes=NODES, batch_host="n1", started_ns=START_NS, job_id="7", requeue_armed=True
-)
+SPEC = make_spec(min_nodes=2, max_nodes=4)
+ATTEMPT = make_attempt(nodes=NODES, started_ns=START_NS, job_id="7", requeue_armed=True)
 TOO_FEW = AttemptResult(
     outcome=Outcome.TOO_FEW_NODES,
     reason="node n3 was lost",
@@ -79,7 +68,7 @@ class Site:
     def requeue(self, plan: NextAttempt) -> Requeued:
         self.plans.append(plan)
         self.look()
-        return Requeued(words="job 7 is requeued", next_job=self.next_job)
+        return Requeued(summary="job 7 is requeued", next_job=self.next_job)
 
 
 @pytest.fixture

@@ -10,14 +10,13 @@ from msgspec.structs import replace
 from hpc_elastic.launch.attempts import earlier_run
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.run import index
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.result import StoredResult
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.job_environment import JobEnvironment
+from tests.rigs.specs import make_attempt, make_spec
 
-SPEC = RunSpec(
+SPEC = make_spec(
     run_id="20261121-a",
-    uid="0" * 32,
     name="train",
     created_ns=1,
     entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py", args=("--epochs", "3")),
@@ -37,9 +36,7 @@ def make(
     paths = create_run(replace(SPEC, run_id=run_id, **spec), runs).paths  # type: ignore[arg-type]
     attempt = paths.attempt(0)
     attempt.root.mkdir()
-    AttemptInfo(
-        number=0, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, job_id=job_id, restart_count=restarts
-    ).save(attempt.attempt_json)
+    make_attempt(started_ns=1, job_id=job_id, restart_count=restarts).save(attempt.attempt_json)
     if code is not None:
         StoredResult(outcome="failed", reason="", exit_code=code, action="", decision="", fingerprint="", step=-1).save(
             attempt.result_json

@@ -9,25 +9,17 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.launch.attempts import YOUNG_SECONDS, RunElsewhereError, claim_attempt, give_way
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.result import StoredResult
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_attempt
 
 RESULT = StoredResult(outcome="failed", reason="", exit_code=75, action="requeue", decision="")
 
 
 def begin(paths: RunPaths, job: str | None, *, restarts: int = 0) -> AttemptPaths:
     mine = claim_attempt(paths)
-    facts = AttemptInfo(
-        number=mine.number,
-        cluster="slurm",
-        nodes=("n1",),
-        batch_host="n1",
-        started_ns=0,
-        job_id=job,
-        restart_count=restarts,
-    )
+    facts = make_attempt(number=mine.number, job_id=job, restart_count=restarts)
     facts.save(mine.attempt_json)
     return mine
 
@@ -84,9 +76,7 @@ def test_of_two_that_begin_at_once_one_goes_on(tmp_path: Path) -> None:
 
     class Clock(FakeClock):
         def wait(self, stop: object, seconds: float) -> bool:  # type: ignore[override]
-            AttemptInfo(number=0, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=0, job_id="7").save(
-                first.attempt_json
-            )
+            make_attempt(job_id="7").save(first.attempt_json)
             return False
 
     with pytest.raises(RunElsewhereError):

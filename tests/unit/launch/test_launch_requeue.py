@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -10,121 +11,142 @@ from msgspec.structs import replace
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.requeue import (
     ArmingFacts,
+    AttemptResult,
     RequeueAction,
-    RequeueFacts,
+    RequeueDecision,
     back_off,
     decide_arming,
     decide_requeue,
 )
 from hpc_elastic.options.job_options import RequeueChoice
+from hpc_elastic.run.result import StoredResult
+from tests.rigs.specs import make_attempt, make_spec
 
-PLAIN = RequeueFacts(
-    outcome=Outcome.FAILED,
-    reason="restarts exhausted",
-    retryable=True,
-    attempt=0,
-    max_requeues=3,
-    armed=True,
-    armed_reason="",
-    same_as_before=False,
+SPEC = make_spec(max_requeues=3, restart_window=600.0)
+FAILED: dict[str, Any] = {"outcome": Outcome.FAILED, "reason": "restarts exhausted"}
+BEFORE = StoredResult(
+    outcome="failed", reason="x", exit_code=75, action="requeue", decision="x", fingerprint="F", step=-1
 )
-
 MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
 
 
-@pytest.mark.parametrize(
-    ("what", "facts", "action", "code", "reason"),
-    [
-        ("success", replace(PLAIN, outcome=Outcome.SUCCEEDED), "end", 0, "the run succeeded"),
-        (
-            "spent restarts",
-            PLAIN,
-            "requeue",
-            75,
-            "requeue 1 of 3 (2 left): restarts exhausted",
-        ),
-        ("the last requeue", replace(PLAIN, attempt=2), "requeue", 75, "requeue 3 of 3 (0 left): restarts exhausted"),
-        ("no requeue left", replace(PLAIN, attempt=3), "end", 1, "3 of 3 requeues used"),
-        ("none allowed", replace(PLAIN, max_requeues=0), "end", 1, "0 of 0 requeues used"),
-        ("too few nodes", replace(PLAIN, outcome=Outcome.TOO_FEW_NODES), "requeue", 75, "requeue 1 of 3"),
-        ("notice was given", replace(PLAIN, outcome=Outcome.PREEMPTED), "requeue", 75, "requeue 1 of 3"),
-        (
-            "notice was given, no requeue left",
-            replace(PLAIN, outcome=Outcome.PREEMPTED, attempt=3),
-            "end",
-            143,
-            "3 of 3 requeues used",
-        ),
-        (
-            "not retryable",
-            replace(PLAIN, retryable=False),
-            "end",
-            93,
-            "another attempt would end the same way: restarts exhausted",
-        ),
-        ("a hang, no requeue left", replace(PLAIN, hang=True, attempt=3), "end", 124, "3 of 3 requeues used"),
-        ("a hang again", replace(PLAIN, hang=True, retryable=False), "end", 124, "would end the same way"),
-        ("a hang with requeues left", replace(PLAIN, hang=True), "requeue", 75, "requeue 1 of 3"),
-        ("the same failure as before", replace(PLAIN, same_as_before=True), "end", 1, "by the same failure"),
-        (
-            "not armed",
-            replace(PLAIN, armed=False, armed_reason="the site has JobRequeue=0"),
-            "end",
-            1,
-            "requeue is not armed: the site has JobRequeue=0",
-        ),
-        (
-            "cancelled by the user",
-            replace(PLAIN, outcome=Outcome.CANCELLED, reason="SIGINT on n1", signal_number=2),
-            "end",
-            130,
-            "the run was cancelled (SIGINT on n1)",
-        ),
-        ("cancelled in Slurm", replace(PLAIN, outcome=Outcome.CANCELLED, signal_number=15), "end", 143, "cancelled"),
-        ("cancelled elsewhere", replace(PLAIN, outcome=Outcome.CANCELLED), "end", 143, "the run was cancelled"),
-        (
-            "cancelled while it ended",
-            replace(PLAIN, outcome=Outcome.PREEMPTED, cancelled=True, requeued=True),
-            "end",
-            143,
-            "the job was cancelled meanwhile",
-        ),
-        (
-            "the time limit without a notice",
-            replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15),
-            "requeue",
-            75,
-            "requeue 1 of 3",
-        ),
-        (
-            "the time limit, not armed",
-            replace(PLAIN, outcome=Outcome.TIMED_OUT, signal_number=15, armed=False, armed_reason="x"),
-            "end",
-            143,
-            "requeue is not armed: x",
-        ),
-        (
-            "Slurm preempts it without a grace time, and cancels it",
-            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15),
-            "requeue",
-            75,
-            "requeue 1 of 3",
-        ),
-        (
-            "Slurm has requeued it",
-            replace(PLAIN, outcome=Outcome.PREEMPTED, signal_number=15, requeued=True, attempt=9, armed=False),
-            "requeue",
-            75,
-            "Slurm itself has put the job back into the queue",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_rows(what: str, facts: RequeueFacts, action: str, code: int, reason: str) -> None:
-    decision = decide_requeue(facts)
+def decide(
+    *,
+    attempt: int = 0,
+    max_requeues: int = 3,
+    armed_reason: str | None = None,
+    before: StoredResult | None = None,
+    idle: int = 0,
+    **result: Any,
+) -> RequeueDecision:
+    info = make_attempt(number=attempt, requeue_armed=armed_reason is None, requeue_reason=armed_reason or "")
+    facts = {"retryable": True, "signal_number": None, "fingerprint": "F", "step": -1, "seconds": 5.0}
+    ended = AttemptResult(**{**FAILED, **facts, **result})
+    return decide_requeue(before, replace(SPEC, max_requeues=max_requeues), info, ended, idle=idle)
+
+
+HANG = {"fingerprint": "hang:stack"}
+ROWS: list[tuple[str, dict[str, Any], str, int, str]] = [
+    ("success", {"outcome": Outcome.SUCCEEDED}, "end", 0, "the run succeeded"),
+    ("spent restarts", {}, "requeue", 75, "requeue 1 of 3 (2 left): restarts exhausted"),
+    ("the last requeue", {"attempt": 2}, "requeue", 75, "requeue 3 of 3 (0 left): restarts exhausted"),
+    ("no requeue left", {"attempt": 3}, "end", 1, "3 of 3 requeues used"),
+    ("none allowed", {"max_requeues": 0}, "end", 1, "0 of 0 requeues used"),
+    ("too few nodes", {"outcome": Outcome.TOO_FEW_NODES}, "requeue", 75, "requeue 1 of 3"),
+    ("notice was given", {"outcome": Outcome.PREEMPTED}, "requeue", 75, "requeue 1 of 3"),
+    ("notice was given, no requeue left", {"outcome": Outcome.PREEMPTED, "attempt": 3}, "end", 143, "3 of 3 requeues"),
+    ("not retryable", {"retryable": False}, "end", 93, "another attempt would end the same way: restarts exhausted"),
+    ("a hang, no requeue left", {**HANG, "attempt": 3}, "end", 124, "3 of 3 requeues used"),
+    ("a hang again", {**HANG, "retryable": False}, "end", 124, "would end the same way"),
+    ("a hang with requeues left", HANG, "requeue", 75, "requeue 1 of 3"),
+    ("the same failure as before", {"before": BEFORE}, "end", 1, "by the same failure"),
+    ("not armed", {"armed_reason": "the site has JobRequeue=0"}, "end", 1, "not armed: the site has JobRequeue=0"),
+    (
+        "cancelled by the user",
+        {"outcome": Outcome.CANCELLED, "reason": "SIGINT on n1", "signal_number": 2},
+        "end",
+        130,
+        "the run was cancelled (SIGINT on n1)",
+    ),
+    ("cancelled in Slurm", {"outcome": Outcome.CANCELLED, "signal_number": 15}, "end", 143, "cancelled"),
+    ("cancelled elsewhere", {"outcome": Outcome.CANCELLED}, "end", 143, "the run was cancelled"),
+    (
+        "cancelled while it ended",
+        {"outcome": Outcome.PREEMPTED, "cancelled": True, "requeued": True},
+        "end",
+        143,
+        "the job was cancelled meanwhile",
+    ),
+    (
+        "the time limit without a notice",
+        {"outcome": Outcome.TIMED_OUT, "signal_number": 15},
+        "requeue",
+        75,
+        "requeue 1 of 3",
+    ),
+    (
+        "the time limit, not armed",
+        {"outcome": Outcome.TIMED_OUT, "signal_number": 15, "armed_reason": "x"},
+        "end",
+        143,
+        "requeue is not armed: x",
+    ),
+    (
+        "Slurm preempts it without a grace time, and cancels it",
+        {"outcome": Outcome.PREEMPTED, "signal_number": 15},
+        "requeue",
+        75,
+        "requeue 1 of 3",
+    ),
+    (
+        "Slurm has requeued it",
+        {"outcome": Outcome.PREEMPTED, "signal_number": 15, "requeued": True, "attempt": 9, "armed_reason": "x"},
+        "requeue",
+        75,
+        "Slurm itself has put the job back into the queue",
+    ),
+]
+
+
+@pytest.mark.parametrize(("facts", "action", "code", "reason"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_rows(facts: dict[str, Any], action: str, code: int, reason: str) -> None:
+    decision = decide(**facts)
     assert decision.action.value == action
     assert decision.exit_code == code
     assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "again"),
+    [
+        ({}, {}, False),
+        ({"fingerprint": "G"}, {}, True),
+        ({"fingerprint": ""}, {"fingerprint": ""}, True),
+        ({"step": 100}, {"step": 100}, False),
+        ({"step": 100}, {"step": 90, "seconds": 9000.0}, False),
+        ({"step": 100}, {"step": 101}, True),
+        ({}, {"seconds": 600.0}, True),
+        ({}, {"seconds": 599.0}, False),
+        ({"step": 100}, {"seconds": 5.0}, False),
+    ],
+    ids=[
+        "the same, at once",
+        "another failure",
+        "killed from outside both times",
+        "the same step",
+        "an earlier step, though it took hours",
+        "a later step",
+        "no steps, and it had run for long",
+        "no steps, and it had not",
+        "its steps were lost",
+    ],
+)
+def test_the_same_failure_without_progress_is_not_tried_again(
+    was: dict[str, Any], now: dict[str, Any], again: bool
+) -> None:
+    decision = decide(attempt=1, before=replace(BEFORE, **was), **now)
+    assert (decision.action is RequeueAction.REQUEUE) is again
+    assert again or "the same failure" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -132,7 +154,7 @@ def test_rows(what: str, facts: RequeueFacts, action: str, code: int, reason: st
 )
 def test_attempts_without_progress_are_tried_again_ever_later(idle: int, seconds: float) -> None:
     assert back_off(idle) == seconds
-    decision = decide_requeue(replace(PLAIN, attempt=1, idle=idle))
+    decision = decide(attempt=1, idle=idle)
     assert decision.delay == seconds
     assert (f"in {seconds} s since {idle} attempts in a row made no progress" in decision.reason) is (seconds > 0)
 
@@ -171,18 +193,15 @@ def test_every_combination_keeps_the_promises() -> None:
     for outcome, retryable, attempt, most, armed, same, number in itertools.product(
         Outcome, (True, False), (0, 1, 3, 9), (0, 1, 3), (True, False), (True, False), (None, 2, 15)
     ):
-        facts = RequeueFacts(
+        decision = decide(
             outcome=outcome,
-            reason="why",
             retryable=retryable,
             attempt=attempt,
             max_requeues=most,
-            armed=armed,
-            armed_reason="because",
-            same_as_before=same,
+            armed_reason=None if armed else "because",
+            before=BEFORE if same else None,
             signal_number=number,
         )
-        decision = decide_requeue(facts)
         assert decision.reason
         wanted = (
             outcome in (Outcome.FAILED, Outcome.TOO_FEW_NODES, *MADE_ROOM)
@@ -192,6 +211,6 @@ def test_every_combination_keeps_the_promises() -> None:
             and not same
             and (number is None or outcome in MADE_ROOM)
         )
-        assert (decision.action is RequeueAction.REQUEUE) is wanted, facts
+        assert (decision.action is RequeueAction.REQUEUE) is wanted, decision
         assert (decision.exit_code == 75) is wanted, "75 means that it was requeued, and nothing else does"
         assert (decision.exit_code == 0) is (outcome is Outcome.SUCCEEDED), "0 means success, and nothing else does"

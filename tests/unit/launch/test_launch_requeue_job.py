@@ -266,7 +266,7 @@ def test_a_refused_exclusion_still_begins() -> None:
     world = World()
     world.refusals["exclude_nodes"] = InvalidNodeError(what="excluding", why="Invalid node name specified")
     done = requeuer(world).carry_out(NextAttempt(excluded=("n3",)))
-    assert "not without n3: excluding: Invalid node name" in done.words
+    assert "not without n3: excluding: Invalid node name" in done.summary
     assert world.waived == GONE_SECONDS
 
 
@@ -281,7 +281,7 @@ def test_a_sites_epilog_gets_its_time() -> None:
 def test_the_delay_that_can_not_be_waived_is_said() -> None:
     world = World()
     world.refusals["start_now"] = SlurmPermissionError(what="starting job 7 now", why="denied")
-    words = requeuer(world).carry_out(NextAttempt()).words
+    words = requeuer(world).carry_out(NextAttempt()).summary
     assert words.startswith("job 7 is requeued; it begins after Slurm's own delay of about two minutes")
     assert "denied" in words
 
@@ -297,7 +297,7 @@ def test_what_is_done_is_said() -> None:
     ):
         world = World()
         world.excluded = ("n9",)
-        assert requeuer(world).carry_out(plan).words == words
+        assert requeuer(world).carry_out(plan).summary == words
         assert plan.way is RequeueWay.CHAIN or world.waived == max(plan.delay, GONE_SECONDS)
         assert world.excluded == (("n9",) if plan.excluded is None else plan.excluded)
 
@@ -329,7 +329,7 @@ def test_a_follow_on_job_does_without_whom_its_job_does_without(
     done = requeuer(world).carry_out(NextAttempt(way=RequeueWay.CHAIN, script=SCRIPT, excluded=plan))
     (submitted,) = world.submitted
     assert [word for word in submitted if word.startswith("--exclude")] == has
-    assert done.words == f"job 100 goes on when job 7 has ended{words}"
+    assert done.summary == f"job 100 goes on when job 7 has ended{words}"
 
 
 def test_sbatchs_arguments() -> None:
@@ -363,7 +363,7 @@ def test_a_spare_that_is_not_up_is_not_waited_for(
     if way is RequeueWay.REQUEUE:
         assert world.num_nodes == asked
         assert world.calls.index("set_num_nodes") < world.calls.index("start_now")
-        assert said in done.words
+        assert said in done.summary
     else:
         assert f"--nodes={asked[0]}-{asked[1]}" in world.submitted[0]
 

@@ -11,6 +11,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_directory
 from hpc_elastic.launch.run_directory import create_run, why_not_shared
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from tests.rigs.specs import make_spec
 
 MOUNTS = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -25,7 +26,7 @@ torn line
 
 def spec(run_id: str = "r1") -> RunSpec:
     entry = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
-    return RunSpec(run_id=run_id, uid="0" * 32, name="n", created_ns=1, entrypoint=entry, cwd="/")
+    return make_spec(run_id=run_id, name="n", created_ns=1, entrypoint=entry)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,18 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.batch import run_of_this_job
 from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Allocation, EligibleNodes
-from hpc_elastic.launch.slurm_site import SlurmSite, run_of_this_job
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.launch.slurm_site import SlurmSite
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_spec
 
 ENV = {
     "SLURM_JOB_ID": "7",
@@ -30,14 +32,7 @@ ENV = {
     "SLURM_RESTART_COUNT": "1",
 }
 SCRIPT = Path("/runs/r/job.sbatch")
-SPEC = RunSpec(
-    run_id="r",
-    uid="0" * 32,
-    name="x",
-    created_ns=0,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-)
+SPEC = make_spec(run_id="r")
 UNAVAILABLE = SlurmUnavailableError(what="asking", why="Unable to contact slurm controller")
 RUNNING = JobState(job_id="7", state="RUNNING", reason="", requeue=True, partition="main")
 
@@ -183,7 +178,7 @@ def test_a_refusal_that_has_nothing_to_do_with_the_nodes_keeps_no_bad_node() -> 
 
 def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> None:
     entry = Entrypoint(kind=EntryKind.SCRIPT, target="train.py")
-    spec = RunSpec(run_id="r", uid="0" * 32, name="r", created_ns=1, entrypoint=entry, cwd="/")
+    spec = make_spec(run_id="r", name="r", created_ns=1, entrypoint=entry)
     one, array = (
         create_run(replace(spec, run_id=name, array=text), tmp_path).paths for name, text in (("a", ""), ("b", "0-3"))
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.step import StepMeeting, Told, check_one_task_per_node, step_nodes
+from hpc_elastic.launch.step import StepRendezvous, StepRun, check_one_task_per_node, step_nodes
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from tests.rigs.captures import DATA, VERSIONS, names
 from tests.rigs.fake_clock import FakeClock
@@ -50,32 +50,32 @@ def test_several_on_a_node_are_refused_with_the_way_out(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_tasks_of_one_step_meet_and_those_of_others_do_not(version: str, tmp_path: Path) -> None:
     job, env = task_of(version, "env-plain-step-n*-task0")
-    first, other = (StepMeeting(tmp_path / "runs", job, env, FakeClock()) for _ in range(2))
-    first.publish(Told(run_dir="/runs/r1", attempt=2))
-    assert other.wait() == Told(run_dir="/runs/r1", attempt=2)
+    first, other = (StepRendezvous(tmp_path / "runs", job, env, FakeClock()) for _ in range(2))
+    first.publish(StepRun(run_dir="/runs/r1", attempt=2))
+    assert other.wait() == StepRun(run_dir="/runs/r1", attempt=2)
     assert oct((tmp_path / "runs" / ".steps").stat().st_mode)[-3:] == "700"
     for changed in ({"SLURM_STEP_LAUNCHER_PORT": "1"}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_STEP_ID": "7"}):
         # The same job id, months later; a requeue; the script's next step.
         later = {**env, **changed}
-        stranger = StepMeeting(tmp_path / "runs", JobEnvironment.from_env(later), later, FakeClock())
+        stranger = StepRendezvous(tmp_path / "runs", JobEnvironment.from_env(later), later, FakeClock())
         with pytest.raises(UsageError, match="first task has not begun the run in 120 s"):
             stranger.wait()
 
 
-def test_what_task_0_refused_is_told_to_the_others(tmp_path: Path) -> None:
+def test_what_task_0_refused_reaches_the_others(tmp_path: Path) -> None:
     job, env = task_of("22.05.8", "env-plain-step-n*-task0")
-    meeting = StepMeeting(tmp_path, job, env, FakeClock())
-    meeting.publish(Told(refused=True))
-    assert meeting.wait().refused
+    rendezvous = StepRendezvous(tmp_path, job, env, FakeClock())
+    rendezvous.publish(StepRun(refused=True))
+    assert rendezvous.wait().refused
 
 
 def test_only_what_is_old_is_cleaned_up(tmp_path: Path) -> None:
     job, env = task_of("22.05.8", "env-plain-step-n*-task0")
-    meeting = StepMeeting(tmp_path, job, env, FakeClock())
-    meeting.publish(Told(refused=True))
+    rendezvous = StepRendezvous(tmp_path, job, env, FakeClock())
+    rendezvous.publish(StepRun(refused=True))
     old = tmp_path / ".steps" / "1.0.0.5"
     old.mkdir()
     os.utime(old, (1, time.time() - 90000))
-    meeting.clean()
+    rendezvous.clean()
     assert [path.name for path in (tmp_path / ".steps").iterdir()] != []
     assert not old.exists()

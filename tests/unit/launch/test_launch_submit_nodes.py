@@ -16,9 +16,10 @@ from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.run.node_records import remember
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmUnavailableError
+from tests.rigs.specs import make_spec
 
 NOW = 1_800_000_000 * 10**9
 NAMES = frozenset({"n1", "n2", "n3", "n4", "n5", "n6"})
@@ -26,17 +27,7 @@ MAIN = PartitionNodes(name="main", default=True, total=6, usable=6, names=NAMES,
 OTHER = PartitionNodes(
     name="x", default=False, total=1, usable=1, names=frozenset({"x1"}), usable_names=frozenset({"x1"})
 )
-SPEC = RunSpec(
-    run_id="r",
-    uid="0" * 32,
-    name="x",
-    created_ns=0,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-    min_nodes=2,
-    max_nodes=4,
-    bad_nodes="jobs",
-)
+SPEC = make_spec(run_id="r", min_nodes=2, max_nodes=4, bad_nodes="jobs")
 UNAVAILABLE = SlurmUnavailableError(what="asking", why="Unable to contact slurm controller")
 
 

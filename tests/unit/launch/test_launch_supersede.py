@@ -13,13 +13,12 @@ import pytest
 from hpc_elastic.base.file_executor import FileThread, is_refusal
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.attempts import claim_attempt
-from hpc_elastic.launch.run_attempt import StartInterruptedError, _end_earlier
 from hpc_elastic.launch.supersede import (
     END_SECONDS,
-    AgentSigns,
     AgentState,
     EarlierAttemptRunsError,
     EarlierAttempts,
+    StartInterruptedError,
     agent_state,
     why_safe,
 )
@@ -32,22 +31,12 @@ from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult, load_result
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.specs import make_attempt, make_spec
 
 ANSWER, LEASE = 4.4, 20.0
-SPEC = RunSpec(
-    run_id="r",
-    uid="0" * 32,
-    name="x",
-    created_ns=0,
-    entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-    cwd="/",
-    max_nodes=2,
-    rdzv_conf={"doorbell": "off"},
-    shutdown_timeout=30.0,
-)
+SPEC = make_spec(run_id="r", max_nodes=2, rdzv_conf={"doorbell": "off"}, shutdown_timeout=30.0)
 
 
 @pytest.mark.parametrize(
@@ -64,8 +53,8 @@ SPEC = RunSpec(
     ],
 )
 def test_what_an_agents_signs_come_to(ended: bool, answered: bool, up: bool, silent: float, state: AgentState) -> None:
-    signs = AgentSigns(has_ended=ended, has_answered=answered, is_node_up=up, silent_for=silent)
-    assert agent_state(signs, answer=ANSWER, lease=LEASE) is state
+    signs = {"has_ended": ended, "has_answered": answered, "is_node_up": up}
+    assert agent_state(**signs, silent_for=silent, answer=ANSWER, lease=LEASE) is state
 
 
 def test_the_rule_by_which_it_is_safe_to_go_on_is_given_for_each_node() -> None:
@@ -85,9 +74,7 @@ class Stage:
 
     def begin(self, *nodes: str) -> AttemptInfo:
         claimed = claim_attempt(self.paths)
-        info = AttemptInfo(
-            number=claimed.number, cluster="slurm", nodes=nodes, batch_host=nodes[0], started_ns=0, job_id="7"
-        )
+        info = make_attempt(number=claimed.number, nodes=nodes, batch_host=nodes[0], job_id="7")
         info.save(claimed.attempt_json)
         return info
 
@@ -271,13 +258,7 @@ def test_a_filesystem_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(FileStore, "list", refuse)
     files = FileThread()
-    _end_earlier(
-        earlier,
-        lambda action: files.do(action, within=60, again=is_refusal),
-        clock=stage.clock,
-        is_interrupted=lambda: False,
-        undo=lambda: pytest.fail("it goes on"),
-    )
+    earlier.end(lambda action: files.do(action, within=60, again=is_refusal), is_interrupted=lambda: False)
     assert not refusals
     assert stage.outcome() is Outcome.SUPERSEDED
 
@@ -294,12 +275,9 @@ def test_a_run_directory_that_was_removed_is_not_waited_for(tmp_path: Path, monk
     monkeypatch.setattr(FileStore, "list", is_gone)
     files = FileThread()
     with pytest.raises(FileNotFoundError):
-        _end_earlier(
-            earlier,
+        earlier.end(
             lambda action: files.do(action, within=60, again=is_refusal),
-            clock=stage.clock,
             is_interrupted=lambda: stage.clock.now > 5000,
-            undo=lambda: None,
         )
 
 
@@ -307,16 +285,9 @@ def test_a_signal_ends_the_wait_and_nothing_was_started(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     stage.begin("n1")
     stage.train(1)
-    undone: list[bool] = []
+    earlier = stage.earlier(stage.begin("n2"))
     with pytest.raises(StartInterruptedError, match="ending on n1"):
-        _end_earlier(
-            stage.earlier(stage.begin("n2")),
-            lambda action: action(),
-            clock=stage.clock,
-            is_interrupted=lambda: stage.clock.now > 1003,
-            undo=lambda: undone.append(True),
-        )
-    assert undone == [True]
+        earlier.end(lambda action: action(), is_interrupted=lambda: stage.clock.now > 1003)
 
 
 def test_of_thousands_of_nodes_the_pause_between_two_looks_is_no_excuse_for_silence(tmp_path: Path) -> None:

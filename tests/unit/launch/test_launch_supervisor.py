@@ -16,17 +16,15 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.launch import supervisor as module
-from hpc_elastic.launch.attempt_result import AttemptResult
+from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
 from hpc_elastic.launch.job_watch import EndClaim
+from hpc_elastic.launch.requeue import AttemptResult
 from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnded, Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
     LAUNCH_NEWS_SECONDS,
-    NEWS_SECONDS,
-    RELAUNCHES_PER_NODE,
-    SETTLE_SECONDS,
     SILENT_SECONDS,
     Supervisor,
 )
@@ -37,10 +35,10 @@ from hpc_elastic.rendezvous.notice import NoticeStatus
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.proposals import close_run
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status, new_uid
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.store.base import StoreError, StoreWipedError
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
+from tests.rigs.specs import make_attempt
 
 SETTINGS = RendezvousSettings(
     min_nodes=2, max_nodes=3, expected_nodes=3, last_call_timeout=5, heartbeat_interval=1, heartbeat_ttl=5
@@ -158,7 +156,6 @@ class Agents:
         """Node → what the launcher knows that it printed last."""
         self.powerless: set[int] = set()
         """Nodes on which no agent can be started."""
-        self.on_tick: Callable[[], None] = lambda: None
 
     def launch(self) -> None:
         for node in range(self._world.settings.expected_nodes):
@@ -192,7 +189,6 @@ class Agents:
     def take(self) -> list[AgentEnded]:
         world = self._world
         world.clock.now += TICK
-        self.on_tick()
         for agent in list(self.of.values()):
             if not agent.frozen:
                 agent.step()
@@ -224,20 +220,6 @@ class Agents:
         self.ends.append(within)
 
 
-class SteppedClaim(EndClaim):
-    """Its thread is the test's loop."""
-
-    due: float | None = None
-
-    def start(self) -> None:
-        self.due = self._clock.monotonic()
-
-    def tick(self) -> None:
-        if self.due is not None and self._clock.monotonic() >= self.due:
-            wait = self.step()
-            self.due = None if wait is None else self._clock.monotonic() + wait
-
-
 class Stage:
     """A supervisor with all that is around it."""
 
@@ -252,16 +234,11 @@ class Stage:
         self.script: deque[Callable[[], Any] | float] = deque()
         self.agents = Agents(self.world, self._plays())
         self.look = Look(self.world, ready)
-        self.end_claim = SteppedClaim(lambda: self.allocation, self.look.ask, clock=self.world.clock)
-        self.agents.on_tick = self.end_claim.tick
+        self.end_claim = EndClaim(
+            lambda: self.allocation, self.look.ask, clock=self.world.clock, start=lambda work: work()
+        )
         self.supervisor = Supervisor(
-            attempt=AttemptInfo(
-                number=0,
-                cluster="slurm",
-                nodes=tuple(f"n{n}" for n in range(settings.expected_nodes)),
-                batch_host="head",
-                started_ns=0,
-            ),
+            attempt=make_attempt(nodes=tuple(f"n{n}" for n in range(settings.expected_nodes)), batch_host="head"),
             launcher=self.agents,
             coordination=self.look,  # type: ignore[arg-type]
             signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals),  # type: ignore[arg-type]
@@ -728,7 +705,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
     never = os.eventfd(0)
     coordination = Coordination(participant, notifier=None, clock=clock)
     supervisor = Supervisor(
-        attempt=AttemptInfo(number=0, cluster="slurm", nodes=("n0", "n1", "n2"), batch_host="head", started_ns=0),
+        attempt=make_attempt(nodes=("n0", "n1", "n2"), batch_host="head"),
         launcher=launcher,
         coordination=coordination,
         signals=SimpleNamespace(fileno=lambda: never, take=list),  # type: ignore[arg-type]

@@ -9,8 +9,14 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.launch.agents import UnableNode, describe_unable_nodes, is_same_everywhere
-from hpc_elastic.launch.supervisor import FRUITLESS_RELAUNCHES, MESSAGE_SECONDS, RELAUNCHES_PER_NODE
+from hpc_elastic.launch.agents import (
+    FRUITLESS_RELAUNCHES,
+    MESSAGE_SECONDS,
+    RELAUNCHES_PER_NODE,
+    UnableNode,
+    describe_unable_nodes,
+    is_same_everywhere,
+)
 from tests.unit.launch.test_launch_supervisor import SETTINGS, Stage, stage  # noqa: F401
 
 NOT_FOUND = "/usr/bin/env: '/x/python': No such file or directory"

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.submission import job as job_module
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import write_object
 from hpc_elastic.submission.job import FORGOTTEN, ElasticJob
 from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError
+from tests.rigs.specs import make_attempt, make_spec
 
 
 class Slurm:
@@ -59,9 +59,7 @@ def job(tmp_path: Path, slurm: Slurm) -> ElasticJob[Any]:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
     entry = Entrypoint(kind=EntryKind.MODULE, target="x")
-    RunSpec(
-        run_id="run", uid="0", name="f", created_ns=1, entrypoint=entry, cwd="/", max_nodes=2, nproc_per_node="3"
-    ).save(paths.run_json)
+    make_spec(uid="0", name="f", created_ns=1, entrypoint=entry, max_nodes=2, nproc_per_node="3").save(paths.run_json)
     return ElasticJob(tmp_path / "jobs" / "%j", "70", run_dir=paths.root)
 
 
@@ -123,9 +121,7 @@ def test_a_follow_on_job_is_known_by_its_attempt_where_the_word_of_it_was_lost(
 ) -> None:
     attempt(job, 0, action="requeue")
     attempt(job, 1)
-    AttemptInfo(number=1, cluster="slurm", nodes=("n1",), batch_host="n1", started_ns=1, job_id="71").save(
-        RunPaths(job.run_dir).attempt(1).attempt_json
-    )
+    make_attempt(number=1, started_ns=1, job_id="71").save(RunPaths(job.run_dir).attempt(1).attempt_json)
     slurm.last = slurm.now = "TIMEOUT"
     slurm.others["71"] = "RUNNING"
     assert not job.done()

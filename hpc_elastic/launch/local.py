@@ -1,10 +1,6 @@
-"""An agent as a child of this process, started so that no filesystem can hold up who starts it.
+"""``--cluster local``: the whole run on this machine, requeues included. The same agents, store and supervisor.
 
-`subprocess` waits until the child has closed what it inherited, and a file on a mount that hangs is never closed. So
-this is `os.posix_spawn`, which waits for the program to be loaded, and no longer: descriptors are closed by the kernel
-afterwards (all of Python's are close-on-exec).
-
-Agents as processes on this machine: the same agents, store and supervisor, without Slurm.
+`LocalSite` plays the cluster, `LocalLauncher` starts each agent as an `AgentProcess`.
 """
 
 from __future__ import annotations
@@ -14,15 +10,45 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.launch.site import AgentEnded
+from hpc_elastic.launch.requeue import RequeueAction
+from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
+from hpc_elastic.launch.site import AgentEnded, Allocation, SiteFacts, agent_command, describe_code, node_mark
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers import tree
+from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.tags import JOB_VARIABLE, NODE_TAG_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+HUNG_DEAD_SECONDS = 0.5
+"""An agent that has ended but for a thread that a mount holds counts as ended after that."""
+HUNG_LOOK_SECONDS = 1.0
+"""Between two looks for such agents: no event reports them."""
+KILL_SECONDS = 5.0
+"""How long what was sent SIGKILL may take to be gone (D state)."""
+LOOK_SECONDS = 0.02
+
+AgentCommand = Callable[[int], Sequence[str]]
+"""Node index → the agent's argument list."""
 
 
 class AgentProcess:
-    """One agent. For the main thread: it ends when the thread that started it does (``--launcher-pid``)."""
+    """One agent as a child of this process, started so that no filesystem can hold up this process.
+
+    For the main thread: the agent ends when the thread that started it does (``--launcher-pid``).
+
+    `subprocess` waits until the child has closed what it inherited, and a file on a mount that hangs is never closed.
+    So this is `os.posix_spawn`, which waits for the program to be loaded, and no longer: descriptors are closed by the
+    kernel afterwards (all of Python's are close-on-exec).
+    """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], umask: int) -> None:
         """Start it, as the leader of a session of its own, with no input.
@@ -54,7 +80,7 @@ class AgentProcess:
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else waited for it: an unknown end never passes for success
+            except ChildProcessError:  # another thread waited for it: an unknown end never passes for success
                 self._code = 255
                 return self._code
             if pid == self.pid:
@@ -78,20 +104,6 @@ def _closing() -> list[tuple[int, int]]:
         except OSError:
             pass  # the listing's own
     return actions
-
-
-logger = logging.getLogger(__name__)
-
-HUNG_DEAD_SECONDS = 0.5
-"""An agent that has ended but for a thread that a mount holds counts as ended after that."""
-HUNG_LOOK_SECONDS = 1.0
-"""Between two looks for such agents: no event tells of them."""
-KILL_SECONDS = 5.0
-"""How long what was sent SIGKILL may take to be gone (D state)."""
-LOOK_SECONDS = 0.02
-
-AgentCommand = Callable[[int], Sequence[str]]
-"""Node index → the agent's argument list."""
 
 
 class LocalLauncher:
@@ -160,7 +172,7 @@ class LocalLauncher:
         return ended
 
     def _is_hung_dead(self, pid: int) -> bool:
-        """Whether an agent has ended but for a thread that a mount holds: the kernel lets nobody wait for it then."""
+        """Whether an agent has ended but for a thread that a mount holds: no process can wait for it then."""
         proc = tree.look_at(pid)
         if proc is None or not (proc.is_dead or (self._has_killed and proc.state == "D")):
             self._dead_since.pop(pid, None)
@@ -188,7 +200,7 @@ class LocalLauncher:
         self._wait_for_leftovers(KILL_SECONDS)
 
     def _wait_for_leftovers(self, seconds: float) -> None:
-        """Until the guardians of killed agents have done their work: who waits for us expects nothing to be left."""
+        """Until the guardians of killed agents have done their work: the caller expects nothing to be left."""
         marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
         job = self._environment(0).get(JOB_VARIABLE)  # a job that a worker submitted may carry the mark, too
         began = time.monotonic()
@@ -210,13 +222,83 @@ class LocalLauncher:
             self.take()
 
 
-def describe_code(code: int | None) -> str:
-    """``exit code 3``, ``SIGKILL``, or ``unknown``."""
-    if code is None:
-        return "unknown"
-    if code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
-    return f"exit code {code}"
+class LocalSite:
+    """This machine as a cluster: nodes are agents side by side, and a requeue is the next attempt at once."""
+
+    def __init__(self, env: Mapping[str, str], *, umask: int) -> None:
+        self._env = dict(env)
+        self._umask = umask
+
+    @property
+    def cluster_name(self) -> str:
+        return ""
+
+    def facts(self, spec: RunSpec) -> SiteFacts:
+        armed = spec.requeue and spec.max_requeues > 0
+        return SiteFacts(
+            cluster="local",
+            nodes=tuple(f"node{index}" for index in range(spec.max_nodes + spec.spares)),
+            requeue_armed=armed,
+            requeue_reason="" if armed else "--no-requeue or --max-requeues 0 was given",
+        )
+
+    def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> LocalLauncher:
+        pid = str(os.getpid())
+        return LocalLauncher(
+            len(attempt.nodes),
+            lambda node: agent_command(paths, attempt.number, "--node", str(node), "--launcher-pid", pid),
+            environment=lambda node: {**self._env, NODE_TAG_VARIABLE: node_mark(spec, "local", node)},
+            umask=self._umask,
+        )
+
+    def ask(self, *, near: float) -> SlurmAnswer:
+        return SlurmAnswer(JobCondition.NO_SLURM)
+
+    def allocation(self) -> Allocation:
+        return Allocation.HELD
+
+    def nodes_up(self) -> frozenset[str]:
+        return frozenset()  # agents here end with their launcher; an earlier one may still be at it
+
+    def job_nodes(self) -> tuple[str, ...]:
+        return ()
+
+    def is_running(self, job_id: str) -> bool:
+        return False
+
+    def eligible_nodes(self) -> None:
+        return None
+
+    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
+        return None
+
+    def requeue(self, plan: NextAttempt) -> Requeued:
+        return Requeued(summary="the next attempt starts at once")
+
+
+def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Callable[[], None] = lambda: None) -> int:
+    """Run to the end, through requeues.
+
+    Args:
+        run_dir: The run's.
+        env: For the agents.
+        ready: Called when no signal is lost on a filesystem that hangs any more.
+
+    Returns:
+        The run's exit code.
+
+    Raises:
+        UsageError: no run is at `run_dir`.
+    """
+    umask = os.umask(0o077)
+    signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
+    output = log_to_stdout()
+    paths, spec = load_run(run_dir)
+    ready()
+    site = LocalSite(os.environ if env is None else env, umask=umask)
+    while True:
+        decision = run_attempt(paths, spec, site, clock=RunClock(), signals=signals)
+        if decision.action is not RequeueAction.REQUEUE:
+            break
+    output.close()
+    return decision.exit_code

@@ -1,0 +1,200 @@
+"""The entry points of the batch side of a Slurm job: ``hpc-elastic batch RUN_DIR``, which the generated script exec's.
+
+The way of an attempt from here: `run_batch` → `run_attempt` (claim the attempt's directory, end earlier attempts) →
+`supervisor` (start the agents, watch, wait for the verdict) → `conclude` (verdict, report, requeue). `finish_attempt`,
+``hpc-elastic batch --finish N RUN_DIR``, is the last of these steps by an agent: under ``--no-kill`` Slurm keeps a job
+running whose batch host has died, and its tasks go on (seen on 20.11 to 26.05); no process would write the verdict,
+requeue the job, or ever give the allocation back.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.outcome import UNCONFIRMED_CODE, ExitCode
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.requeue import RequeueAction, closed_result
+from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.site import Allocation
+from hpc_elastic.launch.slurm_site import slurm_site
+from hpc_elastic.rendezvous.ending import claim_end
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
+from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.result import load_result
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.workers.linux import SignalQueue
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds. A server notices one WRITE a second of each job that prints."""
+
+
+def run_batch(
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    clock: Clock | None = None,
+    nodes: Sequence[str] | None = None,
+    keep: Sequence[int] = (),
+) -> int:
+    """Supervise one attempt in this job; `nodes` and `keep` as for `SlurmSite`.
+
+    Returns:
+        The attempt's exit code; 75 where the job was requeued.
+
+    Raises:
+        UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
+    """
+    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    umask = os.umask(0o077)
+    log_to_stdout()
+    env = os.environ if env is None else env
+    clock = clock or RunClock()
+    WriteBack(1, clock).start()
+    paths, spec = load_run(run_dir)
+    site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
+    return run_attempt(paths, spec, site, clock=clock, signals=signals).exit_code
+
+
+def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
+    """The run directory of this job: `run_dir`, or in it that of this task of an array.
+
+    Raises:
+        UsageError: `run_dir` can't be read from here; or the array and the job don't fit.
+    """
+    paths, spec = load_run(run_dir)
+    task = env.get("SLURM_ARRAY_TASK_ID")
+    if spec.array and (task is None or not task.isdecimal()):
+        raise UsageError(f"{paths.root} is an array of runs ({spec.array}), and this job is no task of one")
+    if not spec.array and task is not None:
+        raise UsageError(
+            f"{paths.root} is one run, and this job is task {task} of an array: all tasks would write to it; "
+            "submit with hpc-elastic submit --array"
+        )
+    return paths.task(int(task)).root if spec.array and task is not None else run_dir
+
+
+def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent: str, confirmed: bool) -> int:
+    """Write the verdict and the report, append it to the job log, and requeue the job or end it.
+
+    Args:
+        run_dir: The run's.
+        number: The attempt's; its log is closed.
+        env: Of a task of the job.
+        agent: The uid of the agent for which this is done.
+        confirmed: Only where Slurm confirms that this node belongs to the job.
+
+    Returns:
+        The attempt's exit code; `UNCONFIRMED_CODE` where Slurm did not confirm that, and nothing was done.
+
+    Raises:
+        UsageError: there is no such attempt, or it has not ended.
+    """
+    signal.signal(
+        signal.SIGTERM, signal.SIG_IGN
+    )  # Slurm may send it more than once; its SIGKILL is the end of the time
+    umask = os.umask(0o077)
+    clock = RunClock()
+    paths, spec = load_run(run_dir)
+    attempt_paths = paths.attempt(number)
+    try:
+        attempt = load_attempt(attempt_paths.attempt_json)
+    except UnreadableAttemptError as error:
+        raise UsageError(str(error)) from None
+    store = FileStore(attempt_paths.store, clock=clock)
+    record = RoundLog(store, spec.run_id).latest()
+    if record is None or record.status is not Status.CLOSED or record.outcome is None:
+        raise UsageError(f"attempt {number} of {paths.root} has not ended")
+    site = slurm_site(env, clock, umask=umask, paths=paths)
+    if confirmed and site.allocation() is not Allocation.HELD:
+        return UNCONFIRMED_CODE
+    if not claim_end(store, agent):
+        return ExitCode.OK
+    _append_to_job_log(paths.job_log)
+    log_to_stdout()
+    host = os.uname().nodename
+    why = f"the supervisor on {attempt.batch_host} did not finish the attempt"
+    logger.warning("%s; this is %s", why, host)
+    uid = new_uid(OBSERVER_PLACE, f"finisher-{host}", clock)
+    events = EventLog(
+        attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
+    )
+    events.write("end_taken_over", by=agent, reason=why)
+    result = closed_result(record, record.outcome)
+    if (how := site.how_script_ended()) is not None:
+        logger.warning("%s", how)
+        result = replace(result, reason=f"{result.reason}; {how}")
+    decision = conclude(paths, spec, site, attempt, result, events, clock=clock)
+    stored = load_result(attempt_paths.result_json)
+    if decision.action is RequeueAction.END or (stored is not None and stored.next_job):
+        logger.info("ending job %s, whose batch script is gone", attempt.job_id)
+        events.close()
+        site.end_job()
+    events.close()
+    return decision.exit_code
+
+
+def _append_to_job_log(path: Path) -> None:
+    """Our own stdout ends in an srun that died with its host. The job log's other writer died there too."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        logger.warning("the job log can't be written: %s", error)
+        return
+    sys.stdout.flush()
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+class WriteBack:
+    """Lets other hosts read the job log while the job runs: a thread asks for the open file's times again and again.
+
+    The batch script, srun and all that they start hold it open for the whole job. What is written to an open file an
+    NFS client keeps until it is half a minute old. Before Linux's client answers a stat, it writes the file out
+    (nfs_getattr, read in 6.x); where nothing is kept back, as on Lustre or a local disk, a stat costs next to nothing,
+    unlike an fsync. The thread alone waits where the mount hangs.
+    """
+
+    def __init__(self, fd: int, clock: Clock, *, interval: float = INTERVAL) -> None:
+        self._fd = fd
+        self._clock = clock
+        self._interval = interval
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
+
+    def start(self) -> bool:
+        """Returns whether there is a need: a pipe or a terminal has none."""
+        try:
+            is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
+        except OSError:
+            return False
+        if is_file:
+            self._thread.start()
+        return is_file
+
+    def stop(self) -> None:
+        """Does not wait. The close of the file writes it out."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        while not self._clock.wait(self._stop, self._interval):
+            try:
+                os.fstat(self._fd)
+            except OSError:
+                pass  # the next write fails too
