@@ -24,9 +24,9 @@ from msgspec.structs import replace
 from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
-from hpc_elastic.failures.classify import Category, FailureClass
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure, write_evidence
+from hpc_elastic.failures.evidence import describe_failure, write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import (
     DUMP_LIMIT,
     ProcessState,
@@ -239,7 +239,7 @@ def _start_py_spy(silent: Sequence[_Asked]) -> bool:
 class HungWorker(Struct, frozen=True, kw_only=True):
     """What is known of one worker of a hung round when it has ended."""
 
-    facts: ExitFacts
+    facts: WorkerFailure
     paths: RankPaths
     state: ProcessState | None
     """Before it was touched; None: it had ended by itself."""

@@ -27,9 +27,9 @@ from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
-from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
+from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.pump import Pump
 from hpc_elastic.rendezvous.ranks import RankLayout
@@ -393,7 +393,7 @@ class LocalWorkers:
                 failures.append(describe_hang(worker, dump, told_ns=self._watch.told_ns(slot.local_rank)))
         return failures
 
-    def _gather(self, slot: _Slot, facts: ExitFacts) -> WorkerFailure:
+    def _gather(self, slot: _Slot, facts: WorkerFailure) -> WorkerFailure:
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = describe_failure(
             facts=facts,
@@ -469,8 +469,8 @@ class LocalWorkers:
         how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
         return f"rank {slot.global_rank} ended with {how}"
 
-    def _facts(self, slot: _Slot, status: ExitStatus, oom_kills: int) -> ExitFacts:
-        return ExitFacts(
+    def _facts(self, slot: _Slot, status: ExitStatus, oom_kills: int) -> WorkerFailure:
+        return WorkerFailure(
             attempt=self._place.attempt.number,
             round=self.round,
             host=self._place.host,

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.failures.classify import FailureClass
-from hpc_elastic.rendezvous.coordinator import RestartDecision, failure_order
+from hpc_elastic.failures.ranking import FailureClass, Ranking
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.hang_watch import HangWatch
     from hpc_elastic.agent.local_workers import LocalWorkers
-    from hpc_elastic.failures.worker_failure import WorkerFailure
 
 PROGRESS_SECONDS = 600.0
 """Workers that ran this long made progress, where neither a step nor `--restart-window` says otherwise."""
@@ -46,7 +46,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
         if node_lost and all(f.failure_class == "symptom" for f in failures):
             return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
-        cause = min(failures, key=failure_order)
+        cause = first_failure(failures)
         refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
         memory = self._remember(memory, failures, cause)
         final = next((f for f in failures if not f.retryable), None)
@@ -132,8 +132,8 @@ def sum_up(
         step: The furthest that a worker here has reported.
         hang: Of the hung worker that is furthest behind.
     """
-    order = {"root": 0, "hang": 1, "infrastructure": 2, "symptom": 3}
-    first = min(failures, key=lambda f: (order.get(f.failure_class.value, 4), f.ended_ns))
+    ranking = Ranking(failures, WorkerFailure.standing)
+    first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG
     counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
     return NodeFailure(

@@ -109,21 +109,7 @@ def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) ->
 
 def log_failure(events: EventLog, failure: WorkerFailure) -> None:
     """A worker ended badly, and its evidence is written."""
-    events.write(
-        "worker_failed",
-        round=failure.round,
-        rank=failure.global_rank,
-        local_rank=failure.local_rank,
-        pid=failure.pid,
-        exitcode=failure.exitcode,
-        failure_class=failure.failure_class.value,
-        fingerprint=failure.fingerprint,
-        error_file=failure.error_file,
-        message=failure.headline,
-        last_step=failure.last_step,
-        ended_ns=failure.ended_ns,
-        ended_uptime_ns=failure.ended_uptime_ns,
-    )
+    events.write("worker_failed", **failure.to_event())
 
 
 def log_stacks(

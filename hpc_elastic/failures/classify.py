@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from hpc_elastic.failures.worker_failure import Category, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 
 _GAP = 200
 """How many characters ``*`` may stand for."""
@@ -252,18 +252,6 @@ def _occurs(pattern: str, text: str) -> bool:
         at = text.find(head, at + 1)
     return False
 
-
-__all__ = [
-    "CATEGORY_TABLE",
-    "NOT_RETRYABLE_EXIT_CODE",
-    "Category",
-    "Classification",
-    "FailureClass",
-    "category_of",
-    "classify",
-    "signal_name",
-    "signal_of",
-]
 
 NOT_RETRYABLE_EXIT_CODE = 93
 """A worker that ends with this says: don't start me again."""

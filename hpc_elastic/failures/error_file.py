@@ -26,8 +26,8 @@ from msgspec import Struct, field
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.errors import describe_error
+from hpc_elastic.failures.ranking import Category
 from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, clean_text, cut_end, cut_middle
-from hpc_elastic.failures.worker_failure import Category
 
 OWN_KEY = "hpc_elastic"
 OWN_VERSION = 1

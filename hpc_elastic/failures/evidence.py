@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.error_file import (
@@ -29,10 +30,8 @@ from hpc_elastic.failures.traceback_text import (
     find_fatal_error,
     find_python_traceback,
 )
-from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import EndReader
-
-__all__ = ["ExitFacts", "WorkerFailure", "describe_failure", "read_failure", "write_evidence"]
 
 _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
@@ -46,12 +45,12 @@ _HEADER = b"Traceback (most recent call last)"
 
 
 def describe_failure(
-    *, facts: ExitFacts, error_file: Path | str, stderr_log: Path | str, unwritten: bytes = b""
+    *, facts: WorkerFailure, error_file: Path | str, stderr_log: Path | str, unwritten: bytes = b""
 ) -> WorkerFailure:
     """Gather what is known about a worker's end. Never raises; some milliseconds.
 
     Args:
-        facts: What the agent saw.
+        facts: What the agent saw, the rest of the record being left at its defaults.
         error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may not be there, torn, foreign …
         stderr_log: What it printed; it may not be there.
         unwritten: The end of what it printed, where a full disk kept that from the file.
@@ -70,7 +69,7 @@ def describe_failure(
         )
 
 
-def describe_exit(facts: ExitFacts, problem: str) -> WorkerFailure:
+def describe_exit(facts: WorkerFailure, problem: str) -> WorkerFailure:
     """What the agent saw itself, where files can't be asked.
 
     Args:
@@ -83,7 +82,7 @@ def describe_exit(facts: ExitFacts, problem: str) -> WorkerFailure:
     )
 
 
-def read_failure(error_file: Path | str, *, facts: ExitFacts) -> WorkerFailure | None:
+def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailure | None:
     """Read error.json back, whoever wrote it.
 
     Args:
@@ -144,7 +143,7 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
     return ""
 
 
-def _describe(facts: ExitFacts, error_file: str, stderr_log: str, unwritten: bytes) -> WorkerFailure:
+def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, unwritten: bytes) -> WorkerFailure:
     raw, has_more, problem = _read_tail(stderr_log)
     text = clean_text((raw + unwritten).decode("utf-8", "replace"))
     file = read_error_file(error_file)
@@ -192,7 +191,7 @@ def _recorded(file: ErrorFile) -> FailureText:
 
 
 def _from_error_file(
-    facts: ExitFacts, error_file: str, file: ErrorFile, recorded: FailureText, *, stderr_tail: str
+    facts: WorkerFailure, error_file: str, file: ErrorFile, recorded: FailureText, *, stderr_tail: str
 ) -> WorkerFailure:
     return _build(
         facts,
@@ -218,7 +217,7 @@ def _name(found: FailureText) -> tuple[str, str]:
 
 
 def _build(
-    facts: ExitFacts,
+    facts: WorkerFailure,
     found: FailureText | None,
     *,
     message: str,
@@ -240,8 +239,8 @@ def _build(
         oom_kills=facts.oom_kills,
         last_step=facts.last_step,
     )
-    return WorkerFailure(
-        **_facts(facts),
+    return replace(
+        facts,
         signal=signal_name(number),
         message=message,
         exception_type=exception_type,
@@ -266,11 +265,7 @@ def _build(
     )
 
 
-def _facts(facts: ExitFacts) -> dict[str, Any]:
-    return {name: getattr(facts, name) for name in ExitFacts.__struct_fields__}
-
-
-def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
+def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
     number = signal_of(facts.exitcode)
     if found is not None and found.exception_type:
         return f"{found.exception_type}: {found.message}" if found.message else found.exception_type
@@ -291,7 +286,7 @@ def _exit_message(facts: ExitFacts, found: FailureText | None) -> str:
     return "; ".join([text, *details])
 
 
-def _find_in_text(facts: ExitFacts, text: str) -> FailureText | None:
+def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
     """Choose what in the end of stderr tells of *this* end: a caught exception that was logged hours ago does not.
 
     Args:

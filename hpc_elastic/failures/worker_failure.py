@@ -1,6 +1,8 @@
-"""The two words that every failure gets: whose it is, and who has to do something about it.
+"""One worker's failure: the one record that goes from its agent through error.json and the event to the report.
 
-One worker's failure, as its agent saw it: what goes into error.json and comes out of it again.
+The agent makes it of what it saw when the worker ended; `describe_failure` adds what the worker wrote and printed, and
+the failure's class. The agent writes it whole into error.json and without its texts into the event ``worker_failed``,
+and sums it up for the coordinator. The report reads it back from either.
 """
 
 from __future__ import annotations
@@ -11,38 +13,14 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.failures.ranking import Category, FailureClass, Standing
 from hpc_elastic.failures.traceback_text import clean_text, cut_end, summary_line
-
-
-class FailureClass(str, Enum):
-    """Whose failure it is."""
-
-    ROOT = "root"
-    SYMPTOM = "symptom"
-    STOPPED_BY_US = "stopped_by_us"
-    HANG = "hang"
-    """It gave no sign of life any more, and was ended for that. Never by `classify`: its end alone does not say so."""
-    INFRASTRUCTURE = "infrastructure"
-
-
-class Category(str, Enum):
-    """Who has to do something about it."""
-
-    INPUT = "input"
-    """The user's call or environment: a script that can't be compiled, a wrong option, a module that isn't there."""
-    WORKER = "worker"
-    """The user's code, while it ran."""
-    PLATFORM = "platform"
-    """This package: its agent or supervisor failed."""
-    INFRASTRUCTURE = "infrastructure"
-    """The node, the network, the filesystem, the memory limit."""
-
 
 VERSION = 1
 
 
 class EvidenceSource(str, Enum):
-    """Where the words about the failure come from, best first."""
+    """Where the evidence of the failure comes from, best first."""
 
     ERROR_FILE = "error_file"
     """The worker's own error file (torch's ``@record`` or ours)."""
@@ -51,33 +29,7 @@ class EvidenceSource(str, Enum):
     EXIT = "exit"
     """Only the exit code or the signal is known."""
     EVENT = "event"
-    """Only the agent's event tells of it: error.json was not written or has gone."""
-
-
-class ExitFacts(Struct, frozen=True, kw_only=True):
-    """What the agent knows when a worker ended badly."""
-
-    attempt: int
-    round: int
-    host: str
-    node: int
-    """Index of the node in Slurm's order."""
-    local_rank: int
-    global_rank: int
-    pid: int
-    exitcode: int
-    """Negative for a signal, like subprocess."""
-    ended_ns: int
-    """The agent's wall clock when it learned of the end, nanoseconds since the epoch."""
-    ended_uptime_ns: int = 0
-    """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`); 0: no agent saw it."""
-    oom_kills: int = 0
-    """By how much the cgroup's counter rose since the workers started (`cgroup.oom_kill_count`)."""
-    core_dumped: bool = False
-    stopped_by_agent: bool = False
-    """The agent had sent it a signal before it ended."""
-    last_step: int | None = None
-    """The last step that the worker reported."""
+    """The agent's event alone: error.json was not written or is gone."""
 
 
 class WorkerFailure(Struct, frozen=True, kw_only=True):
@@ -87,16 +39,20 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     round: int = 0
     host: str = ""
     node: int = -1
+    """Index of the node in Slurm's order."""
     local_rank: int = -1
     global_rank: int = -1
     pid: int = 0
     exitcode: int = 1
+    """Negative for a signal, like subprocess."""
     signal: str = ""
     """``SIGSEGV``; empty where no signal ended it."""
     ended_ns: int = 0
-    """By the clock of `host`: shown, and compared with other hosts only within the clocks' bounds."""
+    """When the agent noticed the end, nanoseconds since the epoch by the clock of `host`: shown, and compared with
+    other hosts only within the clocks' bounds."""
     ended_uptime_ns: int = 0
-    """The same moment by the host's clock that nobody sets: what failures are ordered by. 0: no agent saw it."""
+    """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`): what failures are
+    ordered by. 0: no agent saw it."""
     message: str = ""
     """``ValueError: bad batch``, or ``Signal 9 (SIGKILL) received by PID 4711``."""
     exception_type: str = ""
@@ -109,11 +65,14 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     """Why it is of that class."""
     retryable: bool = True
     node_suspect: bool = False
-    """Whether its words tell of a part of its node that is likely broken."""
+    """Whether its message shows that a part of its node is likely broken."""
     oom_kills: int = 0
+    """By how much the cgroup's counter rose since the workers started (`cgroup.oom_kill_count`)."""
     core_dumped: bool = False
     stopped_by_agent: bool = False
+    """The agent had sent it a signal before it ended."""
     last_step: int | None = None
+    """The last step that the worker reported."""
     source: EvidenceSource = EvidenceSource.EXIT
     error_file: str = ""
     """Path of error.json, where there is one."""
@@ -134,7 +93,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
 
         Args:
             value: The object under ``hpc_elastic`` in error.json.
-            overrides: Fields that the caller knows better (where the file lies tells its round).
+            overrides: Fields that the caller knows better (the round, from the file's place).
         """
         chosen: dict[str, Any] = {}
         for name, default in _DEFAULTS.items():
@@ -145,19 +104,57 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
                 try:
                     chosen[name] = _ENUMS[name](content)
                 except ValueError:
-                    pass  # a newer version's word
+                    pass  # a newer version's value
             elif name == "last_step":
                 chosen[name] = content if isinstance(content, int) and not isinstance(content, bool) else None
             elif type(content) is type(default):
                 chosen[name] = cut_end(clean_text(content), _TEXT_LIMIT) if isinstance(content, str) else content
         return cls(**{**chosen, **overrides})
 
+    def to_event(self) -> dict[str, Any]:
+        """The fields of the event ``worker_failed``: the record without its texts."""
+        value = self.to_json()
+        return {
+            "round": self.round,
+            "rank": self.global_rank,
+            **{name: value[name] for name in _EVENT_FIELDS},
+            "message": self.headline,
+        }
+
+    @classmethod
+    def from_event(cls, event: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
+        """Read a failure from its event; `overrides` as in `from_json`."""
+        known = {name: event[name] for name in (*_EVENT_FIELDS, "message") if name in event}
+        return cls.from_json({**known, "global_rank": event.get("rank")}, **overrides, source=EvidenceSource.EVENT)
+
     @property
     def headline(self) -> str:
         """The message's line that says what happened."""
         return summary_line(self.message)
 
+    def standing(self, at_ns: int | None = None) -> Standing:
+        """For `ranking.Ranking`; `at_ns`: by a clock that the ranked failures share, else by that of their one host."""
+        return Standing(
+            self.failure_class,
+            self.ended_ns if at_ns is None else at_ns,
+            rank=self.global_rank,
+            step=-1 if self.last_step is None else self.last_step,
+            raised=bool(self.exception_type),
+            signal=self.signal,
+        )
 
+
+_EVENT_FIELDS = (
+    "local_rank",
+    "pid",
+    "exitcode",
+    "failure_class",
+    "fingerprint",
+    "error_file",
+    "last_step",
+    "ended_ns",
+    "ended_uptime_ns",
+)
 _ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureClass, "source": EvidenceSource}
 _TEXT_LIMIT = 128 << 10
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
 from hpc_elastic.options.rendezvous_settings import Growth, GrowthFacts, RendezvousSettings, decide_growth
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
@@ -45,14 +46,19 @@ class RestartDecision(Struct, frozen=True, kw_only=True):
     """Whether there was progress enough for the whole budget to be there again, before the new round is charged."""
 
 
-_STRENGTH = {"root": 0, "hang": 1, "infrastructure": 2}
+_CLASSES = {one.value: one for one in FailureClass}
 
 
-def failure_order(failure: NodeFailure) -> tuple[int, int, float]:
-    """Sorts nodes' failures, the one to be told as the cause first: of several hung workers the furthest behind."""
-    strength = _STRENGTH.get(failure.failure_class, len(_STRENGTH))
-    step, age = failure.hang.lag if failure.hang is not None else (0, 0.0)
-    return strength, step, age
+def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
+    """The failure that counts as the cause among those of several nodes: of several hangs the furthest behind."""
+    ranking = Ranking(failures, _standing)
+    return ranking.first or ranking.all[0]
+
+
+def _standing(failure: NodeFailure) -> Standing:
+    # No time of it: clocks of two hosts are compared in the report alone, with their bounds.
+    step, silent = (failure.hang.step, failure.hang.age) if failure.hang is not None else (-1, 0.0)
+    return Standing(_CLASSES.get(failure.failure_class), step=step, silent=silent)
 
 
 DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure], bool], RestartDecision]
@@ -270,7 +276,7 @@ def _while_frozen(view: ClusterView, settings: RendezvousSettings) -> Proposal |
 def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | None:
     record = view.record
     if view.failures:
-        first = min(view.failures.values(), key=failure_order)
+        first = first_failure(view.failures.values())
         reason = f"{first.message} on {_name(first.node, view)}"
         marks = [failure.hang for failure in view.failures.values() if failure.hang is not None]
         hang = min(marks, key=lambda mark: mark.lag, default=None)
@@ -310,7 +316,7 @@ def _under_notice(view: ClusterView, notice: Notice, settings: RendezvousSetting
         return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if view.failures:
         final = [failure for failure in view.failures.values() if not failure.retryable]
-        first = min(final or view.failures.values(), key=failure_order)
+        first = first_failure(final or view.failures.values())
         return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}", retryable=not final)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:

@@ -15,13 +15,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock_offset import drift_ns
+from hpc_elastic.failures.ranking import Moment
 from hpc_elastic.report.collect_values import integer, text_of
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
+    from hpc_elastic.report.history import NodeLoss
 
 CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})
 """What `ClocksBuilder.take` learns from."""
@@ -43,21 +48,6 @@ class ClockOffset(Struct, frozen=True, kw_only=True):
     """It is off by at most so much more or less."""
     measured: bool = True
     """False: concluded from the rounds."""
-
-
-class Moment(NamedTuple):
-    """When something happened."""
-
-    at_ns: int
-    """By the reference's wall clock as far as that is known; else by the wall clock of its own node."""
-    bound_ns: int | None = None
-    """It is off by at most so much more or less; None: its node's clock was not compared with the reference's."""
-    node: int = -1
-    """Who saw it; -1: not known."""
-    own_ns: int = 0
-    """By its node's own clock: two moments of one node are as far apart as this says."""
-    is_uptime: bool = False
-    """`own_ns` is the time since its boot, not the wall clock's."""
 
 
 class _Sample(Struct, frozen=True, kw_only=True):
@@ -144,6 +134,15 @@ class Clocks(Struct, frozen=True, kw_only=True):
                 self._supervisor if node == SUPERVISOR else node, wall_ns, uptime_ns
             )
         return found
+
+    def of_failure(self, failure: WorkerFailure) -> Moment:
+        """When the failure's agent noticed it."""
+        node = failure.node if failure.node >= 0 else None
+        return self.moment(node, failure.ended_ns, uptime_ns=failure.ended_uptime_ns)
+
+    def of_loss(self, loss: NodeLoss) -> Moment:
+        """The last sign of a lost node, by its observer's clock."""
+        return self.moment(loss.observer, loss.gone_ns)
 
     def _moment(self, node: int | None, wall_ns: int, uptime_ns: int) -> Moment:
         if node is None or self.reference is None or (node != self.reference and node not in self._hops):

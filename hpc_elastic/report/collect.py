@@ -15,8 +15,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.files import ask_about, read_json
 from hpc_elastic.errors import UsageError
-from hpc_elastic.failures.classify import FailureClass, find_pattern
+from hpc_elastic.failures.classify import find_pattern
 from hpc_elastic.failures.evidence import read_failure
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
@@ -24,7 +25,6 @@ from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_s
 from hpc_elastic.report.collect_values import integer, job_id_of, names_of, text_of
 from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
-from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.run.events import event_files, read_event_file
 from hpc_elastic.run.node_records import NodeRecord, load_record
 from hpc_elastic.run.node_score import BadNodeSettings, NodeScore, Scope, parse_bad_nodes, score_nodes
@@ -69,7 +69,7 @@ class _RoundReader:
         self._missing: set[int] = set()
 
     def _by_time(self, failure: WorkerFailure) -> tuple[int, int]:
-        return moment_of_failure(failure, self._clocks).at_ns, failure.global_rank
+        return self._clocks.of_failure(failure).at_ns, failure.global_rank
 
     def read_reported(self, ranks: Container[int]) -> None:
         """Those of which events tell."""

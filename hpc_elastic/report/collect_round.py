@@ -12,9 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from hpc_elastic.failures.classify import Category, FailureClass, signal_name, signal_of
-from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.failures.classify import signal_name, signal_of
+from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of, whole_numbers
 from hpc_elastic.report.history import (
     NodeLoss,
@@ -136,21 +138,13 @@ class RoundBuilder(Struct):
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
 
-    def facts(self, attempt: int, rank: int) -> ExitFacts:
+    def facts(self, attempt: int, rank: int) -> WorkerFailure:
         """What is known of a rank from the events: for an error file that no agent completed."""
-        told = self.told.get(rank)
-        node = None if told else next((node for node in self.nodes.values() if rank in node.ranks), None)
-        return ExitFacts(
-            attempt=attempt,
-            round=self.index,
-            host=told.host if told else node.host if node else "",
-            node=told.node if told else node.node if node else -1,
-            local_rank=told.local_rank if told else node.ranks.index(rank) if node else -1,
-            global_rank=rank,
-            pid=told.pid if told else 0,
-            exitcode=told.exitcode if told else 1,
-            ended_ns=told.ended_ns if told else 0,
-        )
+        if (told := self.told.get(rank)) is not None:
+            return replace(told, attempt=attempt)
+        place = WorkerFailure(attempt=attempt, round=self.index, global_rank=rank)
+        node = next((node for node in self.nodes.values() if rank in node.ranks), None)
+        return replace(place, host=node.host, node=node.node, local_rank=node.ranks.index(rank)) if node else place
 
     def build(self) -> RoundHistory:
         """What is known of the round."""
@@ -227,32 +221,10 @@ def _worker_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: i
     rank = integer(event.get("rank"))
     if rank is None:
         return
-    exitcode = integer_or(integer(event.get("exitcode")), 1)
-    try:
-        failure_class = FailureClass(event.get("failure_class"))
-    except ValueError:
-        failure_class = FailureClass.ROOT
-    infrastructure = failure_class is FailureClass.INFRASTRUCTURE
-    message = text_of(event.get("message"))
-    part.told[rank] = WorkerFailure(
-        round=part.index,
-        host=host,
-        node=node,
-        local_rank=integer_or(integer(event.get("local_rank")), -1),
-        global_rank=rank,
-        pid=integer_or(integer(event.get("pid")), 0),
-        exitcode=exitcode,
-        signal=signal_name(signal_of(exitcode)),
-        ended_ns=integer_or(integer(event.get("ended_ns")), when),
-        ended_uptime_ns=integer_or(integer(event.get("ended_uptime_ns")), 0),
-        message=message,
-        fingerprint=text_of(event.get("fingerprint")),
-        failure_class=failure_class,
-        category=Category.INFRASTRUCTURE if infrastructure else Category.WORKER,
-        last_step=integer(event.get("last_step")),
-        source=EvidenceSource.EVENT,
-        error_file=text_of(event.get("error_file")),
-    )
+    failure = WorkerFailure.from_event({"ended_ns": when, **event}, round=part.index, host=host, node=node)
+    is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
+    category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
+    part.told[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
 
 
 def _node_lost(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from hpc_elastic.failures.classify import FailureClass, symptom_kind
+from hpc_elastic.failures.classify import symptom_kind
 from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.order import moment_of_failure
 
 Wording = tuple[str, str, int]
 Kind = tuple[str, str, int]
@@ -84,7 +84,7 @@ def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS)
     """
     groups: dict[Kind, dict[Wording, list[WorkerFailure]]] = {}
     members: dict[Kind, list[WorkerFailure]] = {}
-    for failure in sorted(failures, key=lambda f: (moment_of_failure(f, clocks).at_ns, f.global_rank)):
+    for failure in sorted(failures, key=lambda f: (clocks.of_failure(f).at_ns, f.global_rank)):
         kind = kind_of(failure)
         groups.setdefault(kind, {}).setdefault(wording_of(failure), []).append(failure)
         members.setdefault(kind, []).append(failure)

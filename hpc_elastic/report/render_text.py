@@ -9,7 +9,7 @@ The report that stands in the job log: on one screen, for whoever opens it at 3 
 
 from __future__ import annotations
 
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, whose_clock
@@ -25,7 +25,6 @@ from hpc_elastic.report.history import (
     StackGroup,
 )
 from hpc_elastic.report.incidents import Outage, OutageKind, describe_losses, describe_outages
-from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.render_text_past import describe_outcome, done_lines, past_lines
 from hpc_elastic.report.render_text_words import (
     brief,
@@ -266,7 +265,7 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, clocks: Clocks) -> str:
         what = "the same failure"
     wordings = f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else ""
     label = ", ".join(filter(None, (what, wordings)))
-    at = clock_text(moment_of_failure(first, clocks).at_ns)
+    at = clock_text(clocks.of_failure(first).at_ns)
     return f"  {ranks} on {hosts}, from {at}{f' [{label}]' if label else ''}: {brief(fold.headline)}"
 
 

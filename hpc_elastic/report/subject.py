@@ -6,7 +6,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind, refused_hosts
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_start_verdict, decide_verdict

@@ -14,7 +14,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import ClockOffset
 from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.failures.ranking import Moment
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import SUPERVISOR, Moment
+from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.node_times import NodeTimes, node_offsets
-from hpc_elastic.report.order import moment_of_failure, moment_of_loss
 
 
 class State(str, Enum):
@@ -269,13 +269,13 @@ class PlacedAttempt:
 
     def failure_at(self, failure: WorkerFailure) -> int:
         """When it happened, on the common axis."""
-        return self._known(moment_of_failure(failure, self.attempt.clocks), self.at(failure.node, failure.ended_ns))
+        return self._known(self.attempt.clocks.of_failure(failure), self.at(failure.node, failure.ended_ns))
 
     def loss_at(self, loss: NodeLoss) -> int:
         """When it was lost: the last sign of it."""
         # Its own word is by its own clock; its coordinator's is by a clock that is taken for right.
         guess = self.at(loss.node, loss.seen_ns) if loss.left or loss.broke else loss.gone_ns
-        return self._known(moment_of_loss(loss, self.attempt.clocks), guess)
+        return self._known(self.attempt.clocks.of_loss(loss), guess)
 
     def _seen_by_supervisor(self, when_ns: int | None) -> int | None:
         likely = when_ns and self.attempt.clocks.likely(SUPERVISOR, when_ns)

@@ -13,28 +13,29 @@ from enum import Enum
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, Category, FailureClass
-from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import NO_CLOCKS, Clocks, Moment, milliseconds_text, seconds_text
-from hpc_elastic.report.fold import kind_of, rank_ranges
-from hpc_elastic.report.history import NodeLoss, RankStatus
-from hpc_elastic.report.order import (
+from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
+from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE
+from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
-    SIGN_NS,
+    Category,
+    FailureClass,
+    Moment,
     Order,
+    Ranking,
     clock_bound_ns,
     gap_ns,
-    moment_of_failure,
-    moment_of_loss,
     order_of,
     resolution_ns,
 )
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
+from hpc_elastic.report.fold import kind_of
+from hpc_elastic.report.history import NodeLoss, RankStatus
 from hpc_elastic.run.node_score import is_everywhere
 
-_OUR_SIGNALS = ("SIGTERM", "SIGKILL")
-"""Whoever ended by one of these may have logged an exception, and gone on, before a stop that it did not cause."""
 _HOSTS = 3
-_CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
+_SIGN_NS = 1_000_000_000
+"""A lost node lived for so long after the last sign of it, at most: then the next one was due."""
 
 
 class Cause(str, Enum):
@@ -114,34 +115,29 @@ def decide_verdict(
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
-    when = {id(failure): moment_of_failure(failure, clocks) for failure in failures}
-    ordered = sorted(failures, key=lambda failure: (when[id(failure)].at_ns, failure.global_rank))
-    causes = [failure for failure in ordered if failure.failure_class in _CAUSES]
-    symptoms = [failure for failure in ordered if failure.failure_class is FailureClass.SYMPTOM]
-    # Ended by us, but it had printed an exception of its own before: it was about to end, or hung in its shutdown.
-    stopped = [failure for failure in ordered if failure.failure_class is FailureClass.STOPPED_BY_US]
-    talking = [failure for failure in stopped if failure.exception_type]
+    when = {id(failure): clocks.of_failure(failure) for failure in failures}
+    ranking = Ranking(failures, lambda failure: failure.standing(when[id(failure)].at_ns))
+    causes, symptoms, first = ranking.causes, ranking.symptoms, ranking.first
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
-    losses = [(moment_of_loss(loss, clocks), loss) for loss in lost_nodes]
-    losses.sort(key=lambda item: (item[0].at_ns, item[1].node))
-    lost = [loss for _, loss in losses]
-    if lost and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
-        order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_slack(lost[0])) if causes else Order.KNOWN
-        return _node_verdict(lost, causes, symptoms, order, retryable=retryable)
-    if causes and causes[0].failure_class is FailureClass.HANG:
-        verdict = _hang_verdict(causes, symptoms, rank_statuses)
-    elif causes:
-        verdict = _worker_verdict(causes, talking, len(symptoms), losses, [when[id(failure)] for failure in causes])
-    elif talking and (symptoms or talking[0].signal not in _OUR_SIGNALS):
-        verdict = _talking_verdict(talking[0], len(symptoms))
-    elif symptoms:
-        first = symptoms[0]
-        verdict = _of_worker(
-            first, Confidence.NONE, _unknown(symptoms, ranks or {}), cause=Cause.UNKNOWN, same=_same(first, ordered)
-        )
-    else:
-        evidence = f"all {len(ordered)} were ended by this job itself" if ordered else "there is no failure"
+    losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
+    if losses and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
+        order = Order.KNOWN
+        if causes:  # the node may have lived on after the last sign of it
+            order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_SIGN_NS if losses[0][1].age else 0)
+        return _node_verdict([loss for _, loss in losses], causes, symptoms, order, retryable=retryable)
+    if first is None:
+        evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+    if first.failure_class is FailureClass.SYMPTOM:
+        verdict = _of_worker(
+            first, Confidence.NONE, _unknown(symptoms, ranks or {}), cause=Cause.UNKNOWN, same=_same(first, ranking.all)
+        )
+    elif first.failure_class is FailureClass.STOPPED_BY_US:
+        verdict = _cut_short_verdict(first, len(symptoms))
+    elif first.failure_class is FailureClass.HANG:
+        verdict = _hang_verdict(first, causes, symptoms, rank_statuses)
+    else:
+        verdict = _worker_verdict(causes, ranking.cut_short, len(symptoms), losses, [when[id(one)] for one in causes])
     return verdict if retryable else replace(verdict, retryable=False)
 
 
@@ -173,10 +169,10 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
     first, *others = unable
     parts = ["no agent of it ever took part"]
     if len(unable) < nodes:
-        parts.append(f"{_count(nodes - len(unable), 'other node')} could")
+        parts.append(f"{plural(nodes - len(unable), 'other node')} could")
     parts += [loss.summary for loss in others[:_HOSTS]]
     if len(others) > _HOSTS:
-        parts.append(f"{_count(len(others) - _HOSTS, 'more node')} could not either")
+        parts.append(f"{plural(len(others) - _HOSTS, 'more node')} could not either")
     return Verdict(
         cause=Cause.NODE,
         confidence=Confidence.HIGH,
@@ -213,11 +209,6 @@ def _of_worker(
     )
 
 
-def _slack(loss: NodeLoss) -> int:
-    """Its node may have lived on for so long after `gone_ns`."""
-    return SIGN_NS if loss.age else 0
-
-
 def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
     """Every failure is a consequence: whoever said nothing is the one to look at."""
     if len(symptoms) == 1:
@@ -233,46 +224,41 @@ def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
     if len(silent) == 1:
         return f"{reads}. Look at rank {silent[0]} {where}, which did not fail: it hung, was late, or ended early{told}"
     return (
-        f"{reads}. Look at ranks {rank_ranges(silent)} {where}, which did not fail: "
+        f"{reads}. Look at ranks {ranges(silent)} {where}, which did not fail: "
         f"one of them hung, was late, or ended early{told}"
     )
 
 
 def _hang_verdict(
-    causes: list[WorkerFailure], symptoms: list[WorkerFailure], rank_statuses: Sequence[RankStatus]
+    root: WorkerFailure, causes: list[WorkerFailure], symptoms: list[WorkerFailure], rank_statuses: Sequence[RankStatus]
 ) -> Verdict:
     """Where one hangs the others wait for it: it is the furthest behind, or else the first that fell silent."""
-    hung = sorted(
-        (failure for failure in causes if failure.failure_class is FailureClass.HANG),
-        key=lambda failure: -1 if failure.last_step is None else failure.last_step,
-    )
-    root = hung[0]
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]
     further = [status.step for status in others if status.step is not None and status.step > step]
-    level = [failure for failure in hung[1:] if failure.last_step == root.last_step]
+    hung = (one for one in causes if one.failure_class is FailureClass.HANG and one is not root)
+    level = [failure for failure in hung if failure.last_step == root.last_step]
     confidence = Confidence.HIGH
     if further:
         at = f"step {min(further)}" if min(further) == max(further) else f"steps {min(further)} to {max(further)}"
-        evidence = f"furthest behind: {_count(len(further), 'other rank')} had got to {at}"
+        evidence = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}"
     elif level:
         confidence = Confidence.LOW
-        ranks = rank_ranges([failure.global_rank for failure in level])
         evidence = (
-            f"first to fall silent; rank{'s' if len(level) > 1 else ''} {ranks} hung at the same step: "
+            f"first to fall silent; {ranks_text([failure.global_rank for failure in level])} hung at the same step: "
             "which one the others waited for, the stacks show"
         )
     else:
         evidence = "the only one that gave no sign of life"
     if symptoms:
         are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
-        evidence += f"; {_count(len(symptoms), 'failure')} elsewhere {are}"
+        evidence += f"; {plural(len(symptoms), 'failure')} elsewhere {are}"
     return _of_worker(root, confidence, evidence, candidates=(failure for failure in causes if failure is not root))
 
 
 def _worker_verdict(
     causes: list[WorkerFailure],
-    talking: list[WorkerFailure],
+    cut_short: list[WorkerFailure],
     symptoms: int,
     losses: list[tuple[Moment, NodeLoss]],
     when: list[Moment],
@@ -284,18 +270,18 @@ def _worker_verdict(
         for failure, moment in zip(causes, when, strict=True)
         if failure.fingerprint != root.fingerprint
     ]
-    same = _same(root, [*causes, *talking])
+    same = _same(root, [*causes, *cut_short])
     confidence = Confidence.HIGH
     if others:
         confidence, evidence = _among(root, first, others)
     elif len(same) > 1:
-        evidence = f"the same failure on {len(same)} ranks ({rank_ranges(same)}); this one was seen first"
+        evidence = f"the same failure on {len(same)} ranks ({ranges(same)}); this one was seen first"
     elif symptoms:
         evidence = "the only failure that is not a consequence of another one"
     else:
         evidence = "the only failure"
     if symptoms:
-        evidence += f"; {_count(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+        evidence += f"; {plural(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
     if losses:
         gone, loss = losses[0]
         order = order_of(first, gone)
@@ -329,7 +315,7 @@ def _among(
         hosts = "its clock was" if len({failure.host for failure, _ in unknown}) == 1 else "those clocks were"
         parts.append(
             f"{_names(unknown)} failed too, in another way, and {hosts} not compared with {root.host}'s "
-            f"(by the clocks as they are, {seconds_text(gap)} later)"
+            f"(by the clocks as they are, {seconds_text(gap / 1e9)} later)"
         )
     if parts:
         return Confidence.TIE, f"not certain: {'; '.join(parts)}"
@@ -338,14 +324,13 @@ def _among(
     bound = clock_bound_ns(first, moment) if moment.node != first.node else None
     known = f"; clocks known to within {milliseconds_text(bound)}" if bound is not None else ""
     return Confidence.HIGH, (
-        f"first of {len(others) + 1} different failures, {seconds_text(gap)} before the next "
+        f"first of {len(others) + 1} different failures, {seconds_text(gap / 1e9)} before the next "
         f"(rank {failure.global_rank} on {failure.host}{known})"
     )
 
 
 def _names(failures: Sequence[tuple[WorkerFailure, Moment]]) -> str:
-    names = ", ".join(f"rank {failure.global_rank} on {failure.host}" for failure, _ in failures[:3])
-    return names + (f" and {len(failures) - 3} more" if len(failures) > 3 else "")
+    return first_of([f"rank {failure.global_rank} on {failure.host}" for failure, _ in failures], 3)
 
 
 def _about_then(loss: NodeLoss, order: Order) -> str:
@@ -370,7 +355,7 @@ def _node_verdict(
     retryable: bool,
 ) -> Verdict:
     first = lost[0]
-    silent = [f"no sign of it for {_seconds(first.age)}"] if first.age else []
+    silent = [f"no sign of it for {seconds_text(first.age)}"] if first.age else []
     parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
     if first.broke:
         parts = ["the script did not cause this: a process of hpc-elastic's own did"]
@@ -385,7 +370,7 @@ def _node_verdict(
         parts.append(f"not certain: rank {causes[0].global_rank} on {causes[0].host} failed {how}")
     if symptoms:
         parts.append(
-            f"{_count(len(symptoms), 'failure')} elsewhere {'is' if len(symptoms) == 1 else 'are'} its consequence"
+            f"{plural(len(symptoms), 'failure')} elsewhere {'is' if len(symptoms) == 1 else 'are'} its consequence"
         )
     return Verdict(
         cause=Cause.NODE,
@@ -405,11 +390,11 @@ def _node_fingerprint(loss: NodeLoss) -> str:
     return "agent_died" if loss.agent_only else "node_left" if loss.left else "node_lost"
 
 
-def _talking_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
+def _cut_short_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
     evidence = "likely: it had printed this, and had not ended when this job ended it"
     if symptoms:
         evidence += (
-            f"; {_count(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+            f"; {plural(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
         )
     return _of_worker(failure, Confidence.LOW, evidence)
 
@@ -417,11 +402,3 @@ def _talking_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
     kind = kind_of(root)
     return tuple(sorted(f.global_rank for f in failures if f.fingerprint == root.fingerprint or kind_of(f) == kind))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

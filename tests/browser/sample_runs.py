@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.recording import ProcessFailure
-from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.report.write import write_report
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.workers.cgroup import oom_kill_count
 
-FACTS = ExitFacts(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
+FACTS = WorkerFailure(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,7 +44,7 @@ class Worker:
         return (self.folder / "stderr.log").read_text(errors="replace")
 
     def describe(self, *, stopped_by_agent: bool = False, oom_kills: int = 0) -> WorkerFailure:
-        facts = ExitFacts(
+        facts = WorkerFailure(
             attempt=0,
             round=1,
             host="n3",

@@ -30,7 +30,7 @@ from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings

@@ -20,7 +20,8 @@ import hpc_elastic
 from hpc_elastic.base.outcome import GivenUp, Outcome
 from hpc_elastic.cli.list_runs import status_line
 from hpc_elastic.cli.status_text import status_json, status_lines
-from hpc_elastic.failures.worker_failure import Category, EvidenceSource, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_status import RunState, read_status
 from hpc_elastic.report import render_html as render_html_module

@@ -26,7 +26,7 @@ from hpc_elastic.agent import health_gpu
 from hpc_elastic.agent.health import GpuFacts
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence
-from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.state import RoundRecord, decode_record
 from hpc_elastic.run import index, node_records
 from hpc_elastic.run.index import JobEntry
@@ -248,7 +248,7 @@ def test_a_failure_comes_back_from_its_error_file(is_the_workers: bool, tmp_path
     if is_the_workers:  # it wrote one itself, which the agent completes
         write_error_data(path, error_data(message=failure.message, traceback=failure.traceback, timestamp_ns=10**18))
     assert write_evidence(failure, path) == ""
-    found = read_failure(path, facts=make(ExitFacts, index=1))
+    found = read_failure(path, facts=make(WorkerFailure, index=1))
     assert found is not None
     assert not names_of_differences(found, failure)
 

@@ -9,9 +9,9 @@ import pytest
 
 from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.agent.hang_stop import HungWorker, describe_hang, rank_stacks, read_stacks
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts
-from hpc_elastic.failures.worker_failure import ExitFacts, WorkerFailure
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.paths import RankPaths
 
 DUMP = """\
@@ -36,7 +36,7 @@ def state(letter: str, *, children: tuple[Whereabouts, ...] = ()) -> ProcessStat
 def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None, py_spy: str = "") -> HungWorker:
     paths = RankPaths(Path(mkdtemp(dir=folder)))
     paths.stderr.write_text(stderr)
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0,
         round=0,
         host="n1",

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.agent.local_workers import LocalWorkers, _Slot
 from hpc_elastic.agent.restart_policy import sum_up
-from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.workers.spawn import ExitStatus
@@ -51,10 +51,18 @@ def test_one_failure_is_told_by_rank_and_first_line() -> None:
         ([failed(0, 30), failed(1, 10), failed(2, 20)], 1),
         ([failed(0, 10, SYMPTOM), failed(1, 90)], 1),
         ([failed(0, 10, SYMPTOM), failed(1, 90, MACHINE)], 1),
-        ([failed(0, 10, MACHINE), failed(1, 90)], 1),
+        ([failed(1, 10, MACHINE), failed(0, 90)], 1),
+        ([failed(0, 10, MACHINE), failed(1, 10)], 1),
         ([failed(0, 90, SYMPTOM), failed(1, 10, SYMPTOM)], 1),
     ],
-    ids=["the first", "a root before symptoms", "the machine before symptoms", "a root before the machine", "symptoms"],
+    ids=[
+        "the first",
+        "a root before symptoms",
+        "the machine before symptoms",
+        "the earliest cause",
+        "at one time the script's",
+        "symptoms",
+    ],
 )
 def test_the_strongest_and_then_the_first_is_told(failures: list[WorkerFailure], rank: int) -> None:
     assert sum_up(failures, node=0, seconds=1.0).message.startswith(f"rank {rank}:")

@@ -22,7 +22,7 @@ from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, Outcome
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.notice import Notice

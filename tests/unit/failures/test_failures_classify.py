@@ -10,16 +10,15 @@ import pytest
 from hpc_elastic.failures.classify import (
     CATEGORY_TABLE,
     PATTERNS,
-    Category,
     Classification,
-    FailureClass,
     category_of,
     classify,
     find_pattern,
     signal_name,
     signal_of,
 )
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
@@ -29,7 +28,7 @@ CASES = json.loads((DATA / "expected.json").read_text())
 
 
 def describe(name: str, exitcode: int, tmp_path: Path) -> WorkerFailure:
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=0, pid=9, exitcode=exitcode, ended_ns=1
     )
     return describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=DATA / name)
@@ -52,7 +51,7 @@ def test_real_words_after_an_hour_of_training(case: dict[str, Any], tmp_path: Pa
         text += f"Fatal Python error: Aborted\n\n{thread * 40}"
     log = tmp_path / "stderr.log"
     log.write_text(text)
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0, round=0, host="", node=0, local_rank=0, global_rank=0, pid=9, exitcode=case["exitcode"], ended_ns=1
     )
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)
@@ -150,7 +149,7 @@ def test_how_torchs_second_nccl_group_ends_a_process(due_to: str, says: str, tmp
     """By abort(), without an exception; torch's c10d/nccl2, which ``nccl`` stands for after 2.13."""
     log = tmp_path / "stderr.log"
     log.write_text(f"[rank1]:[E1122 10:00:00.123 ProcessGroupNCCL.cpp:1] Aborting process on rank 1 due to {due_to}\n")
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0, round=0, host="n1", node=0, local_rank=0, global_rank=1, pid=9, exitcode=-6, ended_ns=1
     )
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=log)

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from hpc_elastic.failures import evidence
-from hpc_elastic.failures.classify import Category, FailureClass
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 TRACE = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in f\n    x()\nValueError: bad 7\n'
 
 
-def facts(**changes: Any) -> ExitFacts:
+def facts(**changes: Any) -> WorkerFailure:
     values: dict[str, Any] = {
         "attempt": 1,
         "round": 2,
@@ -27,7 +27,7 @@ def facts(**changes: Any) -> ExitFacts:
         "exitcode": 1,
         "ended_ns": 1_700_000_009_000_000_007,
     }
-    return ExitFacts(**{**values, **changes})
+    return WorkerFailure(**{**values, **changes})
 
 
 def describe(tmp_path: Path, stderr: str = "", **changes: Any) -> WorkerFailure:
@@ -39,8 +39,9 @@ def describe(tmp_path: Path, stderr: str = "", **changes: Any) -> WorkerFailure:
 
 def test_the_facts_are_carried_over(tmp_path: Path) -> None:
     failure = describe(tmp_path, TRACE, last_step=40, core_dumped=True)
-    for name in ExitFacts.__struct_fields__:
-        assert getattr(failure, name) == getattr(facts(last_step=40, core_dumped=True), name), name
+    seen = facts(last_step=40, core_dumped=True)
+    for name in ("attempt", "round", "host", "node", "global_rank", "pid", "ended_ns", "last_step", "core_dumped"):
+        assert getattr(failure, name) == getattr(seen, name), name
     assert failure.source is EvidenceSource.STDERR
     assert failure.error_file == str(tmp_path / "error.json")
 

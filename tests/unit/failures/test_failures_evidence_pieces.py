@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
-from hpc_elastic.failures.worker_failure import EvidenceSource, ExitFacts, WorkerFailure
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import piece_path
 
 _TRACEBACK = """\
@@ -24,7 +24,9 @@ def _describe(folder: Path, pieces: list[str]) -> WorkerFailure:
     for number, text in enumerate(pieces[:-1]):
         piece_path(path, number).write_text(text)
     path.write_text(pieces[-1])
-    facts = ExitFacts(attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1)
+    facts = WorkerFailure(
+        attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1
+    )
     return describe_failure(facts=facts, error_file=folder / "error.json", stderr_log=path)
 
 
@@ -79,7 +81,7 @@ def test_the_end_of_stderr_is_what_stands_beside_the_words_of_the_failure(tmp_pa
     exitcode, words = _ENDINGS[name]
     path = tmp_path / "stderr.log"
     path.write_text("loss 0.2\n" * 100 + "the last words\n" + words)
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=exitcode, ended_ns=1
     )
     failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=path)

@@ -12,8 +12,8 @@ import pytest
 
 from hpc_elastic.failures import ErrorHandler, record
 from hpc_elastic.failures.error_file import read_error_file
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure
-from hpc_elastic.failures.worker_failure import EvidenceSource
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 
 @pytest.fixture
@@ -199,7 +199,9 @@ if sys.version_info >= (3, 11):
 
 @pytest.mark.parametrize("fails", _WAYS, ids=[way.__name__ for way in _WAYS])
 def test_recorded_or_not_it_is_the_same_failure(error_file: Path, fails: Callable[[], None]) -> None:
-    facts = ExitFacts(attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1)
+    facts = WorkerFailure(
+        attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=1, ended_ns=1
+    )
     stderr = error_file.with_name("stderr.log")
     try:
         recorded(fails)()
@@ -236,7 +238,9 @@ def test_an_exit_code_has_the_same_name_recorded_or_not(error_file: Path) -> Non
 
     with pytest.raises(SystemExit):
         recorded(exits)()
-    facts = ExitFacts(attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=3, ended_ns=1)
+    facts = WorkerFailure(
+        attempt=0, round=0, host="n", node=0, local_rank=0, global_rank=0, pid=1, exitcode=3, ended_ns=1
+    )
     found = describe_failure(facts=facts, error_file=error_file, stderr_log=error_file.with_name("stderr.log"))
     assert (found.message, found.fingerprint) == ("SystemExit: exit code 3", "exit:3")
     assert found.reason == "ended itself with exit code 3"

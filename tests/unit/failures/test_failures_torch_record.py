@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hpc_elastic.failures import ErrorHandler, ProcessFailure
-from hpc_elastic.failures.classify import Category, FailureClass
 from hpc_elastic.failures.error_file import read_error_file
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures" / "torch-record"
@@ -44,7 +44,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 def describe(path: Path, exitcode: int = 1) -> WorkerFailure:
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0, round=1, host="n3", node=2, local_rank=1, global_rank=5, pid=7, exitcode=exitcode, ended_ns=9
     )
     return describe_failure(facts=facts, error_file=path, stderr_log=path.with_name("stderr.log"))
@@ -90,8 +90,10 @@ def test_it_is_classed_and_completed(version: str, case: str, tmp_path: Path) ->
     assert os.listdir(tmp_path) == ["error.json"]
 
 
-def _facts() -> ExitFacts:
-    return ExitFacts(attempt=0, round=0, host="", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
+def _facts() -> WorkerFailure:
+    return WorkerFailure(
+        attempt=0, round=0, host="", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0
+    )
 
 
 def test_the_same_failure_has_the_same_name_whichever_version_wrote_it() -> None:

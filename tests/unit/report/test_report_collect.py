@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.classify import FailureClass
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.report.collect import collect_run
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES, FailureClass
+from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
 from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.fold import Fold, fold_failures, kind_of, rank_ranges, wording_of

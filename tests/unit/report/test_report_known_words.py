@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure
+from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.verdict import Cause, decide_verdict
 
@@ -19,7 +19,7 @@ def failures_of(folder: Path, names: list[str]) -> list[WorkerFailure]:
     """One rank per text, each on a node of its own, in the order in which they ended."""
     found = []
     for rank, name in enumerate(names):
-        facts = ExitFacts(
+        facts = WorkerFailure(
             attempt=0,
             round=0,
             host=f"n{rank:02}",

@@ -4,14 +4,15 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hpc_elastic.failures.evidence import ExitFacts, describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.render_text import describe_class
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 
 
 def test_a_node_whose_hardware_spoke_is_called_suspect(tmp_path: Path) -> None:
-    facts = ExitFacts(
+    facts = WorkerFailure(
         attempt=0, round=0, host="n07", node=6, local_rank=0, global_rank=6, pid=9, exitcode=1, ended_ns=1
     )
     error_file = tmp_path / "error.json"

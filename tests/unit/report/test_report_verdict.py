@@ -4,11 +4,10 @@ import itertools
 
 from msgspec.structs import replace
 
-from hpc_elastic.failures.classify import Category, FailureClass
+from hpc_elastic.failures.ranking import NOTICED_NS, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankStatus
-from hpc_elastic.report.order import NOTICED_NS
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 

@@ -1,0 +1,138 @@
+"""Text for people: durations, times, ranges of ranks, the first of many names; and foreign text made safe to show.
+
+All that this module writes is ASCII, so that no terminal and no log chokes on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+
+from hpc_elastic.base import files
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_DECEPTIVE = re.compile(f"[{files.DECEPTIVE}]")
+
+
+def clean_text(text: str) -> str:
+    """The text without colours, control characters and lone surrogates; line ends become ``\\n``."""
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = _CONTROL.sub("", text)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def safe_text(text: str) -> str:
+    """The text as `clean_text`, and without characters that turn its direction, end a line, or are invisible."""
+    return _DECEPTIVE.sub("\ufffd", clean_text(text))
+
+
+def clean_line(text: str) -> str:
+    """The text as one line that is safe to show."""
+    return safe_text(text).replace("\n", " ").replace("\t", " ")
+
+
+def clean_lines(text: str) -> list[str]:
+    """The text's lines, safe to show."""
+    return [line.replace("\t", "    ") for line in safe_text(text).rstrip("\n").split("\n")]
+
+
+def cut_middle(text: str, limit: int) -> str:
+    """At most `limit` characters and a note: the first eighth and the end, where the cause stands."""
+    if len(text) <= limit:
+        return text
+    head = limit // 8
+    return f"{text[:head]}\n... {len(text) - limit} characters cut ...\n{text[len(text) - (limit - head) :]}"
+
+
+def cut_end(text: str, limit: int) -> str:
+    """At most `limit` characters and a note."""
+    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters cut)"
+
+
+def fit(line: str, width: int) -> str:
+    """A line that is cut at `width`."""
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def plural(number: int, noun: str) -> str:
+    """``1 node``, ``3 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
+    """``n1, n2, n3 and 4 more``; with a noun ``and 4 more nodes``."""
+    left = len(names) - most
+    if left <= 0:
+        return ", ".join(names)
+    return f"{', '.join(names[:most])} and {left} more{f' {noun}s' if noun else ''}"
+
+
+def ranges(numbers: Sequence[int], *, limit: int | None = None) -> str:
+    """``(12, 0, 1, 2)`` -> ``0-2,12``, where it is longer than `limit` cut between two numbers."""
+    parts: list[str] = []
+    start = end = None
+    for number in sorted(set(numbers)):
+        if end is not None and number == end + 1:
+            end = number
+            continue
+        if start is not None:
+            parts.append(str(start) if start == end else f"{start}-{end}")
+        start = end = number
+    if start is not None:
+        parts.append(str(start) if start == end else f"{start}-{end}")
+    text = ",".join(parts)
+    return text if limit is None or len(text) <= limit else text[: limit - 3].rpartition(",")[0] + ",..."
+
+
+def ranks_text(numbers: Sequence[int], *, limit: int | None = None) -> str:
+    """``rank 3``, ``ranks 0-7,12``."""
+    return f"rank{'' if len(set(numbers)) == 1 else 's'} {ranges(numbers, limit=limit)}"
+
+
+def duration(seconds: float, *, fine: bool = False) -> str:
+    """``61.2 s``, ``3 min 05 s``, ``7 h 02 min``, ``2 d 03 h``; with `fine` less than a second as ``412 ms``."""
+    if fine and seconds < 0.9995:
+        return f"{max(0.0, seconds) * 1000:.0f} ms"
+    if seconds < 99.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02d} h"
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.800 s``, ``3600.0 s``: what was measured."""
+    return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def milliseconds_text(ns: int) -> str:
+    """``0.4 ms``, rounded up: no more is claimed than is known."""
+    tenths = -(-ns // 100_000)
+    if tenths < 100:
+        return f"{tenths / 10:g} ms"
+    return f"{-(-ns // 1_000_000)} ms" if ns < 10_000_000_000 else f"{-(-ns // 1_000_000_000)} s"
+
+
+def local_time(when_ns: int | None) -> datetime | None:
+    """The local time, to the second; None for a time that is none."""
+    try:
+        return datetime.fromtimestamp(when_ns // 1_000_000_000) if when_ns else None
+    except (OverflowError, OSError, ValueError):
+        return None
+
+
+def time_text(when_ns: int | None, *, date: bool = True, fine: bool = False, separator: str = "_") -> str:
+    """``2026-11-21_05:30:00`` as torch prints it, local time; with `fine` to the millisecond. ``<N/A>`` for no time."""
+    moment = local_time(when_ns)
+    if moment is None:
+        return "<N/A>" if date else "an unknown time"
+    text = moment.isoformat(sep=separator) if date else moment.time().isoformat()
+    return f"{text}.{(when_ns or 0) // 1_000_000 % 1000:03d}" if fine else text

@@ -1,0 +1,164 @@
+"""The kinds of failures, and the one ranking by which the cause is found among several: live and post mortem.
+
+An agent ranks the failures of its workers, the coordinator those that the nodes report, and the report's verdict those
+of a round. All three call `Ranking`, so that the reason of a restart and the report differ in nothing but what was
+known by then. The order: a failure that nothing else explains before one that the agent cut short, before a symptom,
+before what the agent ended. Of several causes the earliest; where that is a hang, the hung rank that is furthest
+behind, since the others wait for it. Where times can't be compared, the script's own failure before a hang before the
+infrastructure's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+
+class FailureClass(str, Enum):
+    """Whose failure it is."""
+
+    ROOT = "root"
+    SYMPTOM = "symptom"
+    """Another rank is gone, and this one noticed it."""
+    STOPPED_BY_US = "stopped_by_us"
+    HANG = "hang"
+    """It gave no sign of life any more, and was ended for that. Never by `classify`: its end alone does not show it."""
+    INFRASTRUCTURE = "infrastructure"
+
+
+class Category(str, Enum):
+    """Who has to do something about it."""
+
+    INPUT = "input"
+    """The user's call or environment: a script that can't be compiled, a wrong option, a module that isn't there."""
+    WORKER = "worker"
+    """The user's code, while it ran."""
+    PLATFORM = "platform"
+    """This package: its agent or supervisor failed."""
+    INFRASTRUCTURE = "infrastructure"
+    """The node, the network, the filesystem, the memory limit."""
+
+
+_CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
+"""What may be a cause, in the order that holds where times can't be compared."""
+_SENT_BY_AGENT = ("SIGTERM", "SIGKILL")
+"""A worker that ended by one of these may have logged an exception, and gone on, before a stop that it did not cause.
+"""
+
+F = TypeVar("F")
+
+
+class Standing(NamedTuple):
+    """What the ranking needs to know of a failure."""
+
+    failure_class: FailureClass | None
+    """None: not known yet."""
+    at_ns: int = 0
+    """By a clock that all failures of one ranking share; the same for all where there is none."""
+    rank: int = 0
+    """Decides between equal ones."""
+    step: int = -1
+    """The last step that a hung worker reported, -1 for none."""
+    silent: float = 0.0
+    """Seconds for which a hung worker gave no sign of life, where no time says so."""
+    raised: bool = False
+    """Whether a worker that the agent ended had raised an exception before that."""
+    signal: str = ""
+
+
+class Ranking(Generic[F]):
+    """Several failures, by time in each list."""
+
+    def __init__(self, failures: Iterable[F], standing: Callable[[F], Standing]) -> None:
+        found = [(standing(failure), failure) for failure in failures]
+        found.sort(key=lambda item: (item[0].at_ns, _strength(item[0]), item[0].rank))
+        self.all = [failure for _, failure in found]
+        self.causes = [failure for how, failure in found if how.failure_class in _CAUSES]
+        """What no other failure explains."""
+        self.symptoms = [failure for how, failure in found if how.failure_class in (FailureClass.SYMPTOM, None)]
+        stopped = [item for item in found if item[0].failure_class is FailureClass.STOPPED_BY_US and item[0].raised]
+        self.cut_short = [failure for _, failure in stopped]
+        """What the agent ended, and what had raised an exception before that."""
+        self.first: F | None = None
+        """The cause as far as it is known; None where there is nothing but what the agent ended."""
+        if self.causes:
+            self.first = self.causes[0]
+            hung = [item for item in found if item[0].failure_class is FailureClass.HANG]
+            if hung and hung[0][1] is self.first:
+                self.first = min(hung, key=lambda item: (item[0].step, -item[0].silent))[1]
+        elif stopped and (self.symptoms or stopped[0][0].signal not in _SENT_BY_AGENT):
+            self.first = self.cut_short[0]
+        elif self.symptoms:
+            self.first = self.symptoms[0]
+
+
+def _strength(standing: Standing) -> int:
+    return _CAUSES.index(standing.failure_class) if standing.failure_class in _CAUSES else len(_CAUSES)
+
+
+SAME_NODE_NS = 2_000_000
+"""One agent reads the ends of its workers one after the other."""
+NOTICED_NS = 10_000_000
+"""An agent that is woken by a worker's end, on a busy node, may read the clock by so much later."""
+
+
+class Moment(NamedTuple):
+    """When something happened."""
+
+    at_ns: int
+    """By the reference's wall clock as far as that is known; else by the wall clock of its own node."""
+    bound_ns: int | None = None
+    """It is off by at most so much more or less; None: its node's clock was not compared with the reference's."""
+    node: int = -1
+    """The node that saw it; -1: not known."""
+    own_ns: int = 0
+    """By its node's own clock: two moments of one node are as far apart as this says."""
+    is_uptime: bool = False
+    """`own_ns` is the time since its boot, not the wall clock's."""
+
+
+class Order(str, Enum):
+    """Of two moments, the first of which seems to be the earlier one."""
+
+    KNOWN = "known"
+    TIE = "tie"
+    """Closer than the clocks can tell."""
+    UNKNOWN = "unknown"
+    """Two nodes whose clocks nobody has compared."""
+
+
+def order_of(first: Moment, other: Moment, *, slack_ns: int = 0) -> Order:
+    """Whether `first` came first.
+
+    Args:
+        first: What seems to be the earlier one.
+        other: The later one.
+        slack_ns: By so much more `first` may be later than it says.
+    """
+    within = resolution_ns(first, other)
+    if within is None:
+        return Order.UNKNOWN
+    return Order.TIE if gap_ns(first, other) <= within + slack_ns else Order.KNOWN
+
+
+def gap_ns(first: Moment, other: Moment) -> int:
+    """From the one to the other."""
+    if first.node == other.node >= 0 and first.is_uptime == other.is_uptime:
+        return other.own_ns - first.own_ns
+    return other.at_ns - first.at_ns
+
+
+def resolution_ns(first: Moment, other: Moment) -> int | None:
+    """How close two moments may be before their order means nothing; None: it means nothing at all."""
+    if first.node == other.node >= 0:
+        return SAME_NODE_NS
+    bound = clock_bound_ns(first, other)
+    return None if bound is None else bound + 2 * NOTICED_NS
+
+
+def clock_bound_ns(first: Moment, other: Moment) -> int | None:
+    """How well the clocks of two nodes are known against each other; None: not at all."""
+    if first.bound_ns is None or other.bound_ns is None:
+        return None
+    return first.bound_ns + other.bound_ns
