@@ -28,6 +28,7 @@ PACKAGES = (
     "iproute2",
     "procps",
     "python3",
+    "python3-msgspec",
     "python3-psutil",
     "python3-filelock",
     "python3-cloudpickle",

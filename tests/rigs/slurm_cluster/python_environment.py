@@ -30,10 +30,18 @@ from .processes import call
 SYSTEM_PYTHON = "/usr/bin/python3"
 PROJECT = Path(__file__).resolve().parents[3]
 
-MODULES = ("torch", "numpy", "sklearn", "psutil", "filelock", "submitit")
+MODULES = ("torch", "numpy", "sklearn", "msgspec", "psutil", "filelock", "submitit")
 """What jobs import besides this project."""
 
-REQUIREMENTS = ("torch==2.13.0", "numpy", "scikit-learn", "psutil>=5.9", "filelock>=3.20", "submitit>=1.5")
+REQUIREMENTS = (
+    "torch==2.13.0",
+    "numpy",
+    "scikit-learn",
+    "msgspec>=0.19",
+    "psutil>=5.9",
+    "filelock>=3.20",
+    "submitit>=1.5",
+)
 """The same, for pip: for where the running interpreter has none that fit."""
 
 COPIED = ("hpc_elastic", "sbatch_templates", "docs/examples", "pyproject.toml", "README.md", "LICENSE")
