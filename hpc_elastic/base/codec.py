@@ -71,6 +71,17 @@ def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, An
     return found
 
 
+def readable_items(cls: type[R], values: object) -> tuple[R, ...]:
+    """Those records of a list that can be read; none where it is no list."""
+    found = []
+    for value in values if isinstance(values, list) else ():
+        try:
+            found.append(from_json(cls, value))
+        except UnreadableRecordError:
+            pass  # a newer version's, or damaged
+    return tuple(found)
+
+
 def dumps(record: Struct) -> str:
     """A record as one line of JSON."""
     return json.dumps(to_builtins(record, enc_hook=_encode), separators=(",", ":"))
@@ -89,9 +100,9 @@ def loads(cls: type[R], text: str | bytes) -> R:
     return from_json(cls, value)
 
 
-def save(path: Path, record: Struct, *, durable: bool = False) -> None:
-    """Write a file whole or not at all, with its format's version. Raises OSError."""
-    write_json(path, {"version": VERSION, **to_json(record)}, durable=durable)
+def save(path: Path, record: Struct, *, durable: bool = False, without: tuple[str, ...] = ()) -> None:
+    """Write a file whole or not at all, with its format's version; `without` as in `to_json`. Raises OSError."""
+    write_json(path, {"version": VERSION, **to_json(record, without=without)}, durable=durable)
 
 
 def load(path: Path, cls: type[R], *, limit: int = 16 << 20) -> R | Unreadable:
@@ -99,12 +110,18 @@ def load(path: Path, cls: type[R], *, limit: int = 16 << 20) -> R | Unreadable:
     value = read_json(path, limit=limit)
     if isinstance(value, str):
         return value
-    if value.get("version") != VERSION:
-        return Unreadable(f"has format version {value.get('version')!r}; this program reads {VERSION}")
+    if problem := version_problem(value):
+        return Unreadable(problem)
     try:
         return from_json(cls, value)
     except UnreadableRecordError as error:
         return Unreadable(f"unreadable: {error}")
+
+
+def version_problem(value: Mapping[str, Any]) -> str:
+    """Why a file's format is not the one that this program reads; empty where it is."""
+    version = value.get("version")
+    return "" if version == VERSION else f"has format version {version!r}; this program reads {VERSION}"
 
 
 def _encode(value: object) -> object:

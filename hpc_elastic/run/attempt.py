@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 
-from hpc_elastic.base.files import read_json, write_json
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError
 
-VERSION = 1
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
 
 
@@ -55,7 +54,7 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        write_json(path, {"version": VERSION, **to_builtins(self)}, durable=True)
+        codec.save(path, self, durable=True)
 
 
 def load_attempt(path: Path) -> AttemptInfo:
@@ -64,22 +63,9 @@ def load_attempt(path: Path) -> AttemptInfo:
     Raises:
         UnreadableAttemptError: it can't be.
     """
-    value = read_json(path)
-    if isinstance(value, str):
-        raise UnreadableAttemptError(path=str(path), why=value, errno=value.errno)
-    if value.get("version") != VERSION:
-        raise UnreadableAttemptError(
-            path=str(path), why=f"has format version {value.get('version')!r}; this program reads {VERSION}"
-        )
-    known = set(AttemptInfo.__struct_fields__)
-    chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
-    try:
-        if not (chosen.get("job_id") is None or is_job_id(chosen["job_id"])):
-            raise ValueError(f"job_id {chosen['job_id']!r} is no job's id")
-        chosen["nodes"] = tuple(chosen["nodes"])
-        chosen["slurm_job_ids"] = tuple(chosen.get("slurm_job_ids", ()))
-        return AttemptInfo(**chosen)
-    except (KeyError, TypeError) as error:
-        raise UnreadableAttemptError(path=str(path), why=f"unreadable: {error!r}") from None
-    except ValueError as error:
-        raise UnreadableAttemptError(path=str(path), why=f"unreadable: {error}") from None
+    found = codec.load(path, AttemptInfo)
+    if isinstance(found, Unreadable):
+        raise UnreadableAttemptError(path=str(path), why=found, errno=found.errno)
+    if not (found.job_id is None or is_job_id(found.job_id)):
+        raise UnreadableAttemptError(path=str(path), why=f"unreadable: job_id {found.job_id!r} is no job's id")
+    return found

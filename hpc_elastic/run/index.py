@@ -19,7 +19,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.files import make_private_dir, read_json, write_json
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import make_private_dir, read_json
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.paths import RunPaths, task_index
@@ -75,7 +76,6 @@ def _is_roots(path: Path) -> bool:
         return False
 
 
-VERSION = 1
 DEFAULT_RUNS_DIR = "runs"
 _CANDIDATES = 5
 _TASK_OF = re.compile(r"(.+)_(\d{1,10})\Z", re.ASCII)
@@ -110,8 +110,7 @@ def record(
     try:
         folder = make_account_folder("jobs", env)
         name = f"{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', job_id)}-{submitted_ns}.json"
-        value = {"version": VERSION, "cluster": cluster, "job_id": job_id, "submitted_ns": submitted_ns}
-        write_json(folder / name, {**value, "run_dir": str(run_dir)})
+        codec.save(folder / name, JobEntry(cluster=cluster, job_id=job_id, submitted_ns=submitted_ns, run_dir=run_dir))
         return None
     except (OSError, UsageError) as error:
         return str(error)
@@ -180,13 +179,8 @@ def _entry(value: Mapping[str, Any]) -> JobEntry | None:
     if not is_job_id(value.get("job_id")):
         return None
     try:
-        return JobEntry(
-            cluster=str(value["cluster"]),
-            job_id=str(value["job_id"]),
-            submitted_ns=int(value["submitted_ns"]),
-            run_dir=Path(value["run_dir"]),
-        )
-    except (KeyError, TypeError, ValueError):
+        return codec.from_json(JobEntry, value)
+    except codec.UnreadableRecordError:
         return None  # a newer format, or a torn one
 
 

@@ -12,15 +12,16 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
+from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.base.host_lock import host_lock, host_lock_path
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.index import account_folder, make_account_folder
-from hpc_elastic.run.node_score import MOST_HOURS, Evidence, EvidenceKind
+from hpc_elastic.run.node_score import MOST_HOURS, Evidence
 
-VERSION = 1
 MOST_FILES = 2000
 """Of an account: the newest are read."""
 MOST_EVIDENCE = 2000
@@ -45,43 +46,29 @@ class NodeRecord(Struct, frozen=True, kw_only=True):
     """Why the file could not be read; empty where it was, or where there is none."""
 
 
+class _Remembered(Struct, frozen=True, kw_only=True):
+    """A file of the account: what one attempt saw."""
+
+    cluster: str
+    evidence: tuple[Evidence, ...]
+
+
 def load_record(path: Path) -> NodeRecord:
     """Read a file. Never raises."""
     value = read_json(path, limit=_LIMIT)
     if isinstance(value, str):
         return NodeRecord(problem="" if value == "missing" else str(value))
-    if value.get("version") != VERSION:
-        return NodeRecord(problem=f"has format version {value.get('version')!r}; this program reads {VERSION}")
-    listed, excluded = value.get("evidence"), value.get("excluded")
-    found = [_evidence(item) for item in (listed if isinstance(listed, list) else ())]
-    return NodeRecord(
-        evidence=tuple(item for item in found if item is not None),
-        excluded=tuple(name for name in (excluded if isinstance(excluded, list) else ()) if isinstance(name, str)),
-        saved_ns=saved if type(saved := value.get("saved_ns")) is int else 0,
-    )
+    if problem := codec.version_problem(value):
+        return NodeRecord(problem=problem)
+    evidence = codec.readable_items(Evidence, value.get("evidence"))
+    rest = codec.readable_fields(NodeRecord, {**value, "evidence": (), "problem": ""})
+    return NodeRecord(**{**rest, "evidence": tuple(item for item in evidence if item.node)})
 
 
 def save_record(path: Path, record: NodeRecord) -> None:
     """Write a file whole. Raises OSError."""
     latest = sorted(dict.fromkeys(record.evidence), key=lambda item: item.at_ns)[-MOST_EVIDENCE:]
-    head = {"version": VERSION, "saved_ns": record.saved_ns, "excluded": list(record.excluded)}
-    write_json(path, {**head, "evidence": [to_builtins(item) for item in latest]})
-
-
-def _evidence(value: object) -> Evidence | None:
-    if not isinstance(value, dict):
-        return None
-    try:
-        kind = EvidenceKind(value["kind"])
-        texts = {key: value.get(key, "") for key in ("node", "why", "code", "fingerprint", "run_id")}
-        numbers = {key: value.get(key, -1) for key in ("at_ns", "attempt", "round")}
-    except (KeyError, ValueError):
-        return None  # a newer version's word
-    if not all(isinstance(text, str) for text in texts.values()) or not texts["node"]:
-        return None
-    if any(type(number) is not int for number in numbers.values()):
-        return None
-    return Evidence(kind=kind, **texts, **numbers)
+    codec.save(path, replace(record, evidence=tuple(latest)), without=("problem",))
 
 
 # -- the account's ----------------------------------------------------------------------------------------------------
@@ -107,8 +94,7 @@ def remember(
         folder = make_account_folder("nodes", env)
         _drop_old(folder, now_ns)
         name = f"{now_ns}-{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', run_id)}-{attempt}.json"
-        value = {"version": VERSION, "cluster": cluster, "evidence": [to_builtins(item) for item in evidence]}
-        write_json(folder / name, value)
+        codec.save(folder / name, _Remembered(cluster=cluster, evidence=tuple(evidence)))
         return None
     except (OSError, UsageError) as error:
         return str(error)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
+from msgspec.structs import replace
 
-from hpc_elastic.base.files import read_json, write_json
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.paths import RunPaths
-
-VERSION = 1
 
 
 class StoredResult(Struct, frozen=True, kw_only=True):
@@ -31,23 +31,15 @@ class StoredResult(Struct, frozen=True, kw_only=True):
     """The follow-on job's id, where the next attempt is another job's."""
 
     def save(self, path: Path) -> None:
-        write_json(path, {"version": VERSION, **to_builtins(self)}, durable=True)
+        codec.save(path, self, durable=True)
 
 
 def load_result(path: Path) -> StoredResult | None:
     """The stored end, or None where there is none that can be read."""
-    value = read_json(path)
-    if isinstance(value, str) or value.get("version") != VERSION:
+    found = codec.load(path, StoredResult)
+    if isinstance(found, Unreadable):
         return None
-    chosen = {key: value[key] for key in StoredResult.__struct_fields__ if key in value}
-    if any(type(item) is not (int if key in ("exit_code", "step", "idle") else str) for key, item in chosen.items()):
-        return None
-    if not is_job_id(chosen.get("next_job")):
-        chosen.pop("next_job", None)
-    try:
-        return StoredResult(**chosen)
-    except TypeError:
-        return None  # something is missing
+    return found if is_job_id(found.next_job) else replace(found, next_job="")
 
 
 def load_newest_result(paths: RunPaths) -> StoredResult | None:

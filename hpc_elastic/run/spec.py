@@ -8,15 +8,13 @@ import time
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
-from msgspec import Struct, field, to_builtins
+from msgspec import Struct, field
 
-from hpc_elastic.base.files import read_json, write_json
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
-
-VERSION = 1
 
 
 class UnreadableRunError(UnreadableFileError):
@@ -139,9 +137,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path, *, durable: bool = True) -> None:
         """Write run.json."""
-        value = to_builtins(self)
-        value["entrypoint"]["kind"] = self.entrypoint.kind.value
-        write_json(path, {"version": VERSION, **value}, durable=durable)
+        codec.save(path, self, durable=durable)
 
 
 def load_run_spec(path: Path) -> RunSpec:
@@ -150,29 +146,10 @@ def load_run_spec(path: Path) -> RunSpec:
     Raises:
         UnreadableRunError: missing, torn, or of a version that this program does not know.
     """
-    value = read_json(path)
-    if isinstance(value, str):
-        raise UnreadableRunError(path=str(path), why=value, errno=value.errno)
-    version = value.get("version")
-    if version != VERSION:
-        raise UnreadableRunError(path=str(path), why=f"has format version {version!r}; this program reads {VERSION}")
-    known = set(RunSpec.__struct_fields__)
-    chosen: dict[str, Any] = {key: item for key, item in value.items() if key in known}
-    try:
-        entry = dict(chosen["entrypoint"])
-        chosen["entrypoint"] = Entrypoint(
-            kind=EntryKind(entry["kind"]),
-            target=entry["target"],
-            args=tuple(entry.get("args", ())),
-            python=entry.get("python", "python3"),
-        )
-        for key in ("sbatch_args", "srun_args"):
-            chosen[key] = tuple(chosen.get(key) or ())
-        if chosen.get("local_ranks_filter") is not None:
-            chosen["local_ranks_filter"] = tuple(chosen["local_ranks_filter"])
-        return RunSpec(**chosen)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UnreadableRunError(path=str(path), why=f"unreadable: {error!r}") from None
+    found = codec.load(path, RunSpec)
+    if isinstance(found, Unreadable):
+        raise UnreadableRunError(path=str(path), why=found, errno=found.errno)
+    return found
 
 
 def new_run_id(name: str, *, now: float | None = None) -> str:

@@ -117,6 +117,11 @@ def test_a_file_that_holds_no_record_is_a_fact(text: str | None, why: str, tmp_p
     assert found.startswith(why)
 
 
+def test_of_a_list_the_readable_records_are_left() -> None:
+    assert codec.readable_items(Spot, [[1], "x", [2, "y"], [3, 4.0]]) == (Spot(1), Spot(3, 4.0))
+    assert codec.readable_items(Spot, {"0": [1]}) == ()
+
+
 def test_of_a_damaged_record_the_readable_fields_are_left() -> None:
     value = {"n": 5, "colour": "green", "step": 3, "folder": "/x", "unheard_of": 1}
     assert codec.readable_fields(Sheet, value) == {"step": 3, "folder": Path("/x")}
