@@ -5,24 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
 
-from hpc_elastic.base.clock import Clock
-from hpc_elastic.cli import run_job
-from hpc_elastic.cli.follow import RunEnd, RunWatch
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run, node_names
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.errors import UsageError
-from hpc_elastic.output.event_files import EventParser, ReadEvent, event_files, event_reader, merged_events
-from hpc_elastic.output.log_reader import FollowedFiles, OutputReader
-from hpc_elastic.output.log_streams import clock_offsets_ns, read_layouts
+from hpc_elastic.output.follow import FollowedFiles
+from hpc_elastic.output.log_streams import read_layouts
 from hpc_elastic.output.terminal import harmless
 from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event, describe_time
+from hpc_elastic.report.node_times import read_offsets_ns
+from hpc_elastic.run.event_reader import Event, EventFile, event_files, merged_events
 
 _BAD = {
     "worker_failed",
@@ -35,8 +34,6 @@ _BAD = {
     "filesystem_refused",
 }
 _DECISIONS = {"restart_decision", "requeue_decision", "verdict", "closed", "round_frozen", "attempt_started"}
-_LOOK_FOR_FILES_S = 1.0
-_LAST_WAIT_S = 0.5
 _HOST_WIDTH = 12
 
 
@@ -62,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class EventChoice(Struct, frozen=True, kw_only=True):
-    """Which events somebody wants to see."""
+    """Which events are shown."""
 
     names: frozenset[str] | None
     nodes: str | None
 
-    def wanted(self, event: ReadEvent, nodes: frozenset[int] | None) -> bool:
-        """Whether it is of one of these nodes; `names` is for the parser."""
+    def wants(self, event: Event, nodes: frozenset[int] | None) -> bool:
+        """Whether it is of one of these nodes; `names` is for the reader."""
         if nodes is None:
             return True
         node = event.value.get("node")
@@ -97,11 +94,8 @@ def run(args: argparse.Namespace) -> int:
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
     tail = int(args.tail) if args.tail is not None else None
     if args.follow:
-        from hpc_elastic.base.clock import SystemClock
-
-        end = _Follower(asked, choice, printer, tail=tail, clock=SystemClock()).run()
-        print_note(f"run {asked.paths.run_id} ended: {end.why}")
-        return end.code
+        clock = SystemClock()
+        return follow_to_end(asked, EventFollower(asked, choice, printer, tail=tail, clock=clock), clock=clock)
     events = _all_events(asked, numbers, choice)
     for event in events if tail is None else deque(events, maxlen=tail):
         printer.show(event)
@@ -136,7 +130,7 @@ def _nodes(asked: AskedRun, number: int, choice: EventChoice) -> frozenset[int] 
     return asked_nodes(choice.nodes, hosts)
 
 
-def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Iterator[ReadEvent]:
+def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Iterator[Event]:
     found = False
     problem: UsageError | None = None
     for number in numbers:
@@ -147,8 +141,8 @@ def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Ite
             continue
         found = True
         attempt = asked.paths.attempt(number)
-        for event in merged_events(attempt, clock_offsets_ns(attempt), names=choice.names, tell=print_note):
-            if choice.wanted(event, nodes):
+        for event in merged_events(attempt, read_offsets_ns(attempt), names=choice.names, on_left_out=print_note):
+            if choice.wants(event, nodes):
                 yield event
     if problem is not None and not found:
         raise problem
@@ -160,16 +154,15 @@ class _Printer:
         self._colours = colours
         self._is_terminal = is_terminal(sys.stdout)
 
-    def show(self, event: ReadEvent) -> None:
+    def show(self, event: Event) -> None:
         if self._as_json:
             raw = event.raw + b"\n"
             sys.stdout.buffer.write(harmless(raw) if self._is_terminal else raw)
             return
         sys.stdout.buffer.write((self._line(event) + "\n").encode("utf-8", "backslashreplace"))
 
-    def _line(self, event: ReadEvent) -> str:
-        value = event.value
-        name = str(value["event"])
+    def _line(self, event: Event) -> str:
+        value, name = event.value, event.name
         role = str(value.get("role", ""))
         host = "batch" if role == "supervisor" else str(value.get("host", ""))
         colour = "" if not self._colours else RED if name in _BAD else BOLD if name in _DECISIONS else ""
@@ -179,69 +172,58 @@ class _Printer:
         return harmless((line + "\n").encode("utf-8", "backslashreplace"))[:-1].decode("utf-8", "replace")
 
 
-class _Follower:
+class EventFollower:
+    """Shows what is written: `cli.follow.Follower`."""
+
     def __init__(
         self, asked: AskedRun, choice: EventChoice, printer: _Printer, *, tail: int | None, clock: Clock
     ) -> None:
+        """Args:
+        asked: The run.
+        choice: What of it.
+        printer: Where to.
+        tail: How many events of what is there already; None: all.
+        clock: For the pace.
+        """
         self._asked = asked
         self._choice = choice
         self._printer = printer
         self._tail = tail
-        self._clock = clock
-        self._files: FollowedFiles[Path] = FollowedFiles()
-        self._parsers: dict[Path, tuple[EventParser, int]] = {}
-        self._readers: dict[Path, OutputReader] = {}
+        self._followed: FollowedFiles[EventFile, list[Event]] = FollowedFiles(
+            self._find_files, clock=clock, partial=False
+        )
+        self._files: dict[Path, EventFile] = {}
         self._nodes: dict[int, frozenset[int] | None] = {}
-        self._files_at = clock.monotonic()
 
-    def run(self) -> RunEnd:
-        """Follow to the run's end."""
-        stop = threading.Event()  # never set: Ctrl-C ends it
-        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
-        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
-        self._find_files()
-        self._look(everything=True, tail=self._tail)
-        while True:
-            end = watch.end()
-            if end is not None:
-                break
-            now = self._clock.monotonic()
-            self._clock.wait(stop, self._files.seconds_until_due(now, most=max(0.0, self._files_at - now)))
-            if self._clock.monotonic() >= self._files_at:
-                self._find_files()
-            self._look()
-        for number in range(2):
-            if number:
-                self._clock.wait(stop, _LAST_WAIT_S)
-            self._find_files()
-            self._look(everything=True)
-        for path, reader in self._readers.items():
-            for sentence in self._parsers[path][0].left_out(reader):
-                print_note(sentence)
-        return end
-
-    def _find_files(self) -> None:
-        self._files_at = self._clock.monotonic() + max(_LOOK_FOR_FILES_S, len(self._files) / 200)
-        numbers = self._asked.attempts() if self._asked.attempt is None else [self._asked.attempt]
-        for number in numbers if not self._parsers else numbers[-2:]:
-            attempt = self._asked.paths.attempt(number)
-            offsets: dict[int, int] | None = None
-            for path in event_files(attempt):
-                if path not in self._parsers:
-                    offsets = clock_offsets_ns(attempt) if offsets is None else offsets
-                    self._parsers[path] = (EventParser(number, path, offsets, names=self._choice.names), number)
-                    self._readers[path] = event_reader(path)
-                    self._files.add(path, self._readers[path])
-
-    def _look(self, *, everything: bool = False, tail: int | None = None) -> None:
+    def look(self, *, everything: bool = False) -> float:
         """What is new, in time order as far as it came together."""
-        found: list[ReadEvent] = []
-        for path, chunk in self._files.look(self._clock.monotonic(), everything=everything, partial=False):
-            parser, number = self._parsers[path]
-            if number not in self._nodes:
-                self._nodes[number] = _nodes(self._asked, number, self._choice)
-            found += [event for event in parser.events(chunk.data) if self._choice.wanted(event, self._nodes[number])]
+        found = [event for _, events in self._followed.look(everything=everything) for event in events]
+        found = [event for event in found if self._choice.wants(event, self._nodes_of(event.attempt))]
         found.sort(key=lambda event: (event.attempt, event.time_ns))
+        tail, self._tail = self._tail, None
         for event in found if tail is None else found[max(0, len(found) - tail) :]:
             self._printer.show(event)
         sys.stdout.flush()
+        return self._followed.seconds_until_due()
+
+    def finish(self) -> None:
+        """As `Follower` has it."""
+        for file in self._files.values():
+            for sentence in file.left_out():
+                print_note(sentence)
+
+    def _nodes_of(self, attempt: int) -> frozenset[int] | None:
+        if attempt not in self._nodes:
+            self._nodes[attempt] = _nodes(self._asked, attempt, self._choice)
+        return self._nodes[attempt]
+
+    def _find_files(self) -> None:
+        numbers = self._asked.attempts() if self._asked.attempt is None else [self._asked.attempt]
+        for number in numbers[-2:] if self._files else numbers:
+            attempt = self._asked.paths.attempt(number)
+            new = [path for path in event_files(attempt.events) if path not in self._files]
+            offsets = read_offsets_ns(attempt) if new else {}
+            for path in new:
+                file = EventFile(path, attempt=number, offsets_ns=offsets, names=self._choice.names)
+                self._files[path] = file
+                self._followed.add(file, file)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.cli import run_job
-from hpc_elastic.cli.follow import RunEnd, RunWatch
 from hpc_elastic.cli.logs import LogChoice, LogPrinter
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.output.log_reader import FollowedFiles
+from hpc_elastic.output.follow import FollowedFiles
+from hpc_elastic.output.log_reader import Chunk, OutputReader
 from hpc_elastic.output.log_streams import (
     LogStream,
-    clock_offsets_us,
     last_of,
     merged,
     read_round_marks,
@@ -21,19 +17,17 @@ from hpc_elastic.output.log_streams import (
     readers_of_last,
     round_numbers,
 )
+from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
-_LOOK_FOR_FILES_S = 1.0
 _LOOK_INTO_ROUND_S = 15.0
 """Between two looks for ranks that are new in a round that has lasted for a while: all are there at its beginning."""
-_LAST_LOOKS = 2
-_LAST_WAIT_S = 0.5
 _DROP_AFTER_S = 30.0
 """So long after a newer round began the output of an older one is watched on."""
 
 
 class LogFollower:
-    """Shows what is new until the run has ended."""
+    """Shows what the workers print: `cli.follow.Follower`."""
 
     def __init__(
         self, asked: AskedRun, choice: LogChoice, printer: LogPrinter, *, tail: int | None, clock: Clock
@@ -50,52 +44,54 @@ class LogFollower:
         self._printer = printer
         self._tail = tail
         self._clock = clock
-        self._files: FollowedFiles[LogStream] = FollowedFiles()
+        self._files: FollowedFiles[LogStream, Chunk] = FollowedFiles(self._find_files, clock=clock)
         self._seen: dict[tuple[int, int], float] = {}
         """Attempt and round → when it was first seen."""
         self._round_at: dict[tuple[int, int], float] = {}
         """When a round's ranks are listed again."""
         self._known: set[LogStream] = set()
         self._shown: tuple[int, int] | None = None
-        self._files_at = clock.monotonic()
+        self._has_begun = False
 
-    def run(self) -> RunEnd:
-        """Follow to the run's end."""
-        stop = threading.Event()  # never set: Ctrl-C ends it
-        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
-        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
-        self._find_files()
-        if not self._seen:
-            print_note(f"run {self._asked.paths.run_id} has started no worker yet: waiting")
-        self._show_what_is_there()
-        told = False
-        while True:
-            self._look()
-            end = watch.end()
-            if end is not None:
-                break
-            if watch.is_requeued and not told:
-                print_note("requeued: waiting for the next attempt")
-            told = watch.is_requeued
-            now = self._clock.monotonic()
-            self._clock.wait(stop, self._files.seconds_until_due(now, most=max(0.0, self._files_at - now)))
-            if self._clock.monotonic() >= self._files_at:
-                self._find_files()
-        # What other nodes wrote last may be seen late on a shared filesystem.
-        for number in range(_LAST_LOOKS):
-            if number:
-                self._clock.wait(stop, _LAST_WAIT_S)
+    def look(self, *, everything: bool = False) -> float:
+        """As `Follower` has it."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin()
+        if everything:
             self._round_at.clear()
-            self._find_files()
-            self._look(everything=True)
+        for stream, chunk in self._files.look(everything=everything):
+            self._show(stream, chunk.data, self._clock.time_ns() // 1000, after_gap=chunk.after_gap)
+        self._printer.flush()
+        return self._files.seconds_until_due()
+
+    def finish(self) -> None:
+        """As `Follower` has it."""
         for stream, chunk in self._files.rests():
             self._show(stream, chunk.data, after_gap=chunk.after_gap)
         self._printer.flush()
-        return end
+
+    def _begin(self) -> None:
+        """Show what is there, in time order, the last lines of all together; the same readers go on from there."""
+        self._files.find()
+        if not self._seen:
+            print_note(f"run {self._asked.paths.run_id} has started no worker yet: waiting")
+        attempt = self._asked.shown_attempt()
+        streams = self._files.followed()
+        if attempt is None or not streams:
+            return
+        index = max(stream.round for stream in streams)
+        streams = [stream for stream in streams if stream.round == index]
+        readers = readers_of(streams) if self._tail is None else readers_of_last(streams, self._tail)
+        marks = read_round_marks(attempt.round_dir(index), offsets_ns=read_offsets_ns(attempt))
+        pieces = merged(readers, marks, is_over=False)
+        for piece in pieces if self._tail is None else last_of(pieces, self._tail):
+            self._show(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
+        for stream, reader in readers.items():
+            self._files.add(stream, reader)
 
     def _find_files(self) -> None:
         now = self._clock.monotonic()
-        self._files_at = now + max(_LOOK_FOR_FILES_S, len(self._files) / 200)
         # Those between the one that was the newest at first and today's: some are short.
         for attempt, index in self._rounds():
             place = (attempt.number, index)
@@ -108,10 +104,10 @@ class LogFollower:
             for stream in self._choice.streams_in(attempt, index):
                 if stream not in self._known:
                     self._known.add(stream)
-                    self._files.add(stream, stream.path)
+                    self._files.add(stream, OutputReader(stream.path))
         newest = max(self._seen, default=None)
         if newest is not None and now - self._seen[newest] > _DROP_AFTER_S:
-            for stream in self._files.watched():
+            for stream in self._files.followed():
                 if (stream.attempt, stream.round) < newest:
                     self._files.drop(stream)
 
@@ -128,28 +124,6 @@ class LogFollower:
                 if (number, index) >= first and (wanted is None or index in wanted):
                     found.append((attempt, index))
         return found
-
-    def _show_what_is_there(self) -> None:
-        """In time order, the last lines of all together; the same readers go on from there."""
-        attempt = self._asked.shown_attempt()
-        streams = self._files.watched()
-        if attempt is None or not streams:
-            return
-        index = max(stream.round for stream in streams)
-        streams = [stream for stream in streams if stream.round == index]
-        readers = readers_of(streams) if self._tail is None else readers_of_last(streams, self._tail)
-        marks = read_round_marks(attempt.round_dir(index), offsets_us=clock_offsets_us(attempt))
-        pieces = merged(readers, marks, is_over=False)
-        for piece in pieces if self._tail is None else last_of(pieces, self._tail):
-            self._show(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
-        for stream, reader in readers.items():
-            self._files.add(stream, reader)
-        self._printer.flush()
-
-    def _look(self, *, everything: bool = False) -> None:
-        for stream, chunk in self._files.look(self._clock.monotonic(), everything=everything):
-            self._show(stream, chunk.data, self._clock.time_ns() // 1000, after_gap=chunk.after_gap)
-        self._printer.flush()
 
     def _show(self, stream: LogStream, data: bytes, time_us: int | None = None, *, after_gap: bool) -> None:
         place = (stream.attempt, stream.round)

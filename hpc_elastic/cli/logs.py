@@ -36,7 +36,6 @@ from hpc_elastic.output.log_streams import (
     Piece,
     RoundLayout,
     RoundMarks,
-    clock_offsets_us,
     last_of,
     merged,
     rank_numbers,
@@ -52,6 +51,7 @@ from hpc_elastic.output.log_times import STDERR, STDOUT
 from hpc_elastic.output.terminal import harmless, one_line
 from hpc_elastic.report.event_text import describe_time
 from hpc_elastic.report.fold import rank_ranges
+from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
 ALL_STREAMS = (STDOUT, STDERR)
@@ -258,11 +258,11 @@ def run(args: argparse.Namespace) -> int:
         choice.check(attempt, rounds)
     if args.follow:
         from hpc_elastic.base.clock import SystemClock
+        from hpc_elastic.cli.follow import follow_to_end
         from hpc_elastic.cli.log_follow import LogFollower
 
-        end = LogFollower(asked, choice, printer, tail=tail, clock=SystemClock()).run()
-        print_note(f"run {asked.paths.run_id} ended: {end.why}")
-        return end.code
+        clock = SystemClock()
+        return follow_to_end(asked, LogFollower(asked, choice, printer, tail=tail, clock=clock), clock=clock)
     assert attempt is not None
     if not rounds:
         print_note(f"attempt {attempt.number} of run {asked.paths.run_id} has no round yet: no worker was started")
@@ -316,10 +316,10 @@ def _print(
 
 
 def _pieces(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, tail: int | None) -> Iterator[Piece]:
-    offsets = clock_offsets_us(attempt)
+    offsets = read_offsets_ns(attempt)
     for index in rounds:
         streams = choice.streams_in(attempt, index)
-        marks = read_round_marks(attempt.round_dir(index), offsets_us=offsets)
+        marks = read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
         _warn_without_times(streams, marks)
         yield from merged(readers_of(streams) if tail is None else readers_of_last(streams, tail), marks)
 
@@ -331,13 +331,13 @@ def _around(args: argparse.Namespace, asked: AskedRun, choice: LogChoice, printe
     moment = first_failure(collect_run(asked.paths.root), attempt=asked.attempt)
     attempt = asked.paths.attempt(moment.attempt)
     choice.check(attempt, [moment.round])
-    offsets = clock_offsets_us(attempt)
+    offsets = read_offsets_ns(attempt)
     streams = choice.streams_in(attempt, moment.round)
-    marks = read_round_marks(attempt.round_dir(moment.round), offsets_us=offsets)
+    marks = read_round_marks(attempt.round_dir(moment.round), offsets_ns=offsets)
     _warn_without_times(streams, marks)
     seconds = SECONDS if args.seconds is None else args.seconds
     lines = LINES if args.lines is None else args.lines
-    at_us = moment.time_ns // 1000 - offsets.get(moment.node, 0)
+    at_us = (moment.time_ns - offsets.get(moment.node, 0)) // 1000
     window = (at_us - seconds * 1_000_000, at_us + seconds * 1_000_000)
     readers = readers_around(streams, marks, since_us=window[0], without_times=lines)
     pieces = merged(readers, marks, window=window)

@@ -11,7 +11,6 @@ import argparse
 import os
 import re
 import sys
-import threading
 from collections.abc import Callable, Container
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
-from hpc_elastic.cli.follow import RunEnd, RunWatch
+from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
 from hpc_elastic.cli.screen import (
     BOLD,
@@ -96,9 +95,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from hpc_elastic.base.clock import SystemClock
 
-    end = ReportFollower(asked, _Shown(args, asked, render).show, clock=SystemClock()).run()
-    print_note(f"run {asked.paths.run_id} ended: {end.why}")
-    return end.code
+    clock = SystemClock()
+    return follow_to_end(asked, ReportFollower(asked, _Shown(args, asked, render).show, clock=clock), clock=clock)
 
 
 class _Shown:
@@ -141,7 +139,6 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     if history.attempts and history.attempts[-1].exit_code not in (None, ExitCode.REQUEUED):
         return history
     from hpc_elastic.base.clock import SystemClock
-    from hpc_elastic.cli import run_job
     from hpc_elastic.launch.run_status import RunState, read_status
     from hpc_elastic.report.subject import with_end
 
@@ -312,24 +309,21 @@ class ReportFollower:
         self._asked = asked
         self._show = show
         self._clock = clock
+        self._seen: object = None
 
-    def run(self) -> RunEnd:
-        """Show it now, whenever it changes, and at the end."""
-        stop = threading.Event()  # never set: Ctrl-C ends it
-        client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
-        watch = RunWatch(self._asked.paths, attempt=self._asked.attempt, clock=self._clock, client=client)
-        seen: object = None
-        while True:
-            end = watch.end()
-            state, files = self._state()
-            began = self._clock.monotonic()
-            if state != seen or end is not None:
-                seen = state
-                self._show()
-            if end is not None:
-                return end
-            cost = self._clock.monotonic() - began
-            self._clock.wait(stop, max(_SHORTEST_S, files / _FILES_PER_SECOND, cost * _SHARE))
+    def look(self, *, everything: bool = False) -> float:
+        """As `Follower` has it."""
+        state, files = self._state()
+        began = self._clock.monotonic()
+        if state != self._seen:
+            self._seen = state
+            self._show()
+        cost = self._clock.monotonic() - began
+        return max(_SHORTEST_S, files / _FILES_PER_SECOND, cost * _SHARE)
+
+    def finish(self) -> None:
+        """As `Follower` has it."""
+        self._show()
 
     def _state(self) -> tuple[object, int]:
         """What changes when there is news: the sizes of the newest attempt's event logs, and its end."""

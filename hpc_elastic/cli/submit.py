@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
+from hpc_elastic.launch.attempts import job_now
+from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options.run_request import asked_cluster, cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Parsed, explaining
-from hpc_elastic.output.terminal import each_line
+from hpc_elastic.output.log_reader import OutputReader
+from hpc_elastic.output.terminal import each_line, harmless
+from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.result import load_newest_result
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.slurm.notation import HostlistError, compress
 
 DESCRIPTION = (
     "Makes a run directory, writes the batch script into it, and submits it. What follows the script is the script's "
@@ -46,13 +60,9 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         text = dry_run(submission)
         sys.stdout.write(each_line(text) if is_terminal(sys.stdout) else text)
         return 0
-    from hpc_elastic.base.clock import SystemClock
-
     clock = SystemClock()
     client = submission_client(submission, env, clock, print_note)
     job = submit_job(submission, client, clock=clock, env=env, tell=print_note)
-    from hpc_elastic.cli.follow import follow, leave
-
     options, tasks = submission.job.options, submission.job.tasks
     try:
         _print_where(job, submission.paths, options)
@@ -79,3 +89,218 @@ def _print_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
     )
     sys.stdout.write(each_line(text))
     sys.stdout.flush()
+
+
+_ASK_SLURM_EVERY = 2.0
+_LOOK_AT_LOG_EVERY = 0.5
+_SETTLE = 10.0
+"""An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
+filesystem may show its result late: so long it is watched on. (Not a cancelled one: that is final.)"""
+_MOST_REPORTS = 3
+
+
+def how_it_ended(states: tuple[JobState, ...], result: int | None) -> RunEnd:
+    """The run's exit code.
+
+    Args:
+        states: What Slurm last said of the job; empty where it has forgotten it.
+        result: The exit code that the newest attempt stored; None where it stored none.
+    """
+    if result is not None and result != ExitCode.REQUEUED:
+        return RunEnd(code=result, why=f"exit code {result}")
+    if not states:
+        return RunEnd(code=1, why="Slurm has forgotten the job, and its last attempt left no result")
+    codes = [state.code for state in states]
+    worst = max(range(len(states)), key=lambda index: codes[index])
+    state = states[worst]
+    reason = f" ({state.reason})" if state.reason else ""
+    return RunEnd(code=codes[worst], why=f"{state.state.lower()}{reason} by Slurm, exit code {codes[worst]}")
+
+
+def newest_result(paths: RunPaths) -> int | None:
+    """The exit code that the newest attempt stored; None where it stored none (yet). Of an array the worst one, once
+    all have ended."""
+    tasks = array_tasks(paths)
+    if tasks:
+        codes = [newest_result(paths.task(task)) for task in tasks]
+        known = [code for code in codes if code is not None and code != ExitCode.REQUEUED]
+        return max(known) if len(known) == len(codes) else None
+    stored = load_newest_result(paths)
+    return None if stored is None else stored.exit_code
+
+
+def waive_delay(
+    client: SlurmClient, job: JobId, states: tuple[JobState, ...], paths: RunPaths, waived: set[int]
+) -> None:
+    """Let a requeued job begin that waits for nothing but Slurm's own delay.
+
+    The attempt that had it requeued did so as well, but Slurm begins the delay anew where that attempt's nodes took
+    long to be done with it (one of them was lost, say).
+
+    Args:
+        client: This cluster's.
+        job: The job.
+        states: What Slurm has just said of it.
+        paths: The run: an attempt may have asked for a delay of its own.
+        waived: Restarts of the job for which it was tried; one try each.
+    """
+    if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
+        return
+    state, stored = states[0], load_newest_result(paths)
+    if stored is None or stored.exit_code != ExitCode.REQUEUED or back_off(stored.idle):
+        return
+    if not state.restarts or state.restarts in waived:
+        return
+    waived.add(state.restarts)
+    try:
+        client.start_now(job)
+    except SlurmError:
+        pass  # then it begins after the delay
+
+
+def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, show_log: bool) -> int:
+    """Wait for the run's end; Ctrl-C ends the waiting alone.
+
+    Returns:
+        The run's exit code; 1 for a job that never starts; 130 after Ctrl-C.
+    """
+    waiting = _Waiting(client, job, paths, clock=clock, log=OutputReader(paths.job_log) if show_log else None)
+    try:
+        end = waiting.run()
+    except KeyboardInterrupt:
+        return leave(waiting.job, paths)
+    if end.has_ended:
+        print_note(f"run {paths.run_id} ended: {end.why}; {where_to_look(job, paths)}")
+    else:
+        print_note(f"run {paths.run_id} is not waited for any more: {end.why}")
+    return end.code
+
+
+def leave(job: JobId, paths: RunPaths) -> int:
+    """Say what becomes of a job whose follower got Ctrl-C. Returns the exit code."""
+    again = (
+        f"hpc-elastic status {job} --watch"
+        if array_tasks(paths)
+        else f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
+    )
+    print_note(f"job {job} goes on without being watched; to end it: scancel {job}; to follow it again: {again}")
+    return int(ExitCode.INTERRUPTED)
+
+
+def where_to_look(job: JobId, paths: RunPaths) -> str:
+    """The commands that say more about a run that has ended; of an array about its tasks that began, and failed."""
+    tasks = array_tasks(paths)
+    if not tasks:
+        return f"report: hpc-elastic report {job}"
+    failed = [task for task in tasks if paths.task(task).begun_attempts() and newest_result(paths.task(task)) != 0]
+    base = job.number.partition("_")[0]
+    reports = [f"hpc-elastic report {base}_{task}" for task in failed[:_MOST_REPORTS]]
+    if len(failed) > _MOST_REPORTS:
+        reports.append(f"{len(failed) - _MOST_REPORTS} more failed")
+    first = f"reports: {'; '.join(reports)}; " if reports else ""
+    return f"{first}all its runs: hpc-elastic status {base}"
+
+
+class _Waiting:
+    """One wait for a run's end."""
+
+    def __init__(
+        self, client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, log: OutputReader | None
+    ) -> None:
+        self.job = job
+        """The run's job now: a run may go on in a follow-on job."""
+        self._client = client
+        self._paths = paths
+        self._clock = clock
+        self._log = log
+        self._is_terminal = is_terminal(sys.stdout)
+        self._said = ""
+        self._waived: set[int] = set()
+        self._ended_since: float | None = None
+
+    def run(self) -> RunEnd:
+        stop = threading.Event()  # never set: waiting ends by the job's end or by Ctrl-C
+        next_question = self._clock.monotonic()
+        while True:
+            self._show_log()
+            if self._clock.monotonic() >= next_question:
+                end = self._look()
+                if end is not None:
+                    self._show_log(is_over=True)
+                    return end
+                next_question = self._clock.monotonic() + _ASK_SLURM_EVERY
+            self._clock.wait(stop, _ASK_SLURM_EVERY if self._log is None else _LOOK_AT_LOG_EVERY)
+
+    def _show_log(self, *, is_over: bool = False) -> None:
+        """Write what is new in the job log to stdout: on a terminal without what steers it."""
+        if self._log is None:
+            return
+        while (lines := self._log.read() or (self._log.rest() if is_over else None)) is not None:
+            sys.stdout.buffer.write(harmless(lines.data) if self._is_terminal else lines.data)
+        sys.stdout.buffer.flush()
+
+    def _look(self) -> RunEnd | None:
+        """Ask Slurm once. Returns how the run ended; None: it goes on, or nobody knows."""
+        try:
+            states = self._client.job_states(self.job)
+        except SlurmError as error:
+            self._print(f"can't be asked about: {error.why}; trying on")
+            return None
+        self._print(_describe(states))
+        waive_delay(self._client, self.job, states, self._paths, self._waived)
+        left = [state for state in states if state.phase is not JobPhase.FINISHED]
+        if not left:
+            return self._when_finished(states)
+        self._ended_since = None
+        if all(state.never_starts for state in left):
+            return RunEnd(code=1, why=f"{left[0].reason}: {left[0].way_out}", has_ended=False)
+        return None
+
+    def _when_finished(self, states: tuple[JobState, ...]) -> RunEnd | None:
+        following = job_now(self._paths)
+        if following is not None and following != self.job.number:
+            print_note(f"job {following} goes on with the run")
+            self.job, self._said, self._ended_since = JobId(following, self.job.cluster), "", None
+            return self._look()
+        now, result = self._clock.monotonic(), newest_result(self._paths)
+        self._ended_since = now if self._ended_since is None else self._ended_since
+        is_final = result is not None and result != ExitCode.REQUEUED
+        cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
+        if is_final or cancelled or now - self._ended_since >= _SETTLE:
+            return how_it_ended(states or self._accounted(), result)
+        return None
+
+    def _accounted(self) -> tuple[JobState, ...]:
+        try:
+            return self._client.accounted([self.job])
+        except SlurmError:
+            return ()
+
+    def _print(self, line: str) -> None:
+        if line != self._said:
+            print_note(f"job {self.job} {line}")
+            self._said = line
+
+
+def _describe(states: tuple[JobState, ...]) -> str:
+    if not states:
+        return "is no longer known to Slurm"
+    if len(states) > 1:
+        counts = Counter(state.state.lower() for state in states)
+        text = "has " + ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+        waiting = [state for state in states if state.phase is JobPhase.PENDING and state.reason]
+        reasons = ", ".join(dict.fromkeys(state.reason for state in waiting))
+        stuck = next((f"; {state.way_out}" for state in waiting if state.way_out), "")
+        return f"{text}{f' ({reasons})' if reasons else ''}{stuck}"
+    state = states[0]
+    if state.phase is JobPhase.PENDING:
+        again = f" again (restart {state.restarts})" if state.restarts else ""
+        begin = f", not before {state.start_time}" if state.reason == "BeginTime" and state.start_time else ""
+        stuck = f"; {state.way_out}" if state.way_out else ""
+        return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}{stuck}"
+    if state.phase is JobPhase.RUNNING:
+        try:
+            return f"is {state.state.lower()} on {compress(state.nodes)}"
+        except HostlistError:
+            return f"is {state.state.lower()}"
+    return f"is {state.state.lower()}{f' ({state.reason})' if state.reason else ''}"

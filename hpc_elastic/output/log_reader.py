@@ -2,23 +2,12 @@
 
 No descriptor stays open between two reads: a run of a thousand ranks has more files than a process may open, and an NFS
 client asks the server for news when a file is opened.
-
-How often a file that may grow is looked at. Pure.
-
-Not by inotify: it tells nothing of what other hosts write. A file that grows is looked at four times a second; one that
-does not, less and less often, down to every two seconds. All files together are looked at 200 times a second at most,
-so that a person who watches a run of a thousand ranks costs a file server no more than one who watches eight.
-
-Many files that may grow, each looked at as often as is worth while (`pace`).
 """
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from msgspec import Struct
 
@@ -62,27 +51,13 @@ class Chunk(Struct, frozen=True, kw_only=True):
 class OutputReader:
     """The lines of one output, in order; what is not there yet comes with a later call."""
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        at: Place | None = None,
-        chunk: int = CHUNK,
-        longest: int = LONGEST_LINE,
-        largest: int | None = None,
-    ) -> None:
+    def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK) -> None:
         """Args:
         path: Of the piece that is being written; nothing need be there.
         at: Where to begin; None: with the first piece that is there.
         chunk: Bytes to read at once.
-        longest: Bytes without a line end that are a line.
-        largest: Of a file that has more bytes where it is come upon, the first half of these is read, and the last.
         """
         self.path = path
-        self._longest = longest
-        self._largest = largest
-        self.left_out = 0
-        """Bytes in the middle that were not read: see `largest`."""
         self._chunk = max(_SMALLEST_CHUNK, chunk)
         self._number: int | None = at.piece if at is not None else None
         self._offset = at.offset if at is not None else 0
@@ -131,7 +106,7 @@ class OutputReader:
         joint = len(self._begun)
         head = self._begun_at if joint else here
         cut = data.rfind(b"\n") + 1
-        if not cut and joint + len(data) < self._longest:
+        if not cut and joint + len(data) < LONGEST_LINE:
             self._begun += data  # in place: a line of megabytes comes in many pieces
             self._begun_at = head
             return None
@@ -155,7 +130,6 @@ class OutputReader:
         """What stands at our place, and whether our piece is the one that is being written."""
         fd, is_last = self._open()
         try:
-            self._skip_the_middle(fd)
             data = os.pread(fd, self._chunk, self._offset)
             if not data and is_last and os.fstat(fd).st_size < self._offset:
                 self._offset, self._gap, self._begun = 0, True, bytearray()  # it was emptied
@@ -163,13 +137,6 @@ class OutputReader:
             return data, is_last
         finally:
             os.close(fd)
-
-    def _skip_the_middle(self, fd: int) -> None:
-        if self._largest is None or self.left_out or self._offset < self._largest // 2:
-            return
-        more = os.fstat(fd).st_size - self._offset - self._largest // 2
-        if more > 0:
-            self.left_out, self._offset, self._begun = more, self._offset + more, bytearray()
 
     def _open(self) -> tuple[int, bool]:
         """Our piece.
@@ -273,105 +240,3 @@ def _pieces(path: Path) -> list[int]:
         return find_pieces(path) if os.path.lexists(piece_path(path, 0)) else []
     except OSError:
         return []
-
-
-SHORTEST = 0.25
-LONGEST = 2.0
-LOOKS_PER_SECOND = 200
-_SLOWER = 1.5
-
-
-def next_interval(interval: float, *, has_grown: bool, files: int) -> float:
-    """Seconds until a file is to be looked at again.
-
-    Args:
-        interval: How long it was this time; 0: it was the first.
-        has_grown: Whether there was something new.
-        files: How many are watched.
-    """
-    shortest = max(SHORTEST, files / LOOKS_PER_SECOND)
-    if has_grown or not interval:
-        return shortest
-    return min(max(LONGEST, shortest), max(shortest, interval * _SLOWER))
-
-
-K = TypeVar("K", bound=Hashable)
-
-PARTIAL_S = 2.0
-"""After so long a line without an end is shown: a prompt, or a progress bar, which never ends its line."""
-_AT_ONCE = 64
-"""Chunks of one file before the next one has its turn."""
-
-
-class _Watched(Struct):
-    reader: OutputReader
-    interval: float = 0.0
-    due: float = -math.inf
-    begun_at: float | None = None
-
-
-class FollowedFiles(Generic[K]):
-    """What is new in files. `now` is seconds on a monotonic clock throughout."""
-
-    def __init__(self) -> None:
-        self._files: dict[K, _Watched] = {}
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._files
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def add(self, key: K, reader: OutputReader | Path) -> None:
-        """Watch a file too, from where its reader stands."""
-        self._files[key] = _Watched(OutputReader(reader) if isinstance(reader, Path) else reader)
-
-    def drop(self, key: K) -> None:
-        """Watch it no more."""
-        self._files.pop(key, None)
-
-    def watched(self) -> list[K]:
-        """All that are watched, in the order in which they were added."""
-        return list(self._files)
-
-    def look(self, now: float, *, everything: bool = False, partial: bool = True) -> Iterator[tuple[K, Chunk]]:
-        """What the files that are due have that was not seen yet.
-
-        Args:
-            now: The time.
-            everything: All files, due or not.
-            partial: Lines without an end too, after a while.
-        """
-        for key, file in list(self._files.items()):
-            if not everything and file.due > now:
-                continue
-            grown = False
-            for _ in range(_AT_ONCE):
-                chunk = file.reader.read()
-                if chunk is None:
-                    break
-                grown, file.begun_at = True, None
-                yield key, chunk
-            else:
-                file.due = now  # there is more: at the next look
-                continue
-            if file.reader.has_begun_line:
-                file.begun_at = now if file.begun_at is None else file.begun_at
-                if partial and now - file.begun_at >= PARTIAL_S:
-                    rest = file.reader.rest()
-                    file.begun_at = None
-                    if rest is not None:
-                        yield key, rest
-            file.interval = next_interval(file.interval, has_grown=grown, files=len(self._files))
-            file.due = now + file.interval
-
-    def rests(self) -> Iterator[tuple[K, Chunk]]:
-        """Lines that have begun, at the end of it all."""
-        for key, file in self._files.items():
-            rest = file.reader.rest()
-            if rest is not None:
-                yield key, rest
-
-    def seconds_until_due(self, now: float, *, most: float) -> float:
-        """How long nothing need be looked at."""
-        return max(0.0, min([most, *(file.due - now for file in self._files.values())]))

@@ -1,10 +1,7 @@
-"""Which outputs a run has, and which of them somebody asked for.
+"""The outputs of a run's ranks: which there are, when each line was printed, and many of them as one in that order.
 
-When the lines of an output were printed, as the agents wrote it down (`log_times`), on one clock for all nodes.
-
-The outputs of many ranks as one, in the order in which they were printed. Bounded memory, whatever their size.
-
-How far the nodes' clocks are apart, as far as it is known: so that what they wrote can stand in one order.
+The agents note in each round what was printed when (`log_times`); with the clocks' offsets these times stand on one
+clock. Memory is bounded, whatever the size of the outputs.
 """
 
 from __future__ import annotations
@@ -21,12 +18,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from hpc_elastic.output.event_files import events_named
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
-from hpc_elastic.report.clocks import CLOCK_EVENTS, ClocksBuilder
-from hpc_elastic.report.collect_values import integer
-from hpc_elastic.report.node_times import NodeTimes, node_offsets
+from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
 
 
@@ -92,7 +86,7 @@ def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
     nodes: dict[int, dict[int, int]] = {}
     sizes: dict[int, int] = {}
     hosts: dict[int, str] = {}
-    for event in events_named(attempt, {"round_final"}):
+    for event in read_events(attempt.events, names={"round_final"}):
         node, index = _whole(event.get("node")), _whole(event.get("round"))
         if node is None or index is None:
             continue
@@ -195,12 +189,12 @@ class RoundMarks(Struct, frozen=True, kw_only=True):
         return self.streams.get((rank, stream)) or StreamMarks()
 
 
-def read_round_marks(round_dir: Path, *, offsets_us: Mapping[int, int] | None = None) -> RoundMarks:
+def read_round_marks(round_dir: Path, *, offsets_ns: Mapping[int, int] | None = None) -> RoundMarks:
     """All nodes' entries. What is missing or torn is left out.
 
     Args:
         round_dir: The round's folder.
-        offsets_us: Node → how far its clock is ahead, microseconds.
+        offsets_ns: Node → how far its clock is ahead, nanoseconds.
     """
     files: list[tuple[int, Path, int]] = []
     try:
@@ -215,7 +209,7 @@ def read_round_marks(round_dir: Path, *, offsets_us: Mapping[int, int] | None = 
     streams: dict[tuple[int, int], StreamMarks] = {}
     nodes: dict[int, int] = {}
     for node, path, size in sorted(files):
-        ahead = (offsets_us or {}).get(node, 0)
+        ahead = (offsets_ns or {}).get(node, 0) // 1000
         for rank, stream, piece, offset, time_us in read_marks(_end_of(path, size if in_full else min(size, _END))):
             marks = streams.get((rank, stream))
             if marks is None:
@@ -385,25 +379,3 @@ def first_lines(piece: Piece, count: int) -> Piece:
         if at in (0, len(data)):
             return piece
     return Piece(piece.stream, Block(piece.block.time_us, data[:at], piece.block.after_gap))
-
-
-def clock_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
-    """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
-
-    Where the agents measured it, so far; else what the rounds show.
-    """
-    times: dict[tuple[int, int], NodeTimes] = {}
-    clocks = ClocksBuilder()
-    for event in events_named(attempt, {*CLOCK_EVENTS, "round_final"}):
-        if event["event"] in CLOCK_EVENTS:
-            clocks.take(event)
-        else:
-            node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
-            if node is not None and index is not None and when is not None:
-                times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))
-    return {node: offset.offset_ns for node, offset in node_offsets(times.values(), clocks=clocks.build()).items()}
-
-
-def clock_offsets_us(attempt: AttemptPaths) -> dict[int, int]:
-    """The same in microseconds."""
-    return {node: offset // 1000 for node, offset in clock_offsets_ns(attempt).items()}

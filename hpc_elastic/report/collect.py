@@ -25,7 +25,7 @@ from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_s
 from hpc_elastic.report.collect_values import integer, job_id_of, names_of, text_of
 from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
-from hpc_elastic.run.events import event_files, read_event_file
+from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.node_records import NodeRecord, load_record
 from hpc_elastic.run.node_score import BadNodeSettings, NodeScore, Scope, parse_bad_nodes, score_nodes
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
@@ -249,12 +249,14 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
         builder.started_ns = integer(info.get("started_ns"))
     for path in event_files(paths.events):
         builder.coverage.begin_file()
-        for event in read_event_file(path, tell=builder.problems.append):
+        file = EventFile(path)
+        for event in file.events():
             try:
-                builder.take(event)
+                builder.take(event.value)
             except (TypeError, ValueError, OverflowError) as error:
                 builder.coverage.miss()
-                builder.problems.append(f"event {text_of(event.get('event'))!r} could not be read: {error}")
+                builder.problems.append(f"event {event.name!r} could not be read: {error}")
+        builder.problems += file.left_out()
     builder.coverage.begin_file()
     builder.problems += _describe_missing(builder)
     read_failures(paths, builder, ranks)

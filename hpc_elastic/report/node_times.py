@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
-from hpc_elastic.report.clocks import ClockOffset, Clocks
+from hpc_elastic.report.clocks import CLOCK_EVENTS, ClockOffset, Clocks, ClocksBuilder
+from hpc_elastic.report.collect_values import integer
+from hpc_elastic.run.event_reader import read_events
+from hpc_elastic.run.paths import AttemptPaths
 
 
 class NodeTimes(NamedTuple):
@@ -146,6 +149,23 @@ def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, Clo
             bound = max(1_000_000_000, most - least)
             found[node] = ClockOffset(offset_ns=_median_low(values), bound_ns=bound, measured=False)
     return found
+
+
+def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
+    """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
+
+    Where the agents measured it, so far; else what the rounds show.
+    """
+    times: dict[tuple[int, int], NodeTimes] = {}
+    clocks = ClocksBuilder()
+    for event in read_events(attempt.events, names={*CLOCK_EVENTS, "round_final"}):
+        if event["event"] in CLOCK_EVENTS:
+            clocks.take(event)
+        else:
+            node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
+            if node is not None and index is not None and when is not None:
+                times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))
+    return {node: offset.offset_ns for node, offset in node_offsets(times.values(), clocks=clocks.build()).items()}
 
 
 def _median_low(values: Iterable[int]) -> int:

@@ -9,25 +9,18 @@ never subtracted.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileThread
-from hpc_elastic.base.files import ask_about, json_text, make_private_dir, open_regular
+from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
-_READ_AT_ONCE = 1 << 20
-_LONGEST_LINE = LONGEST_EVENT = 4 << 20
-"""Bytes; a line of 64 MiB takes two gigabytes when it is decoded."""
-LARGEST_FILE = 64 << 20
-"""Bytes of one writer's file that are read: of a larger one the first half of these, and the last."""
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 """A filesystem that knows nothing of it."""
@@ -170,89 +163,3 @@ def _is_synced(fd: int) -> bool:
     except OSError as error:
         return error.errno in _NO_SYNC
     return True
-
-
-def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """All events of an attempt, file by file, each file in its own order. Torn and foreign lines are left out."""
-    for path in event_files(folder):
-        yield from read_event_file(path)
-
-
-def event_files(folder: Path) -> list[Path]:
-    """The files that hold an attempt's events, by name; none where the folder is missing or can't be read."""
-    try:
-        try:
-            names = sorted(os.listdir(folder))
-        except FileNotFoundError:
-            if not ask_about(folder):
-                return []
-            names = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    return [folder / name for name in names if name.endswith(".jsonl") and not name.startswith(".")]
-
-
-def read_event_file(path: Path, *, tell: Callable[[str], None] = lambda sentence: None) -> Iterator[dict[str, Any]]:
-    """One writer's events in their order, as far as the file can be read. Torn and foreign lines are left out.
-
-    Args:
-        path: The file.
-        tell: Is given a sentence for what a bound leaves out.
-    """
-    rest, position, skipped = b"", 0, 0
-    try:
-        with open(path, "rb", buffering=0, opener=_open_file) as file:
-            size = os.fstat(file.fileno()).st_size
-            while chunk := file.read(_READ_AT_ONCE):
-                position += len(chunk)
-                block = rest + chunk
-                end = block.rfind(b"\n") + 1
-                yield from _read_lines(block[:end])
-                rest = block[end:]
-                if len(rest) > _LONGEST_LINE:
-                    tell(describe_left_out(path, size - position + len(rest), f"a line is longer than {_LONGEST_LINE}"))
-                    return  # nothing that we wrote
-                if not skipped and position >= LARGEST_FILE // 2 and size - position > LARGEST_FILE // 2:
-                    skipped = size - LARGEST_FILE // 2 - position
-                    position = file.seek(size - LARGEST_FILE // 2)
-                    rest = b""
-                    tell(describe_left_out(path, skipped, f"it is larger than {LARGEST_FILE}"))
-    except OSError:
-        pass
-    yield from _read_lines(rest)
-
-
-def describe_left_out(path: Path, count: int, why: str) -> str:
-    """For the reader of an event file that is not read whole."""
-    return f"{path.parent.name}/{path.name}: {count} bytes were left out: {why} bytes"
-
-
-def _open_file(path: str, flags: int) -> int:
-    """A FIFO, or a link that somebody planted, is none of ours: nobody waits for what comes out of it."""
-    try:
-        return open_regular(Path(path))
-    except UnsafePathError as error:
-        raise OSError(errno.EINVAL, str(error), path) from None
-
-
-def _read_lines(raw: bytes) -> Iterator[dict[str, Any]]:
-    lines = [line for line in raw.decode("utf-8", "replace").split("\n") if line]
-    for value in _decode_at_once(lines) or map(_decode, lines):
-        if isinstance(value, dict) and "event" in value:
-            yield value
-
-
-def _decode_at_once(lines: list[str]) -> list[Any] | None:
-    """All lines' values, in a third of the time; None where one is torn or foreign."""
-    try:
-        values = json.loads(f"[{','.join(lines)}]")
-    except (ValueError, RecursionError):
-        return None
-    return values if len(values) == len(lines) else None
-
-
-def _decode(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
 from hpc_elastic.workers.tree import read_all

@@ -35,7 +35,7 @@ from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import Subject, choose_subject
 from hpc_elastic.report.verdict import Cause, Confidence
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.result import StoredResult
 from hpc_elastic.submission.outcome import RunEnd
 from tests.rigs.run_builder import RunBuilder, make_failure

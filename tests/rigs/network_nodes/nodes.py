@@ -21,7 +21,7 @@ from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.launch.attempts import claim_attempt
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.events import read_events
+from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers.tags import NODE_TAG_VARIABLE

@@ -11,7 +11,8 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread
-from hpc_elastic.run.events import EventLog, read_events
+from hpc_elastic.run.event_reader import read_events
+from hpc_elastic.run.events import EventLog
 
 
 class Mount:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli import events as events_module
-from hpc_elastic.cli.follow import RunEnd
+from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.log_follow import LogFollower
 from hpc_elastic.cli.logs import LogChoice, LogPrinter, LogStyle
 from hpc_elastic.cli.report import ReportFollower
@@ -74,8 +74,9 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, clock = story(tmp_path)
     out = io.BytesIO()
     printer = LogPrinter(out, LogStyle(clean=False))
-    follower = LogFollower(AskedRun(paths=paths, attempt=None), LogChoice(), printer, tail=2, clock=clock)
-    assert follower.run() == RunEnd(code=0, why="succeeded: so (exit code 0)")
+    asked = AskedRun(paths=paths, attempt=None)
+    follower = LogFollower(asked, LogChoice(), printer, tail=2, clock=clock)
+    assert follow_to_end(asked, follower, clock=clock) == 0
     assert out.getvalue().decode().splitlines() == [
         "[rank 0] line 18",
         "[rank 0] line 19",
@@ -84,15 +85,19 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "--- attempt 1, round 1 ---",
         "[rank 0] next round",
     ]
-    assert capsys.readouterr().err == "hpc-elastic: requeued: waiting for the next attempt\n"
+    assert capsys.readouterr().err.splitlines() == [
+        "hpc-elastic: requeued: waiting for the next attempt",
+        f"hpc-elastic: run {paths.run_id} ended: succeeded: so (exit code 0)",
+    ]
 
 
 def test_logs_of_one_attempt_end_with_it(tmp_path: Path) -> None:
     paths, clock = story(tmp_path)
     out = io.BytesIO()
     printer = LogPrinter(out, LogStyle(clean=False))
-    follower = LogFollower(AskedRun(paths=paths, attempt=0), LogChoice(), printer, tail=1, clock=clock)
-    assert follower.run().code == 75
+    asked = AskedRun(paths=paths, attempt=0)
+    follower = LogFollower(asked, LogChoice(), printer, tail=1, clock=clock)
+    assert follow_to_end(asked, follower, clock=clock) == 75
     assert out.getvalue() == b"[rank 0] line 19\n"
 
 
@@ -105,7 +110,7 @@ def test_logs_of_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.Capture
     asked = AskedRun(paths=paths, attempt=None)
     follower = LogFollower(asked, LogChoice(), LogPrinter(out, LogStyle(clean=False)), tail=1, clock=clock)
     clock.happens.append((clock.now + 5.0, lambda: (paths.attempt(0).result_json).write_text(RESULT)))
-    assert follower.run().code == 0
+    assert follow_to_end(asked, follower, clock=clock) == 0
     assert out.getvalue().count(b"\n") == 20, "what was not there at first is new"
     assert "has started no worker yet: waiting" in capsys.readouterr().err
 
@@ -118,14 +123,15 @@ RESULT = (
 
 def test_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, clock = story(tmp_path)
-    follower = events_module._Follower(
-        AskedRun(paths=paths, attempt=None),
+    asked = AskedRun(paths=paths, attempt=None)
+    follower = events_module.EventFollower(
+        asked,
         events_module.EventChoice(names=frozenset({"attempt_started", "attempt_ended"}), nodes=None),
         events_module._Printer(as_json=False, colours=False),
         tail=None,
         clock=clock,
     )
-    assert follower.run().code == 0
+    assert follow_to_end(asked, follower, clock=clock) == 0
     names = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
     assert names == ["attempt_started", "attempt_ended"] * 2
 
@@ -133,9 +139,10 @@ def test_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_report(tmp_path: Path) -> None:
     paths, clock = story(tmp_path)
     shown: list[float] = []
-    follower = ReportFollower(AskedRun(paths=paths, attempt=None), lambda: shown.append(clock.now), clock=clock)
+    asked = AskedRun(paths=paths, attempt=None)
+    follower = ReportFollower(asked, lambda: shown.append(clock.now), clock=clock)
     began = clock.now
-    assert follower.run().code == 0
+    assert follow_to_end(asked, follower, clock=clock) == 0
     assert 4 <= len(shown) <= 6, "when there is news, and not each second"
     assert shown[0] == began
     assert shown[-1] - began >= 90

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli.follow import LogTail
 from hpc_elastic.cli.main import main
+from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import outcome
 from tests.rigs.run_builder import RunBuilder, make_failure
@@ -74,7 +74,7 @@ def test_no_file_that_is_a_fifo_is_waited_for(built: RunBuilder, argv: list[str]
     assert main([*argv, str(built.root)]) in (0, 2)
 
 
-def test_what_a_program_reads_of_its_job_waits_for_none(built: RunBuilder, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_program_reads_of_its_job_waits_for_none(built: RunBuilder) -> None:
     paths = RunPaths(built.root)
     rank = paths.attempt(0).rank(0, 1)
     assert outcome.report_text(paths) == "last words"
@@ -84,8 +84,7 @@ def test_what_a_program_reads_of_its_job_waits_for_none(built: RunBuilder, capfd
         os.mkfifo(path, 0o600)
     assert outcome.report_text(paths) == ""
     assert outcome.output(paths, 1, "stdout") is None
-    LogTail(str(paths.job_log)).show()
-    assert capfd.readouterr().out == ""
+    assert OutputReader(paths.job_log).read() is None
 
 
 @pytest.mark.parametrize("argv", [["report"], ["events"], ["status", "--no-slurm"]], ids=" ".join)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.output.log_streams import clock_offsets_ns
+from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 
 HOUR = 3600 * 10**9
@@ -32,14 +32,14 @@ def test_by_what_the_agents_measured_else_by_what_the_rounds_show(tmp_path: Path
         for node in range(3)
     ]
     write(attempt, *final)
-    assert clock_offsets_ns(attempt) == {2: HOUR}
+    assert read_offsets_ns(attempt) == {2: HOUR}
     # Node 1 was booted 300 ns before node 0; its wall clock is an hour ahead.
     write(attempt, offset(0, 0, 500, 0), offset(1, HOUR, 800, 300))
-    assert abs(clock_offsets_ns(attempt)[1] - HOUR) < 10
+    assert abs(read_offsets_ns(attempt)[1] - HOUR) < 10
 
 
 def test_what_is_torn_or_foreign_is_trusted(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "attempt-000")
     write(attempt, {"event": "clock_offset", "node": 2, "t": "x"}, {"event": "round_final", "node": 1, "round": None})
-    assert clock_offsets_ns(attempt) == {}
-    assert clock_offsets_ns(AttemptPaths(tmp_path / "nowhere")) == {}
+    assert read_offsets_ns(attempt) == {}
+    assert read_offsets_ns(AttemptPaths(tmp_path / "nowhere")) == {}

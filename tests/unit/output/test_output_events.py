@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.output.event_files import events_named, merged_events
 from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event, describe_time
+from hpc_elastic.run.event_reader import merged_events, read_events
 from hpc_elastic.run.paths import AttemptPaths
 
 
@@ -46,7 +46,7 @@ def test_a_line_with_the_stacks_of_a_whole_node_is_whole(tmp_path: Path) -> None
         attempt.events, "agent-00000-a.jsonl", event("stacks_taken", 1, stacks="x" * 500_000), event("round_final", 2)
     )
     assert [one.value["event"] for one in merged_events(attempt, {})] == ["stacks_taken", "round_final"]
-    assert [value["event"] for value in events_named(attempt, {"round_final", "closed"})] == ["round_final"]
+    assert [value["event"] for value in read_events(attempt.events, names={"round_final", "closed"})] == ["round_final"]
 
 
 def test_a_clock_that_is_known_to_be_off_is_set_right(tmp_path: Path) -> None:
@@ -124,16 +124,16 @@ def test_lines_and_files_have_bounds_and_what_they_leave_out_is_told(tmp_path: P
     with sparse.open("r+b") as file:
         file.seek(2 << 30)
         file.write(b"\n" + last + b"\n")
-    told: list[str] = []
+    left_out: list[str] = []
     tracemalloc.start()
     try:
-        found = [one.value["event"] for one in merged_events(attempt, {}, tell=told.append)]
+        found = [one.value["event"] for one in merged_events(attempt, {}, on_left_out=left_out.append)]
         assert tracemalloc.get_traced_memory()[1] < 60 << 20
     finally:
         tracemalloc.stop()
     assert found == ["round_final", "closed", "closed", "closed", "closed"]
-    assert sorted(sentence.partition(" bytes were")[0].rpartition(" ")[0] for sentence in told) == [
+    assert sorted(sentence.partition(" bytes were")[0].rpartition(" ")[0] for sentence in left_out) == [
         "events/agent-00001-b.jsonl:", "events/agent-00002-c.jsonl:", "events/agent-00002-c.jsonl:",
     ]  # fmt: skip
-    assert any(sentence.endswith("it is larger than 67108864 bytes") for sentence in told)
-    assert any(sentence.endswith("a line is longer than 4194304 bytes") for sentence in told)
+    assert any(sentence.endswith("it is larger than 67108864 bytes") for sentence in left_out)
+    assert any(sentence.endswith("a line is longer than 4194304 bytes") for sentence in left_out)

@@ -138,7 +138,7 @@ def test_clocks_that_are_known_to_be_off_are_set_right(tmp_path: Path) -> None:
     part.write(0, b"second\n", 11)
     part.write(1, b"first\n", 3610)  # an hour ahead
     part.end()
-    found = read_round_marks(part.folder, offsets_us={1: 3600 * SECOND})
+    found = read_round_marks(part.folder, offsets_ns={1: 3600 * 1000 * SECOND})
     assert text(merged(readers_of(part.streams()), found)) == ["1:first", "0:second"]
 
 

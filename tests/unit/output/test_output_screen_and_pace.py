@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.output.log_reader import LOOKS_PER_SECOND, FollowedFiles, OutputReader, next_interval
+from hpc_elastic.output.follow import LOOKS_PER_SECOND, FollowedFiles, next_interval
+from hpc_elastic.output.log_reader import Chunk, OutputReader
 from hpc_elastic.output.terminal import harmless
+from tests.rigs.fake_clock import FakeClock
 
 _COLOUR = re.compile(rb"\x1b\[[0-9;:]*m")
 
@@ -57,35 +60,39 @@ def test_all_files_together_within_the_budget(files: int, interval: float, has_g
     assert files / next_interval(interval, has_grown=has_grown, files=files) <= LOOKS_PER_SECOND * 1.0001
 
 
-def test_only_what_is_due_is_looked_at(tmp_path: object) -> None:
-    from pathlib import Path
-
-    folder = Path(str(tmp_path))
-    files: FollowedFiles[str] = FollowedFiles()
+def test_only_what_is_due_is_looked_at(tmp_path: Path) -> None:
+    clock, found = FakeClock(), []
+    files: FollowedFiles[str, Chunk] = FollowedFiles(lambda: found.append(clock.now), clock=clock)
     for name in ("a", "b"):
-        (folder / name).write_bytes(b"1\n")
-        files.add(name, OutputReader(folder / name))
-    assert [(key, chunk.data) for key, chunk in files.look(0.0)] == [("a", b"1\n"), ("b", b"1\n")]
-    with open(folder / "a", "ab") as file:
+        (tmp_path / name).write_bytes(b"1\n")
+        files.add(name, OutputReader(tmp_path / name))
+    began = clock.now
+    assert [(key, chunk.data) for key, chunk in files.look()] == [("a", b"1\n"), ("b", b"1\n")]
+    with open(tmp_path / "a", "ab") as file:
         file.write(b"2\n")
-    assert list(files.look(0.1)) == []
-    assert files.seconds_until_due(0.1, most=9.0) == pytest.approx(0.15)
-    assert [(key, chunk.data) for key, chunk in files.look(0.25)] == [("a", b"2\n")]
-    (folder / "b").write_bytes(b"1\nand\n")
-    assert [key for key, _ in files.look(0.3, everything=True)] == ["b"]
+    clock.now = began + 0.1
+    assert list(files.look()) == []
+    assert files.seconds_until_due() == pytest.approx(0.15)
+    clock.now = began + 0.26
+    assert [(key, chunk.data) for key, chunk in files.look()] == [("a", b"2\n")]
+    (tmp_path / "b").write_bytes(b"1\nand\n")
+    assert found == [began], "files that are new are looked for once a second"
+    assert [key for key, _ in files.look(everything=True)] == ["b"]
+    assert found == [began, clock.now]
 
 
-def test_a_line_without_an_end_is_shown_after_a_while(tmp_path: object) -> None:
-    from pathlib import Path
-
-    path = Path(str(tmp_path)) / "a"
+def test_a_line_without_an_end_is_shown_after_a_while(tmp_path: Path) -> None:
+    path, clock = tmp_path / "a", FakeClock()
     path.write_bytes(b"continue? ")
-    files: FollowedFiles[str] = FollowedFiles()
-    files.add("a", path)
-    assert list(files.look(0.0)) == []
-    assert list(files.look(1.0)) == []
-    assert [chunk.data for _, chunk in files.look(5.0)] == [b"continue? \n"]
+    files: FollowedFiles[str, Chunk] = FollowedFiles(lambda: None, clock=clock)
+    files.add("a", OutputReader(path))
+    assert list(files.look()) == []
+    clock.now += 1.0
+    assert list(files.look()) == []
+    clock.now += 4.0
+    assert [chunk.data for _, chunk in files.look()] == [b"continue? \n"]
     with open(path, "ab") as file:
         file.write(b"yes\nno")
-    assert [chunk.data for _, chunk in files.look(9.0)] == [b"yes\n"]
+    clock.now += 4.0
+    assert [chunk.data for _, chunk in files.look()] == [b"yes\n"]
     assert [chunk.data for _, chunk in files.rests()] == [b"no\n"]

@@ -6,14 +6,13 @@ import errno
 import os
 import threading
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from hpc_elastic.run import events
-from hpc_elastic.run.events import EventLog, read_event_file, read_events
+from hpc_elastic.run.event_reader import EventFile, read_events
+from hpc_elastic.run.events import EventLog
 
 
 class CountingClock:
@@ -250,18 +249,13 @@ def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) ->
             os.close(writer)
 
 
-def test_lines_across_pieces_of_a_file_and_between_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_READ_AT_ONCE", 7)
+def test_lines_across_reads_of_a_file_and_between_garbage(tmp_path: Path) -> None:
     lines = [b'{"event": "a", "t": 1}', b"\xff\xfe", b'{"event": "\xc3\xbc"}', b"[1]", b'{"event": "b"} x', b"{}", b""]
-    (tmp_path / "x.jsonl").write_bytes(b"\n".join([*lines, b'{"event": "torn", "t"']))
-    assert list(read_events(tmp_path)) == [{"event": "a", "t": 1}, {"event": "\u00fc"}]
-
-
-def test_a_line_without_end_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "_READ_AT_ONCE", 1000)
-    monkeypatch.setattr(events, "_LONGEST_LINE", 5000)
-    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"}\n' + b"x" * 10_000 + b'\n{"event": "b"}\n')
-    assert [event["event"] for event in read_events(tmp_path)] == ["a"]
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\n".join([*lines, b'{"event": "torn", "t"']))
+    expected = [{"event": "a", "t": 1}, {"event": "\u00fc"}]
+    assert list(read_events(tmp_path)) == expected
+    assert [event.value for event in EventFile(path, chunk=7).events()] == expected
 
 
 def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
@@ -269,53 +263,74 @@ def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
     assert list(read_events(tmp_path)) == [{"event": "c"}]
 
 
-def test_a_line_that_takes_gigabytes_to_decode_is_left_out_and_told(tmp_path: Path) -> None:
+def test_what_comes_later_is_read_later(tmp_path: Path) -> None:
+    path = tmp_path / "agent-00007-x.jsonl"
+    file = EventFile(path)
+    assert file.read() is None
+    path.write_bytes(b'{"event": "a"}\n{"eve')
+    assert [event.name for event in file.read() or ()] == ["a"]
+    assert file.read() is None
+    assert file.has_begun_line
+    with path.open("ab") as end:
+        end.write(b'nt": "b", "t": 5}\n{"event": "c", "t": 3}')
+    found = file.read() or []
+    assert [(event.name, event.writer, event.time_ns, event.raw) for event in found] == [
+        ("b", 7, 5, b'{"event": "b", "t": 5}')
+    ]
+    assert [(event.name, event.time_ns) for event in file.rest() or ()] == [("c", 5)], "never before an earlier line"
+    assert file.read() is None
+
+
+def test_a_line_that_takes_gigabytes_to_decode_is_left_out(tmp_path: Path) -> None:
     """60 MB in one line took 1.7 GB."""
     path = tmp_path / "events" / "x.jsonl"
     path.parent.mkdir()
-    path.write_bytes(b'{"event": "a"}\n{"event": "b", "x": [' + b"[]," * 20_000_000 + b"0]}\n")
-    told: list[str] = []
+    path.write_bytes(b'{"event": "a"}\n{"event": "b", "x": [' + b"[]," * 20_000_000 + b'0]}\n{"event": "c"}\n')
     tracemalloc.start()
     try:
-        assert list(read_event_file(path, tell=told.append)) == [{"event": "a"}]
+        file = EventFile(path)
+        assert [event.name for event in file.events()] == ["a", "c"]
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
     finally:
         tracemalloc.stop()
-    assert told == [
-        f"events/x.jsonl: {path.stat().st_size - 15} bytes were left out: a line is longer than 4194304 bytes"
+    assert file.left_out() == [
+        f"events/x.jsonl: {path.stat().st_size - 30} bytes were left out: a line is longer than 4194304 bytes"
     ]
 
 
-def test_of_a_sparse_file_only_the_beginning_and_the_end_are_read(
+def test_of_a_large_file_only_the_beginning_and_the_end_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = 0
     path = tmp_path / "events" / "x.jsonl"
     path.parent.mkdir()
     path.write_bytes(b'{"event": "a"}\n' * 5000)
-    with path.open("r+b") as file:
-        file.seek(2 << 30)
-        file.write(b'\n{"event": "b"}\n')
-    told: list[str] = []
-    decode = events._read_lines
+    with path.open("r+b") as sparse:
+        sparse.seek(2 << 30)
+        sparse.write(b'\n{"event": "b"}\n')
+    pread = os.pread
 
-    def counted(raw: bytes) -> Iterator[dict[str, Any]]:
+    def counted(fd: int, size: int, offset: int) -> bytes:
         nonlocal read
-        read += len(raw)
-        return decode(raw)
+        data = pread(fd, size, offset)
+        read += len(data)
+        return data
 
-    monkeypatch.setattr(events, "_read_lines", counted)
-    found = list(read_event_file(path, tell=told.append))
+    monkeypatch.setattr(os, "pread", counted)
+    file = EventFile(path)
+    assert [event.name for event in file.events()] == ["a"] * 5000 + ["b"]
     assert read < 66 << 20
-    assert found == [{"event": "a"}] * 5000  # then a line without end is given up
-    assert len(told) == 1
+    assert sorted(sentence.partition(" left out: ")[2] for sentence in file.left_out()) == [
+        "a line is longer than 4194304 bytes",
+        "it is larger than 67108864 bytes",
+    ]
     path.write_bytes(b'{"event": "a", "fill": "%s"}\n' % (b"x" * 9_971) * 10_000)
-    with path.open("ab") as file:
-        file.write(b'{"event": "b"}\n')
-    told.clear()
-    found = list(read_event_file(path, tell=told.append))
-    assert found[-1] == {"event": "b"}
+    with path.open("ab") as end:
+        end.write(b'{"event": "b"}\n')
+    file = EventFile(path)
+    found = [event.name for event in file.events()]
+    assert found[-1] == "b"
     assert 6_000 < len(found) < 7_000
-    assert len(told) == 1
-    assert told[0].startswith("events/x.jsonl: ")
-    assert told[0].endswith(" bytes were left out: it is larger than 67108864 bytes")
+    (sentence,) = file.left_out()
+    assert sentence.startswith("events/x.jsonl: ")
+    assert sentence.endswith(" bytes were left out: it is larger than 67108864 bytes")

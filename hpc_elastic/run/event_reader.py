@@ -1,0 +1,250 @@
+"""Reads a run's events: the one reader of what `events.EventLog` writes, for the report, `events` and `logs`.
+
+Each writer has a file of its own, in which its lines stand in their order. `EventFile` reads one file, also while it
+grows; `merged_events` reads all files of an attempt in time order. Torn and foreign lines are left out, and bounds hold
+for what no writer of ours leaves: a file of gigabytes, or a line of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from hpc_elastic.base.files import ask_about, open_regular
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run.paths import AttemptPaths
+
+LONGEST_EVENT = 4 << 20
+"""Bytes of one line; a line of 64 MiB takes two gigabytes when it is decoded."""
+LARGEST_FILE = 64 << 20
+"""Bytes of one writer's file that are read: of a larger one the first half of these, and the last."""
+_CHUNK = 1 << 20
+_SMALLEST_CHUNK = 4096
+_CHUNKS_TOGETHER = 32 << 20
+"""Bytes that all files which are merged may hold at once."""
+_TOO_LARGE = f"it is larger than {LARGEST_FILE} bytes"
+_TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
+_WRITER = re.compile(r"[a-z]+-(-?\d+)-")
+
+
+class Event(Struct, frozen=True, kw_only=True):
+    """One line of an event log."""
+
+    name: str
+    value: dict[str, Any]
+    """All its fields, the common ones included."""
+    raw: bytes
+    """As it was written, without its line feed."""
+    attempt: int
+    writer: int
+    """The node of its file; negative: the batch host. An event may be about another node."""
+    time_ns: int
+    """On one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
+
+
+class EventFile:
+    """One writer's events, in their order; what is not there yet comes with a later call.
+
+    No descriptor stays open between two reads: a large run has more files than a process may open.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        attempt: int = 0,
+        offsets_ns: Mapping[int, int] | None = None,
+        names: Collection[str] | None = None,
+        chunk: int = _CHUNK,
+    ) -> None:
+        """Args:
+        path: Its name says which node's clock it is.
+        attempt: Whose events they are.
+        offsets_ns: Node → how far its clock is ahead.
+        names: Only these events; None: all.
+        chunk: Bytes to read at once.
+        """
+        match = _WRITER.match(path.name)
+        self._path = path
+        self._attempt = attempt
+        self._writer = int(match[1]) if match is not None else -1
+        self._ahead = (offsets_ns or {}).get(self._writer, 0)
+        self._names = names
+        self._wanted = None
+        if names is not None:
+            self._wanted = re.compile(b"|".join(re.escape(f'"{name}"'.encode()) for name in sorted(names)))
+        self._chunk = chunk
+        self._at = 0
+        self._begun = bytearray()
+        """A line without its end so far."""
+        self._skipping = ""
+        """Why nothing is taken up to the next line feed; empty: all is taken."""
+        self._left_out: dict[str, int] = {}
+        """Why → bytes."""
+        self._latest = 0
+
+    def read(self) -> list[Event] | None:
+        """The events in the next whole lines; None: there are no more now, or the file can't be read."""
+        while data := self._pread():
+            lines = self._whole_lines(data)
+            if lines:
+                return self._parse(lines)
+        return None
+
+    def rest(self) -> list[Event] | None:
+        """The event whose line has no end; None: there is none."""
+        raw, self._begun = bytes(self._begun), bytearray()
+        return self._parse(raw) or None
+
+    @property
+    def has_begun_line(self) -> bool:
+        """Whether a line waits for its end."""
+        return bool(self._begun)
+
+    def events(self) -> Iterator[Event]:
+        """All that follow, to the end that the file has now."""
+        while (found := self.read() or self.rest()) is not None:
+            yield from found
+
+    def left_out(self) -> list[str]:
+        """A sentence for each bound that has left out something of what was read so far."""
+        name = f"{self._path.parent.name}/{self._path.name}"
+        return [f"{name}: {count} bytes were left out: {why}" for why, count in self._left_out.items()]
+
+    def _pread(self) -> bytes:
+        try:
+            fd = open_regular(self._path)  # a FIFO or a link that somebody planted is not waited for
+        except (OSError, UnsafePathError):
+            return b""
+        half = LARGEST_FILE // 2
+        try:
+            if self._at >= half and _TOO_LARGE not in self._left_out:
+                unread = os.fstat(fd).st_size - half - self._at
+                if unread > 0:
+                    self._leave_out(unread + len(self._begun), _TOO_LARGE)
+                    self._at += unread
+                    self._skipping = _TOO_LARGE
+                    self._begun.clear()
+            data = os.pread(fd, self._chunk, self._at)
+        except OSError:
+            return b""
+        finally:
+            os.close(fd)
+        self._at += len(data)
+        return data
+
+    def _whole_lines(self, data: bytes) -> bytes:
+        """The lines that end in `data`."""
+        if self._skipping:
+            end = data.find(b"\n") + 1
+            self._leave_out(end or len(data), self._skipping)
+            if not end:
+                return b""
+            self._skipping, data = "", data[end:]
+        end = data.rfind(b"\n") + 1
+        lines = bytes(self._begun) + data[:end] if end else b""
+        if end:
+            self._begun.clear()
+        self._begun += data[end:]
+        if len(self._begun) >= LONGEST_EVENT:
+            self._leave_out(len(self._begun), _TOO_LONG)
+            self._skipping = _TOO_LONG
+            self._begun.clear()
+        return lines
+
+    def _leave_out(self, count: int, why: str) -> None:
+        self._left_out[why] = self._left_out.get(why, 0) + count
+
+    def _parse(self, data: bytes) -> list[Event]:
+        wanted, names = self._wanted, self._names
+        if wanted is not None and not wanted.search(data):
+            return []  # not even decoded
+        lines = [line for line in data.split(b"\n") if line and (wanted is None or wanted.search(line))]
+        found = []
+        for raw, value in zip(lines, _decode(lines), strict=True):
+            name = value.get("event") if isinstance(value, dict) else None
+            if not isinstance(name, str) or (names is not None and name not in names):
+                continue
+            when = value.get("t")
+            if type(when) is int:
+                self._latest = max(self._latest, when - self._ahead)
+            found.append(
+                Event(name=name, value=value, raw=raw, attempt=self._attempt, writer=self._writer, time_ns=self._latest)
+            )
+        return found
+
+
+def _decode(lines: list[bytes]) -> list[Any]:
+    """The value of each line; None for one that is torn or foreign. All at once takes a third of the time."""
+    texts = [line.decode("utf-8", "replace") for line in lines]
+    try:
+        values = json.loads(f"[{','.join(texts)}]")
+        if len(values) == len(lines):
+            return list(values)
+    except (ValueError, RecursionError):
+        pass
+    return [_decode_one(text) for text in texts]
+
+
+def _decode_one(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The files that hold an attempt's events, by name; none where the folder is missing or can't be read."""
+    try:
+        try:
+            names = os.listdir(folder)
+        except FileNotFoundError:
+            if not ask_about(folder):
+                return []
+            names = os.listdir(folder)
+    except OSError:
+        return []
+    return [folder / name for name in sorted(names) if name.endswith(".jsonl") and not name.startswith(".")]
+
+
+def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """An attempt's events, or those of some names: file by file, each file in its own order.
+
+    Args:
+        folder: `AttemptPaths.events`.
+        names: Only these; None: all.
+    """
+    for path in event_files(folder):
+        for event in EventFile(path, names=names).events():
+            yield event.value
+
+
+def merged_events(
+    attempt: AttemptPaths,
+    offsets_ns: Mapping[int, int],
+    *,
+    names: Collection[str] | None = None,
+    on_left_out: Callable[[str], None] = lambda sentence: None,
+) -> Iterator[Event]:
+    """An attempt's events, or those of some names, in time order and in bounded memory.
+
+    Args:
+        attempt: Whose.
+        offsets_ns: Node → how far its clock is ahead.
+        names: Only these; None: all.
+        on_left_out: Is given a sentence for each bound that has left out something, after the last event.
+    """
+    paths = event_files(attempt.events)
+    chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNKS_TOGETHER // max(1, len(paths))))
+    files = [EventFile(path, attempt=attempt.number, offsets_ns=offsets_ns, names=names, chunk=chunk) for path in paths]
+    yield from heapq.merge(*(file.events() for file in files), key=lambda event: event.time_ns)
+    for file in files:
+        for sentence in file.left_out():
+            on_left_out(sentence)
