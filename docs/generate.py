@@ -36,7 +36,7 @@ from hpc_elastic.rendezvous.state import Status  # noqa: E402
 
 
 def _life() -> ModuleType:
-    """The in-process ring's table, without its package: that imports torch."""
+    """The in-process restart group's table, without its package: that imports torch."""
     spec = importlib.util.spec_from_file_location("life", ROOT / "hpc_elastic" / "inprocess" / "life.py")
     assert spec is not None
     assert spec.loader is not None
@@ -236,7 +236,7 @@ def sequence() -> str:
         "```mermaid",
         "sequenceDiagram",
         "    participant F as the rank that fails",
-        "    participant S as the ring's store",
+        "    participant S as the group's store",
         "    participant O as every other rank",
     ]
     phase = life.Phase.JOINING

@@ -1,6 +1,6 @@
 """Train a small network with DistributedDataParallel, and start again *within the processes* where a rank fails.
 
-A script as one writes it for torchrun, but for what is marked with "ring". The global batch is fixed and split over the
+A script as for torchrun, but for what is marked with "restart". The global batch is fixed and split over the
 ranks, so the losses are the same for any number of ranks, interrupted or not.
 
 ``--fail-rank R --fail-step S`` plants a fault: that rank raises, or with ``--fail-how kill`` kills itself, once.
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import hpc_elastic.inprocess as inprocess  # ring
+import hpc_elastic.inprocess as inprocess  # restart
 
 BATCH = 24  # of all ranks together
 EVERY = 5  # steps between two checkpoints
@@ -50,12 +50,12 @@ def fail(args):
     raise RuntimeError("planted")
 
 
-# ring: the function starts again in all processes that are left, and in fresh ones in dead ones' places. It gives up
+# restart: the function starts again in all processes that are left, and in fresh ones in dead ones' places. It gives up
 # after 5 starts: then its processes end, and the agents start new ones.
 @inprocess.Wrapper(initialize=inprocess.initialize.RetryController(max_iterations=5))
 def train(args, call: inprocess.CallWrapper):
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # ring: read anew in each start
-    # ring: a TCPStore is served at MASTER_PORT already, by the agent or by the ring; each start has keys of its own.
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])  # restart: read anew in each start
+    # restart: a TCPStore is served at MASTER_PORT already, by the agent or by rank 0; each start has keys of its own.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"train/{call.iteration}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -81,7 +81,7 @@ def train(args, call: inprocess.CallWrapper):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        call.ping()  # ring: from the first one on, a minute without one counts as a hang
+        call.ping()  # restart: from the first one on, a minute without one counts as a hang
         if (step + 1) % EVERY == 0:
             if rank == 0:
                 save(args.checkpoint, model, optimizer, step + 1)

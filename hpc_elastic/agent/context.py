@@ -12,7 +12,7 @@ from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.metrics import RoundFigures
-from hpc_elastic.agent.restart_group import NoRing, RingWatch
+from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileThread
@@ -57,7 +57,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Reads the workers' heartbeats."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Says whether this node may join a round."""
-    ring: RingWatch = field(default_factory=NoRing)
+    restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)
     """Hears of in-process restarts, and replaces single workers."""
     crash: CrashGuard = field(default_factory=CrashGuard)
     """Sees when a thread of the agent's fails."""

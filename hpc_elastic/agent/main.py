@@ -31,7 +31,7 @@ from hpc_elastic.agent.rendezvous_session import (
     prepare_session,
     rendezvous_settings,
 )
-from hpc_elastic.agent.restart_group import RingWatch
+from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.base.clock import Clock, RunClock, SystemClock
@@ -121,9 +121,11 @@ def agent_main(argv: Sequence[str]) -> int:
         decide_restart=policy.decide_restart,
         clock=clock,
     )
-    ring = RingWatch(folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts)
+    restart_group = RestartGroupWatch(
+        folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts
+    )
     worker_env = {key: value for key, value in me.env.items() if key != "TORCHELASTIC_ERROR_FILE"}
-    worker_env.update(ring.environment(me.env))
+    worker_env.update(restart_group.environment(me.env))
     store_server = StoreServer(
         spec.entrypoint.python,
         log_path=at.root / f"store-host-{me.node:05d}.log",
@@ -159,7 +161,7 @@ def agent_main(argv: Sequence[str]) -> int:
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
             health=health,
-            ring=ring,
+            restart_group=restart_group,
             crash=crash,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
             watch=_hang_watch(me, folder, files, clock),

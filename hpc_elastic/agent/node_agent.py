@@ -160,7 +160,7 @@ class NodeAgent:
 
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
-        wanted |= {fd for fd in (self._context.store_server.fileno(), self._context.ring.fileno()) if fd >= 0}
+        wanted |= {fd for fd in (self._context.store_server.fileno(), self._context.restart_group.fileno()) if fd >= 0}
         for fd in self._watched - wanted:
             self._selector.unregister(fd)
         for fd in wanted - self._watched:
@@ -218,11 +218,11 @@ class NodeAgent:
 
     def _handle_workers(self) -> None:
         workers = self._workers
-        self._context.ring.handle(self._round)
+        self._context.restart_group.handle(self._round)
         if workers is None or self._phase is not Phase.RUNNING or not workers.poll():
             return
         if workers.failed:
-            if not self._context.ring.replace_dead(workers):
+            if not self._context.restart_group.replace_dead(workers):
                 self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")

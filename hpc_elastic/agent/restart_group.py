@@ -1,7 +1,7 @@
-"""The in-process ring as its node's agent sees it: what the ranks tell, and who is put in a dead one's place.
+"""The in-process restart group as its node's agent sees it: what the ranks report, and which dead workers are replaced.
 
-The ring restarts a function in the processes that are left; all this agent does for it is to start a fresh process, and
-to leave the others alone. Where that would not help, the agent does what it does without a ring: all start again.
+The restart group restarts a function in the processes that are left. The agent's part is to start a fresh process in a
+dead one's place, and to leave the others alone. Where that would not help, all workers start again, as without it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,20 @@ from msgspec import Struct
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartWith, RingEvent, RingLine, decode
+from hpc_elastic.worker_api.restart_group import (
+    REPLACES,
+    REPORTS,
+    WAIT,
+    RestartGroupEvent,
+    RestartGroupReport,
+    RestartWith,
+    decode,
+)
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 300.0
-"""For a fresh process to come to its ring: Python's start and the script's imports, from a slow filesystem."""
+"""For a fresh process to come to its restart group: Python's start and the script's imports, from a slow filesystem."""
 _MOST_AT_ONCE = 1 << 16
 
 
@@ -52,27 +60,27 @@ class Workers(Protocol):
     def replace(self, local_rank: int, extra: Mapping[str, str]) -> int: ...
 
 
-def why_not(dead: DeadWorker, *, word: RingEvent | None, used: int, limit: int) -> str:
+def why_not_replaced(dead: DeadWorker, *, last: RestartGroupEvent | None, used: int, limit: int) -> str:
     """Why no fresh process is put in its place; "" where one is.
 
     Args:
-        dead: Who ended.
-        word: What its process said of the ring last; None: nothing.
+        dead: The worker that ended.
+        last: Its process' last report; None: there was none.
         used: Processes that were replaced on this node in this round.
         limit: How many may be.
     """
-    if word is None:
+    if last is None:
         return f"{dead} before it was in a wrapped call"
-    if word is RingEvent.ENDED:
+    if last is RestartGroupEvent.ENDED:
         return f"{dead} after its wrapped call"
-    if word is RingEvent.GAVE_UP:
-        return f"{dead}: the in-process ring gave up"
+    if last is RestartGroupEvent.GAVE_UP:
+        return f"{dead}: the in-process restart group gave up"
     if used >= limit:
         return f"{dead}, and {used} of {limit} replacements in this round are used"
     return ""
 
 
-class RingWatch:
+class RestartGroupWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
     def __init__(self, *, folder: HeartbeatFolder, events: EventLog, policy: RestartWith, limit: int) -> None:
@@ -86,7 +94,7 @@ class RingWatch:
         self._policy = policy
         self._limit = limit
         self._round = -1
-        self._words: dict[int, RingEvent] = {}
+        self._last: dict[int, RestartGroupEvent] = {}
         self._used: dict[int, int] = {}
         self._unread = b""
         self._path = ""
@@ -98,17 +106,17 @@ class RingWatch:
                 self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
                 self._path = path
             except OSError as error:
-                logger.warning("nothing will be heard of in-process restarts: %s: %s", path, error.strerror)
+                logger.warning("no in-process restart can be reported: %s: %s", path, error.strerror)
 
     def fileno(self) -> int:
-        """Readable when a rank has said something; -1: nothing can be heard."""
+        """Readable when a rank has reported something; -1: none can."""
         return self._fd
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """What all workers must find in theirs.
+        """What every worker's environment must hold.
 
         Args:
-            given: What the agent was started with: a wait that the user chose stays.
+            given: The agent's own: a wait that the user chose stays.
         """
         if not self._path:
             return {}
@@ -118,7 +126,7 @@ class RingWatch:
         return found
 
     def handle(self, round_index: int) -> None:
-        """Take in what the ranks have said."""
+        """Read what the ranks have reported."""
         if self._fd < 0:
             return
         try:
@@ -143,7 +151,9 @@ class RingWatch:
         self.handle(workers.round)
         dead = workers.dead
         for each in dead:
-            why = why_not(each, word=self._words.get(each.pid), used=sum(self._used.values()), limit=self._limit)
+            why = why_not_replaced(
+                each, last=self._last.get(each.pid), used=sum(self._used.values()), limit=self._limit
+            )
             if why:
                 return self._refuse(each, why, workers.round)
         return all(self._replace(each, workers) for each in dead)
@@ -155,8 +165,8 @@ class RingWatch:
             pid = workers.replace(dead.local_rank, {REPLACES: str(number)})
         except (HpcElasticError, OSError) as error:
             return self._refuse(dead, f"{dead}, and no process can be started in its place: {error}", workers.round)
-        told = f"{dead}; {sum(self._used.values())} of {self._limit} replacements in this round are used"
-        logger.warning("a fresh process takes its place: %s", told)
+        reason = f"{dead}; {sum(self._used.values())} of {self._limit} replacements in this round are used"
+        logger.warning("a fresh process takes its place: %s", reason)
         self._events.write(
             "worker_replaced",
             round=workers.round,
@@ -165,7 +175,7 @@ class RingWatch:
             exitcode=dead.exitcode,
             old_pid=dead.pid,
             pid=pid,
-            reason=told,
+            reason=reason,
         )
         return True
 
@@ -174,10 +184,8 @@ class RingWatch:
         self._events.write("replacement_refused", round=round_index, rank=dead.rank, reason=why)
         return False
 
-    def _take(self, line: RingLine, round_index: int) -> None:
-        if line.word is not RingEvent.RESTARTED:
-            self._words[line.pid] = line.word
-        if line.word is RingEvent.RESTARTED:
+    def _take(self, line: RestartGroupReport, round_index: int) -> None:
+        if line.event is RestartGroupEvent.RESTARTED:
             kinds = ", ".join(f"{name} on rank {rank}" for rank, name in line.interruptions)
             logger.info(
                 "the function starts again (iteration %d) after %.2f s: %s", line.iteration, line.seconds, kinds
@@ -193,18 +201,20 @@ class RingWatch:
                 joined=list(line.joined),
                 reason=kinds,
             )
-        elif line.word is RingEvent.LEFT:
+            return
+        self._last[line.pid] = line.event
+        if line.event is RestartGroupEvent.LEFT:
             self._events.write(
                 "ring_left", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
             )
-        elif line.word is RingEvent.GAVE_UP:
+        elif line.event is RestartGroupEvent.GAVE_UP:
             self._events.write(
                 "ring_gave_up", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
             )
 
 
-class NoRing(RingWatch):
-    """Where there is none to be heard of."""
+class NoRestartGroup(RestartGroupWatch):
+    """Where there is none."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -212,7 +222,7 @@ class NoRing(RingWatch):
 
 
 def keep_apart(error_file: Path, number: int) -> None:
-    """A dead worker's own words are not to be taken for those of the process in its place."""
+    """Rename a dead worker's error file, so that it is not taken for that of the process in its place."""
     try:
         error_file.rename(error_file.with_name(f"{error_file.stem}-replaced-{number}{error_file.suffix}"))
     except OSError:

@@ -14,23 +14,27 @@ See ``docs/how-to/restart-in-process.md``.
 
 from __future__ import annotations
 
+import sys
+
 from hpc_elastic.inprocess import (
     abort,
-    attribution,
-    exception,
-    finalize,
-    health_check,
-    initialize,
+    hooks,
     monitor_process,
     monitor_thread,
     progress_watchdog,
     rank_assignment,
-    rank_filter,
     state,
     store,
 )
-from hpc_elastic.inprocess.compose import Compose
+from hpc_elastic.inprocess.hooks import Compose
 from hpc_elastic.inprocess.wrap import CallWrapper, Wrapper
+
+attribution = exception = state
+finalize = health_check = initialize = rank_filter = hooks
+
+# The extension has a module for each of these: a script that imports from one of them need not be changed either.
+sys.modules |= {f"{__name__}.{name}": state for name in ("attribution", "exception")}
+sys.modules |= {f"{__name__}.{name}": hooks for name in ("finalize", "health_check", "initialize", "rank_filter")}
 
 __all__ = [
     "CallWrapper",

@@ -39,7 +39,7 @@ class AbortTorchDistributed(Abort):
     """Aborts what torch.distributed is doing, and destroys all process groups.
 
     NCCL's communicators are aborted. Gloo has nothing of the kind: the sockets of its groups are shut down, after the
-    main thread was told to leave; what waits in a collective fails at once, instead of at gloo's timeout.
+    main thread was interrupted; what waits in a collective fails at once, instead of at gloo's timeout.
     """
 
     def __call__(self, state: State) -> State:
@@ -52,7 +52,7 @@ class AbortTorchDistributed(Abort):
             part.interrupt("torch.distributed is aborted")
             has_left = part.wait_until_left(BEFORE_CUT)
         if not has_left:
-            # Who has left waits in nothing; to cut while its last operation ends can hold up the group's own end.
+            # A thread that has left waits in nothing; a cut while its last operation ends can hold up the group's end.
             ledger.cut_groups()
         if not has_left and part is not None and not part.wait_until_left(BEFORE_STORE_CUT):
             ledger.cut_stores()

@@ -55,7 +55,7 @@ class Interruptible:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody has said that the main thread shall leave."""
+        """Whether the main thread is to leave."""
         return self._wanted is not None
 
     def run(self, body: Callable[[], T]) -> T:
@@ -154,7 +154,7 @@ _abort = threading.local()
 
 
 def set_aborted(part: Interruptible | None) -> None:
-    """Say, in the thread that aborts, what the main thread is to leave."""
+    """Note, in the thread that aborts, what the main thread is to leave."""
     _abort.part = part
 
 
@@ -183,14 +183,14 @@ class SignalHandler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Whoever sends it has ended, and the main thread has executed bytecode since: none is on its way.
+        # The thread that sends it has ended, and the main thread has executed bytecode since: none is on its way.
         signal.signal(SIGNAL, signal.SIG_DFL if self._before is None else self._before)
 
 
 def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event | None = None) -> None:
     """Raise `exc_type` in another thread, when it executes its next bytecode.
 
-    The ring itself does not use this: a signal reaches a thread in a system call, too.
+    This package itself does not use this: a signal reaches a thread in a system call, too.
 
     Args:
         tid: The thread's ``ident``.
@@ -221,7 +221,7 @@ def _is_running(function: Callable[..., Any], ident: int) -> bool:
 def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
     """While it lasts: an `exc_type` that a destructor or a callback swallows is raised again in the main thread.
 
-    The ring's own `RankShouldRestart` needs no such thing; for other exceptions, this is it.
+    `RankShouldRestart` does not need it: it is raised again anyway.
     """
     before = sys.unraisablehook
     main = threading.main_thread().ident or 0

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from msgspec import Struct, field
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
-from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartAbort, RestartError
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
 from hpc_elastic.inprocess.life import TRANSITIONS, Event, Phase, next_phase
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, Place
@@ -24,9 +22,18 @@ from hpc_elastic.inprocess.rank_assignment import RankDiscarded
 from hpc_elastic.inprocess.replacement import Replacements, Surroundings
 from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.standby import Refuge, may_stay
-from hpc_elastic.inprocess.state import State, Status
+from hpc_elastic.inprocess.state import (
+    HealthCheckError,
+    InternalError,
+    Interruption,
+    InterruptionRecord,
+    RestartAbort,
+    RestartError,
+    State,
+    Status,
+)
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
-from hpc_elastic.worker_api.restart_group import RingEvent
+from hpc_elastic.worker_api.restart_group import RestartGroupEvent
 
 logger = logging.getLogger(__name__)
 
@@ -49,13 +56,13 @@ class Rank(Struct, kw_only=True):
     replacements: Replacements | None = None
     """Where an agent starts fresh processes in dead ones' places."""
     refuge: Refuge | None = None
-    """Where the store's server is the ring's own: for the end of its node."""
+    """Where the store's server is the restart group's own: for the end of its node."""
 
     has_completed: bool = False
     """Whether all ranks have completed; else others may go on for long."""
 
     def move(self, refuge: Refuge, present: Collection[int]) -> None:
-        """The ring's store is that of the standby to which this rank has fled.
+        """The restart group's store is that of the standby to which this rank has fled.
 
         Args:
             refuge: Past a meeting.
@@ -81,14 +88,14 @@ class Rank(Struct, kw_only=True):
             if is_critical:
                 self._wait_for_all()
         except Exception as error:
-            logger.warning("rank %d: the ring's store fails at the end: %s", self.state.rank, error)
+            logger.warning("rank %d: the restart group's store fails at the end: %s", self.state.rank, error)
 
     def _wait_for_all(self) -> None:
         deadline = time.monotonic() + self.settings.barrier_timeout.total_seconds()
         pause = 0.002
         while self.base.get_base_terminated_count() < self.state.initial_world_size:
             if self.has_completed and time.monotonic() >= deadline:
-                logger.warning("the ring's store ends; not all ranks have said that they need it no more")
+                logger.warning("the restart group's store ends; not all ranks have said that they need it no more")
                 return
             time.sleep(pause)
             pause = min(pause * 1.5, 0.2)
@@ -99,7 +106,7 @@ class Iterations:
 
     def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int] = ()) -> None:
         """Args:
-        rank: Past the initial barrier, or taken in by a ring that runs.
+        rank: Past the initial barrier, or taken in by a restart group that runs.
         function: What to call.
         terminated: For the first assignment: the places that stayed empty, where this is a fresh process.
         """
@@ -167,12 +174,12 @@ class Iterations:
             self._forget()
 
     def _notice_loss(self, phase: Phase, error: BaseException) -> bool:
-        """Whether what was raised in `phase` says that the store's server is gone, and the ring has standbys."""
+        """Whether `error` means that the store's server is gone, and the restart group has standbys."""
         if Event.STORE_LOST not in TRANSITIONS[phase] or self._call.refuge is None:
             return False
         if not isinstance(error, dist.DistNetworkError):
             return False
-        logger.warning("rank %d: the ring's store is lost: %s", self._state.rank, error)
+        logger.warning("rank %d: the restart group's store is lost: %s", self._state.rank, error)
         if not self._interrupted_at or phase in (Phase.RUNNING, Phase.COMPLETING):
             self._interrupted_at = time.monotonic()
         self._is_store_lost = True
@@ -221,9 +228,9 @@ class Iterations:
         state = self._state
         logger.info("rank %d of %d: iteration %d, %.3f s after the fault was seen", state.rank,
                     state.world_size, state.iteration, seconds)  # fmt: skip
-        if self._call.surroundings.reports and state.store.is_first("told"):  # a fresh process has nothing to tell
+        if self._call.surroundings.reports and state.store.is_first("told"):  # one rank reports for all
             self._call.surroundings.report(
-                RingEvent.RESTARTED,
+                RestartGroupEvent.RESTARTED,
                 rank=state.initial_rank,
                 iteration=state.iteration,
                 seconds=round(seconds, 4),
@@ -309,7 +316,9 @@ class Iterations:
         self._value = None
         while not thread.has_aborted.wait(LONGEST_PAUSE):
             if self._is_store_lost and time.monotonic() - self._interrupted_at > self._patience:
-                raise InternalError("this rank's connection to the ring's store is lost, and the store is there")
+                raise InternalError(
+                    "this rank's connection to the restart group's store is lost, and the store is there"
+                )
         self._is_store_lost |= thread.has_fled
         self._end_thread()
         forget_half_made_groups()
@@ -317,7 +326,7 @@ class Iterations:
         if isinstance(thread.error, InternalError):
             raise thread.error
         if thread.error is not None:
-            raise InternalError(f"the ring's store fails: {thread.error}") from thread.error
+            raise InternalError(f"the restart group's store fails: {thread.error}") from thread.error
         return Event.ABORTED
 
     def _finalize(self) -> Event:
@@ -393,13 +402,13 @@ class Iterations:
         return Event.DECIDED
 
     def _leave(self) -> Event:
-        """Tell the others, in whatever iteration they are."""
+        """Report it to the others, in whatever iteration they are."""
         error, state, store = self._leaving, self._state, self._store
         logger.warning("rank %d leaves: %s: %s", state.rank, type(error).__name__, error)
         gives_up = isinstance(error, RestartAbort | InternalError | BarrierError)
-        word = RingEvent.GAVE_UP if gives_up else RingEvent.LEFT
+        event = RestartGroupEvent.GAVE_UP if gives_up else RestartGroupEvent.LEFT
         reason = f"{type(error).__name__}: {error}"
-        self._call.surroundings.report(word, rank=state.initial_rank, iteration=state.iteration, reason=reason)
+        self._call.surroundings.report(event, rank=state.initial_rank, iteration=state.iteration, reason=reason)
         if store is None:
             if not isinstance(error, RankDiscarded):  # else all others know
                 PrefixStore(state.iteration, self._call.base).report_gone(state.initial_rank)

@@ -48,7 +48,7 @@ class Event(Enum):
     FINALIZED = "finalized"
     HEALTHY = "healthy"
     DECIDED = "decided"
-    """Who is in the next iteration."""
+    """The members of the next iteration are known."""
     STORE_LOST = "store lost"
     """Its server's node is gone, and there are standbys."""
     FAILED = "failed"

@@ -1,8 +1,8 @@
 """A forked process beside each rank, which lives on when the rank's interpreter is stuck, stopped or dead.
 
 It sends the rank's heartbeats, watches those of the next rank, kills a rank that shows no progress for `hard_timeout`
-(SIGCONT, SIGTERM, grace, SIGKILL), and does the dead rank's part at the barriers. Forked, not started: the store's
-factory may be a class of the user's script. The fork comes before the ring's store and its threads.
+(SIGCONT, SIGTERM, grace, SIGKILL), and does the dead rank's part at the barriers. It is forked, not started: the
+store's factory may be a class of the user's script. The fork comes before the restart group's store and its threads.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import open_own
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch, ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
+from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import notice_silence
 from hpc_elastic.inprocess.standby import Standby, is_plain, listen
-from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
+from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
+from hpc_elastic.inprocess.store import COMPLETED, Packed, PrefixStore, StoreMixin, TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,11 @@ _RACE_SECONDS = 5.0
 
 
 ELSEWHERE = object()
-"""In place of a server: somebody else serves already."""
+"""In place of a server: another process serves already."""
 
 
 class StoreSource(Struct, frozen=True):
-    """Where a monitor process has the ring's store from."""
+    """Where a monitor process has the restart group's store from."""
 
     factory: type[StoreMixin]
     kwargs: Mapping[str, Any]
@@ -75,22 +76,8 @@ class StoreSource(Struct, frozen=True):
         return replace(self, kwargs={**self.kwargs, **place})
 
 
-class MonitorSettings(Struct, frozen=True, kw_only=True):
-    """Seconds, of `hpc_elastic.inprocess.wrap.Wrapper`'s arguments of the same names."""
-
-    interval: float
-    hard_timeout: float
-    heartbeat_timeout: float
-    barrier_timeout: float
-    termination_grace_time: float
-    world_size: int
-    """Ranks of the whole call, as it began."""
-    logfile: str | None = None
-    """Absolute, for this rank."""
-
-
-class Place(Struct, frozen=True, kw_only=True):
-    """Where the rank is in an iteration; what the rank tells its monitor."""
+class Place(Packed, frozen=True, kw_only=True):
+    """Where the rank is in an iteration: what it sends to its monitor."""
 
     iteration: int
     rank: int
@@ -99,30 +86,23 @@ class Place(Struct, frozen=True, kw_only=True):
     call: str = ""
     """The wrapped call's name: the prefix of its keys."""
 
-    def encode(self) -> bytes:
-        return f"{self.iteration} {self.rank} {self.count} {self.initial_rank} {self.call}\n".encode()
-
-    @classmethod
-    def decode(cls, line: bytes) -> Place:
-        *numbers, call = line.decode().split(" ")
-        iteration, rank, count, initial_rank = map(int, numbers)
-        return cls(iteration=iteration, rank=rank, count=count, initial_rank=initial_rank, call=call)
-
 
 class Unplaced(Struct, frozen=True, kw_only=True):
-    """A process that has no place yet: what its monitor has to say if it dies."""
+    """A process that has no place yet: what its monitor has to report if it dies."""
 
     call: str
     """The call's name."""
     initial_rank: int
+    world_size: int
+    """Ranks of the whole call, as it began."""
     newcomer: Newcomer | None = None
     """It comes in a dead process' place; else it waits for the first iteration."""
 
     def mourn(self, open_store: Callable[[], Any], *, patience: float) -> None:
-        """Let nobody wait for it.
+        """Report its death, so that no rank waits for it.
 
         Args:
-            open_store: Opens the ring's, or raises.
+            open_store: Opens the restart group's, or raises.
             patience: Seconds for the store to answer, and for the others to come to the first barrier or to give the
                 newcomer a place.
         """
@@ -136,7 +116,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
             if base.decide_fate(self.initial_rank, "gone"):
                 PrefixStore(0, base).report_gone(self.initial_rank)
             return
-        StoreMixin.append_item(base, WITHDRAWN, self.newcomer.uid)
+        base.append_item(WITHDRAWN, self.newcomer.uid)
         deadline = time.monotonic() + min(patience, _RACE_SECONDS)
         while time.monotonic() < deadline:
             if (found := self.newcomer.place_in(base, base.decided())) is not None:
@@ -146,25 +126,23 @@ class Unplaced(Struct, frozen=True, kw_only=True):
 
 
 class MonitorProcess:
-    """The rank's side: start it, tell it where the rank is, end it."""
+    """The rank's side: start the process, send it where the rank is, end it."""
 
-    def __init__(
-        self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: MonitorSettings
-    ) -> None:
+    def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Settings) -> None:
         """Args:
-        source: Where the monitor process has the ring's store from.
+        source: Where the monitor process has the restart group's store from.
         page: The rank's progress.
-        unplaced: What it is to say if the rank dies before it has a place.
-        settings: Timeouts.
+        unplaced: What it is to report if the rank dies before it has a place.
+        settings: The wrapper's.
         """
-        self._source = source
-        self._page = page
-        self._unplaced = unplaced
-        self._settings = settings
+        self.source = source
+        self.page = page
+        self.unplaced = unplaced
+        self.settings = settings
         self._pid = 0
         self._pipe = -1
         self.standby: Standby | None = None
-        """The store that waits in that process for the end of the ring's."""
+        """The store that waits in that process for the end of the restart group's."""
 
     def start(self) -> bool:
         """Fork. Before the store is made: its server's socket must not live on in the child.
@@ -179,7 +157,7 @@ class MonitorProcess:
             warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: a fork beside threads; this child starts none
             pid = os.fork()
         if pid == 0:
-            _run_child(_Rank(main, reader, served_w, self._source, self._page, self._unplaced, self._settings))
+            _run_child(self, main, reader, served_w)
         self._pid = pid
         os.close(reader)
         os.close(served_w)
@@ -189,18 +167,18 @@ class MonitorProcess:
         return answer == "yes"
 
     def move(self, standby: Standby) -> None:
-        """Say that the ring's store is that one now."""
-        self._send(b"at " + standby.encode().encode() + b"\n")
+        """The restart group's store is that one now."""
+        self._send(f"at {standby.encode()}")
 
     def start_iteration(self, place: Place) -> None:
-        """Say where the rank is now. A monitor that is dead is not missed here: the ring notices."""
+        """The rank is there now. A monitor that is dead is not missed here: the other ranks notice."""
         self._send(place.encode())
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, line: str) -> None:
         try:
-            os.write(self._pipe, line)
+            os.write(self._pipe, f"{line}\n".encode())
         except BrokenPipeError:
-            logger.warning("initial rank %d: its monitor process is gone", self._unplaced.initial_rank)
+            logger.warning("initial rank %d: its monitor process is gone", self.unplaced.initial_rank)
 
     def shutdown(self) -> None:
         """End it, and wait until it is gone."""
@@ -226,36 +204,29 @@ def _has_ended(pid: int) -> bool:
         return True  # the user's program has collected it
 
 
-class _Rank(Struct, frozen=True):
-    """What the child must know of its rank."""
+def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoReturn:
+    """The child: it never returns into the user's program.
 
-    main: int
-    """Its pid."""
-    reader: int
-    """Where it says what it does."""
-    served: int
-    """Where it hears whether the store's server is there."""
-    source: StoreSource
-    page: ProgressPage
-    unplaced: Unplaced
-    settings: MonitorSettings
-
-
-def _run_child(rank: _Rank) -> NoReturn:
-    """Never back into the user's program, whatever happens."""
+    Args:
+        rank: As the rank's process made it.
+        main: That process' pid.
+        reader: From which the rank's messages come.
+        served: To which it is written whether the store's server is there.
+    """
     status = 1
     try:
-        pidfd = os.pidfd_open(rank.main)
-        _detach(keep=(rank.reader, rank.served, pidfd), logfile=rank.settings.logfile)
+        pidfd = os.pidfd_open(main)
+        logfile = rank.settings.monitor_process_logfile
+        _detach((reader, served, pidfd), None if logfile is None else logfile.format(rank=rank.unplaced.initial_rank))
         server = rank.source.serve()
         is_nested = "." in rank.unplaced.call
         standby = None if is_nested else listen(rank.source.factory, rank.source.kwargs, os.environ)
-        told = f"\n{standby[1].encode()}" if standby is not None else ""
-        os.write(rank.served, f"{'yes' if server is not None else 'no'}{told}".encode())
-        os.close(rank.served)
-        if os.getppid() == rank.main:
+        address = f"\n{standby[1].encode()}" if standby is not None else ""
+        os.write(served, f"{'yes' if server is not None else 'no'}{address}".encode())
+        os.close(served)
+        if os.getppid() == main:
             serves = server is not None and server is not ELSEWHERE
-            _Monitor(rank, pidfd, serves=serves, standby=standby[0] if standby is not None else None).run()
+            _Monitor(rank, main, reader, pidfd, serves, standby[0] if standby is not None else None).run()
         status = 0
     except BaseException:
         logger.exception("the monitor process fails")
@@ -263,7 +234,7 @@ def _run_child(rank: _Rank) -> NoReturn:
         os._exit(status)
 
 
-def _detach(*, keep: tuple[int, ...], logfile: str | None) -> None:
+def _detach(keep: tuple[int, ...], logfile: str | None) -> None:
     """A session of its own, default signals, and none of the rank's descriptors."""
     os.setsid()
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -293,26 +264,35 @@ def _detach(*, keep: tuple[int, ...], logfile: str | None) -> None:
 class _Monitor:
     """The child's side."""
 
-    def __init__(self, rank: _Rank, pidfd: int, *, serves: bool, standby: Any) -> None:
-        self._main = rank.main
+    def __init__(self, rank: MonitorProcess, main: int, reader: int, pidfd: int, serves: bool, standby: Any) -> None:
+        """Args:
+        rank, main, reader: As for `_run_child`.
+        pidfd: Of the rank's process.
+        serves: Whether the store's server is in this process.
+        standby: The standby store that is served here, if one is.
+        """
+        self._main = main
         self._pidfd = pidfd
-        self._reader = rank.reader
+        self._reader = reader
         self._source = rank.source
         self._page = rank.page
         self._unplaced = rank.unplaced
-        self._settings = rank.settings
+        self._interval = rank.settings.monitor_process_interval.total_seconds()
+        self._hard_timeout = rank.settings.hard_timeout.total_seconds()
+        self._heartbeat_timeout = rank.settings.heartbeat_timeout.total_seconds()
+        self._barrier_timeout = rank.settings.barrier_timeout.total_seconds()
+        self._grace = rank.settings.termination_grace_time.total_seconds()
         self._serves = serves
         self._standby = standby
-        """The standby store that is served here."""
         self._raw: Any = None
         self._base: Any = None
         self._store: Any = None
         self._place: Place | None = None
-        self._stall = StallWatch(rank.settings.hard_timeout)
+        self._stall = StallWatch(self._hard_timeout)
         self._hearts: HeartbeatWatch | None = None
         self._has_lost_store = False
         self._unread = b""
-        self._has_goodbye = False
+        self._has_ended = False
 
     def run(self) -> None:
         try:
@@ -330,52 +310,52 @@ class _Monitor:
             if self._serves or self._standby is not None:
                 self._serve_the_others(self._open_base())
         except dist.DistNetworkError:
-            logger.warning("the ring's store is lost")
+            logger.warning("the restart group's store is lost")
             if self._standby is not None and self._place is not None:
                 self._serve_the_others(PrefixStore(self._unplaced.call, self._standby))
 
     def _watch(self) -> Interruption | None:
-        """Until the rank says goodbye (None) or is dead (of what)."""
+        """Until the rank ends its call (None) or is dead (of what)."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.register(self._reader, select.POLLIN)
         next_look = time.monotonic()
         while True:
             ready = {fd for fd, _ in poller.poll(max(0.0, next_look - time.monotonic()) * 1000)}
-            if self._reader in ready and not self._take_news():
-                if self._has_goodbye:
+            if self._reader in ready and not self._read_messages():
+                if self._has_ended:
                     return None
                 poller.unregister(self._reader)  # closed: it is dead, or another program now
             if self._pidfd in ready:
                 return Interruption.TERMINATED
             if time.monotonic() < next_look:
                 continue
-            next_look = time.monotonic() + self._settings.interval
+            next_look = time.monotonic() + self._interval
             if self._place is not None:
                 self._watch_others()
                 if self._stall.is_stalled(self._page.read(), time.monotonic()):
                     self._kill()
                     return Interruption.HARD_TIMEOUT
 
-    def _take_news(self) -> bool:
-        """Read what the rank has said; whether it can say more."""
+    def _read_messages(self) -> bool:
+        """Read what the rank has sent; whether more can come."""
         raw = os.read(self._reader, 65536)
         *lines, self._unread = (self._unread + raw).split(b"\n")
         for line in lines:
             if line == b"bye":
-                self._has_goodbye = True
+                self._has_ended = True
                 return False
             if line.startswith(b"at "):
                 self._source = self._source.at(Standby.decode(line[3:].decode()))
                 self._raw = self._base = None
                 self._has_lost_store = False
             else:
-                self._enter(Place.decode(line))
+                self._enter(Place.decode(line.decode()))
         return bool(raw)
 
     def _enter(self, place: Place) -> None:
         self._place = place
-        self._hearts = HeartbeatWatch(rank=place.rank, count=place.count, timeout=self._settings.heartbeat_timeout)
+        self._hearts = HeartbeatWatch(rank=place.rank, count=place.count, timeout=self._heartbeat_timeout)
         self._store = None
         self._watch_others()
 
@@ -383,7 +363,7 @@ class _Monitor:
         if self._raw is None:
             self._raw = self._source.open(within=within)
             if isinstance(self._raw, dist.TCPStore):
-                notice_silence(self._raw.port, self._settings.heartbeat_timeout)
+                notice_silence(self._raw.port, self._heartbeat_timeout)
         return self._raw
 
     def _open_base(self) -> Any:
@@ -393,7 +373,7 @@ class _Monitor:
             torch.distributed.DistNetworkError: it is lost.
         """
         if self._has_lost_store:
-            raise dist.DistNetworkError("the ring's store is lost")
+            raise dist.DistNetworkError("the restart group's store is lost")
         if self._base is None:
             self._base = PrefixStore(self._unplaced.call if self._place is None else self._place.call, self._open_raw())
         return self._base
@@ -404,7 +384,7 @@ class _Monitor:
         try:
             self._beat()
         except dist.DistNetworkError as error:
-            logger.warning("the ring's store is lost: %s", error)
+            logger.warning("the restart group's store is lost: %s", error)
             self._has_lost_store = True
 
     def _beat(self) -> None:
@@ -425,18 +405,18 @@ class _Monitor:
             initial = store.find_initial_rank(rank)
             store.stand_in_for(rank, place.count, Interruption.UNRESPONSIVE)
             if initial is not None:
-                StoreMixin.record_base_terminated_rank(self._base, initial)
+                self._base.record_base_terminated_rank(initial)
 
     def _kill(self) -> None:
         """End the rank's process, and see it ended."""
-        logger.error("process %d shows no progress for %g s: it is killed", self._main, self._settings.hard_timeout)
+        logger.error("process %d shows no progress for %g s: it is killed", self._main, self._hard_timeout)
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         for signum in (signal.SIGCONT, signal.SIGTERM):
             self._send(signum)
-        if not poller.poll(self._settings.termination_grace_time * 1000):
+        if not poller.poll(self._grace * 1000):
             self._send(signal.SIGKILL)
-            poller.poll(self._settings.barrier_timeout * 1000)
+            poller.poll(self._barrier_timeout * 1000)
 
     def _send(self, signum: signal.Signals) -> None:
         try:
@@ -446,41 +426,41 @@ class _Monitor:
 
     def _mourn(self, cause: Interruption) -> None:
         """Do the dead rank's part in its iteration, and in the next one where it had got past this one's end."""
-        # What it said last may still be in the pipe.
-        while wait_readable([self._reader], 0) and self._take_news():
+        # What it sent last may still be in the pipe.
+        while wait_readable([self._reader], 0) and self._read_messages():
             pass
         place, store = self._place, self._store
-        if self._has_goodbye:
+        if self._has_ended:
             return
         if self._has_lost_store:
-            return  # those who meet elsewhere do without it
+            return  # the ranks that meet elsewhere do without it
         if place is None:
-            patience = self._settings.barrier_timeout  # as long as any rank waits for another one
+            patience = self._barrier_timeout  # as long as any rank waits for another one
             self._unplaced.mourn(lambda: self._open_raw(within=patience), patience=patience)
             return
         if store.outcome() != COMPLETED:
             store.stand_in_for(place.rank, place.count, cause)
-            deadline = time.monotonic() + self._settings.barrier_timeout
+            deadline = time.monotonic() + self._barrier_timeout
             while not store.is_released(store.TERMINATION_BARRIER) and time.monotonic() < deadline:
                 time.sleep(0.01)
             if place.rank not in store.get_terminated_ranks():
                 PrefixStore(place.iteration + 1, self._base).report_gone(place.initial_rank)
-        StoreMixin.record_base_terminated_rank(self._base, place.initial_rank)
+        self._base.record_base_terminated_rank(place.initial_rank)
 
     def _serve_the_others(self, base: Any) -> None:
-        """The store's server is here: stay until nobody needs it, or nobody is left.
+        """The store's server is here: stay until no rank needs it, or none is left.
 
         Args:
             base: The call's part of it.
         """
         pulse, since = -1, time.monotonic()
-        patience = self._settings.barrier_timeout + self._settings.heartbeat_timeout
-        while base.get_base_terminated_count() < self._settings.world_size:
+        patience = self._barrier_timeout + self._heartbeat_timeout
+        while base.get_base_terminated_count() < self._unplaced.world_size:
             if (count := int(base.add(PULSE, 0))) != pulse:
                 pulse, since = count, time.monotonic()
             if time.monotonic() - since >= patience:
                 return
-            time.sleep(min(0.1, self._settings.interval))
+            time.sleep(min(0.1, self._interval))
 
     def _record_own_end(self) -> None:
         if self._place is None:

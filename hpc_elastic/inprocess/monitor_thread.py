@@ -10,7 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord, format_interruption_records
 from hpc_elastic.inprocess.interrupt import (
     Interruptible,
     RankShouldRestart,
@@ -19,7 +18,7 @@ from hpc_elastic.inprocess.interrupt import (
     set_aborted,
 )
 from hpc_elastic.inprocess.progress_watchdog import Reading, StallWatch
-from hpc_elastic.inprocess.state import State, Status
+from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, State, Status, format_interruption_records
 from hpc_elastic.inprocess.store import INTERRUPTED
 
 __all__ = ["MonitorThread", "RankShouldRestart", "SoftTimeout", "async_raise", "reraise_if_unraisable"]
@@ -55,7 +54,7 @@ class SoftTimeout:
         try:
             self._store.record_interrupted(InterruptionRecord(self._state.rank, Interruption.SOFT_TIMEOUT))
         except RuntimeError as error:
-            logger.warning("rank %d: the ring's store fails: %s", self._state.rank, error)
+            logger.warning("rank %d: the restart group's store fails: %s", self._state.rank, error)
 
 
 class MonitorThread(threading.Thread):
@@ -75,9 +74,9 @@ class MonitorThread(threading.Thread):
     ) -> None:
         """Args:
         state: Given to `abort`; its status changes.
-        store: This iteration's part, through a connection that nobody else waits in.
+        store: This iteration's part, through a connection that no other thread waits in.
         part: What to get the main thread out of.
-        atomic_lock: Held from before the abort until the main thread has been told.
+        atomic_lock: Held from before the abort until the main thread has been interrupted.
         abort: The hook.
         last_call_wait: Seconds for all ranks to answer.
         hold: Called first: from then on, to leave is the only progress.
@@ -96,7 +95,7 @@ class MonitorThread(threading.Thread):
         self.has_aborted = threading.Event()
         """The main thread may go on; it is set however this ended."""
         self.error: Exception | None = None
-        """Of the store: the ring can't go on."""
+        """Of the store: the restart group can't go on."""
         self.has_fled = False
         """The store is lost, and this rank is where it goes on."""
 
@@ -111,11 +110,11 @@ class MonitorThread(threading.Thread):
                 self._flee()
                 self.has_fled = True
                 self._hold()
-                self._get_main_thread_out("the ring's store is lost")
+                self._get_main_thread_out("the restart group's store is lost")
         except Exception as error:
             self.error = error
             if not self._stop_wanted.is_set():
-                self._part.interrupt(f"the ring's store fails: {error}")
+                self._part.interrupt(f"the restart group's store fails: {error}")
                 self._part.insist(self._stop_wanted)
         finally:
             self.has_aborted.set()

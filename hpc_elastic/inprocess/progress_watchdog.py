@@ -5,7 +5,7 @@ interpreter, which the main thread makes between two bytecodes, is libc's ``sem_
 can swallow an exception, and a held GIL, a stopped process and a system call that does not return all look the same:
 the counter stands still. The manual one counts the function's own pings, from the first on.
 
-Who is dead by its silence: what a monitor process makes of its neighbours' heartbeats. Pure.
+`HeartbeatWatch` does the same for other ranks: a monitor process counts its neighbours' heartbeats.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class ProgressWatchdog:
 
 
 class HeartbeatWatch:
-    """Which of the next ranks in the ring are dead, by counters and the observer's own monotonic clock.
+    """Which of the next ranks in the restart group are dead, by counters and the observer's own monotonic clock.
 
     One rank is watched; when it has been silent for half the time, all others are, too: a node's ranks die together.
     """

@@ -9,8 +9,7 @@ from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import ClassVar
 
-from hpc_elastic.inprocess.exception import RestartError
-from hpc_elastic.inprocess.state import State
+from hpc_elastic.inprocess.state import RestartError, State
 from hpc_elastic.inprocess.store import StoreMixin
 
 
@@ -138,10 +137,10 @@ def grouped_out(keys: dict[int, str], condition: Callable[[int], bool]) -> set[i
 
 def _exchange(store: StoreMixin, name: str, rank: int, value: str, count: int, timeout: timedelta) -> dict[int, str]:
     """Every rank's value. One list for all: a key each would cost a round trip each."""
-    StoreMixin.append_item(store, f"{name}/keys", f"{rank}={value.encode().hex()}")
-    StoreMixin.barrier(store, rank=rank, group_name=name, rendezvous_count=count, timeout=timeout)
+    store.append_item(f"{name}/keys", f"{rank}={value.encode().hex()}")
+    store.barrier(rank=rank, group_name=name, rendezvous_count=count, timeout=timeout)
     found = {}
-    for item in StoreMixin.items(store, f"{name}/keys"):
+    for item in store.items(f"{name}/keys"):
         who, _, raw = item.partition("=")
         found[int(who)] = bytes.fromhex(raw).decode()
     return found

@@ -1,17 +1,16 @@
 """A fresh process takes the place of one that died: it announces itself, and the ranks that are left take it in.
 
 Between two iterations the ranks that are left wait until a fresh process has come for every place that is empty, or
-until spares are enough, or for so long as they were told. One of them writes down who is in, by compare-and-set; all
-others, and the fresh processes, read that. The places keep their numbers, so what `rank_assignment` is then given as
-terminated are the places that stayed empty.
+until spares are enough, or for `HPC_ELASTIC_RING_WAIT` seconds. One of them writes the next members down, by
+compare-and-set; all others, and the fresh processes, read that. The places keep their numbers, so the terminated ranks
+that `rank_assignment` then gets are the places that stayed empty.
 
-What the process was started with by a node's agent: where to report, and whether dead processes are replaced.
+`Surroundings` is what the process gets from a node's agent: where to report, and whether dead processes are replaced.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import time
@@ -21,10 +20,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.inprocess.exception import InternalError
-from hpc_elastic.inprocess.state import State
-from hpc_elastic.inprocess.store import LONGEST_PAUSE, StoreMixin, read_value
-from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RingEvent, RingLine
+from hpc_elastic.inprocess.state import InternalError, State
+from hpc_elastic.inprocess.store import LONGEST_PAUSE, Packed, pause_after, read_value
+from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartGroupEvent, RestartGroupReport
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +38,8 @@ class Joiner(Struct, frozen=True, kw_only=True):
     """Of the process that it was started in the place of."""
 
 
-class Admission(Struct, frozen=True, kw_only=True):
-    """Who is in the next iteration. In the numbers of the one that ended."""
+class Admission(Packed, frozen=True, kw_only=True):
+    """The members of the next iteration, in the numbers of the one that ended."""
 
     iteration: int
     """The next one."""
@@ -50,14 +48,6 @@ class Admission(Struct, frozen=True, kw_only=True):
     places: Mapping[str, int]
     """By the joiner's `uid`."""
     empty: tuple[int, ...]
-
-    def encode(self) -> str:
-        return json.dumps([self.iteration, self.world_size, dict(self.places), list(self.empty)])
-
-    @classmethod
-    def decode(cls, text: str) -> Admission:
-        iteration, world_size, places, empty = json.loads(text)
-        return cls(iteration=iteration, world_size=world_size, places=places, empty=tuple(empty))
 
 
 def admission(
@@ -91,7 +81,7 @@ def admission(
 
 
 def is_enough(*, world_size: int, active_world_size: int, terminated: int, joiners: int) -> bool:
-    """Whether nobody need be waited for: every place is taken, or the spares fill those of all who called the function.
+    """Whether the wait can end: every place is taken, or the spares fill those of all ranks that called the function.
 
     Args:
         world_size, active_world_size: Of the iteration that ended.
@@ -102,7 +92,7 @@ def is_enough(*, world_size: int, active_world_size: int, terminated: int, joine
 
 
 class Replacements:
-    """A rank's side that is in the ring."""
+    """A rank's side that is in the restart group."""
 
     def __init__(self, base: Any, *, wait: float) -> None:
         """Args:
@@ -113,7 +103,7 @@ class Replacements:
         self._wait = wait
 
     def admit(self, state: State, store: Any, terminated: Collection[int]) -> Admission:
-        """Agree with all ranks that are left on who is in the next iteration.
+        """Agree with all ranks that are left on the members of the next iteration.
 
         Args:
             state: This rank's, advanced to the next iteration; its ranks are still those of the one that ended.
@@ -141,14 +131,14 @@ class Replacements:
             if not has_told:
                 logger.info("rank %d waits for fresh processes in the places of ranks %s", state.rank, sorted(initial))
                 has_told = True
-            time.sleep(min(max(waited / 10, 0.002), LONGEST_PAUSE))
+            time.sleep(pause_after(waited))
         self._base.set(DECIDED, str(state.iteration))
         return Admission.decode(found)
 
     def _waiting(self) -> list[Joiner]:
-        gone = {*StoreMixin.items(self._base, WITHDRAWN), *StoreMixin.items(self._base, SEATED)}
+        gone = {*self._base.items(WITHDRAWN), *self._base.items(SEATED)}
         found: dict[str, Joiner] = {}
-        for item in StoreMixin.items(self._base, JOINERS):
+        for item in self._base.items(JOINERS):
             uid, _, rank = item.partition(" ")
             if uid not in gone:
                 found[uid] = Joiner(uid=uid, initial_rank=int(rank))
@@ -167,19 +157,19 @@ class Newcomer:
         self.initial_rank = initial_rank
 
     def wait_for_place(self, base: Any, *, patience: float) -> Admission | None:
-        """Announce this process, and wait until the ring takes it in; while there is no fault, as a spare does.
+        """Announce this process, and wait until the restart group takes it in: without a fault, as a spare does.
 
         Args:
             base: The call's store.
-            patience: Seconds without any sign of the ring.
+            patience: Seconds without any sign of the restart group.
 
         Returns:
             None where the call ended without it.
 
         Raises:
-            InternalError: nobody is in that ring any more.
+            InternalError: the restart group is gone.
         """
-        StoreMixin.append_item(base, JOINERS, f"{self.uid} {self.initial_rank}")
+        base.append_item(JOINERS, f"{self.uid} {self.initial_rank}")
         seen, since, pulse = "", time.monotonic(), -1
         pause = 0.002
         while True:
@@ -187,14 +177,16 @@ class Newcomer:
             if decided != seen:
                 seen, since = decided, time.monotonic()
                 if (found := self.place_in(base, decided)) is not None:
-                    StoreMixin.append_item(base, SEATED, self.uid)
+                    base.append_item(SEATED, self.uid)
                     return found
             if read_value(base, FINISHED):
                 return None
             if (count := int(base.add(PULSE, 0))) != pulse:
                 pulse, since = count, time.monotonic()
             if time.monotonic() - since >= patience:
-                raise InternalError(f"the ring that this process was to join has shown no life for {patience:g} s")
+                raise InternalError(
+                    f"the restart group that this process was to join has shown no life for {patience:g} s"
+                )
             time.sleep(pause)
             pause = min(pause * 1.2, LONGEST_PAUSE)
 
@@ -226,16 +218,16 @@ class Surroundings(Struct, frozen=True, kw_only=True):
             wait, replaces = None, 0
         return cls(reports=env.get(REPORTS, ""), wait=wait, replaces=replaces)
 
-    def report(self, word: RingEvent, *, rank: int, **facts: Any) -> None:
+    def report(self, event: RestartGroupEvent, *, rank: int, **facts: Any) -> None:
         """Report to the agent, if there is one. This never waits, and a failure of it does not fail the group."""
         if not self.reports:
             return
         try:
             fd = os.open(self.reports, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
-                os.write(fd, RingLine(word=word, pid=os.getpid(), rank=rank, **facts).encode())
+                os.write(fd, RestartGroupReport(event=event, pid=os.getpid(), rank=rank, **facts).encode())
             finally:
                 os.close(fd)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENXIO):
-                logger.warning("the agent is not told of the ring: %s", error)
+                logger.warning("the report to the agent fails: %s", error)

@@ -1,7 +1,4 @@
-"""The wrapper's arguments: types, and what must be less than what. Pure.
-
-Giving a function the value for its parameters of one type.
-"""
+"""The wrapper's arguments: types and order; and what the wrapped function gets for an annotated parameter."""
 
 from __future__ import annotations
 
@@ -16,25 +13,9 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.inprocess.abort import Abort
-from hpc_elastic.inprocess.finalize import Finalize
-from hpc_elastic.inprocess.health_check import HealthCheck
-from hpc_elastic.inprocess.initialize import Initialize
+from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
 from hpc_elastic.inprocess.rank_assignment import RankAssignment
-from hpc_elastic.inprocess.rank_filter import RankFilter
 from hpc_elastic.inprocess.store import StoreMixin
-
-TIMES = (
-    "monitor_thread_interval",
-    "monitor_process_interval",
-    "progress_watchdog_interval",
-    "soft_timeout",
-    "hard_timeout",
-    "heartbeat_timeout",
-    "barrier_timeout",
-    "completion_timeout",
-    "last_call_wait",
-    "termination_grace_time",
-)
 
 LESS_THAN = (
     ("soft_timeout", "hard_timeout"),
@@ -46,19 +27,6 @@ LESS_THAN = (
     ("progress_watchdog_interval", "soft_timeout"),
 )
 """The first must be less than the second."""
-
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "store_kwargs": (dict, type(None)),
-    "initialize": (Initialize, type(None)),
-    "abort": (Abort, type(None)),
-    "finalize": (Finalize, type(None)),
-    "health_check": (HealthCheck, type(None)),
-    "rank_assignment": RankAssignment,
-    "rank_filter": (RankFilter, type(None)),
-    **dict.fromkeys(TIMES, timedelta),
-    "monitor_process_logfile": (str, type(None)),
-    "enabled": bool,
-}
 
 
 class Settings(Struct, frozen=True, kw_only=True):
@@ -86,8 +54,24 @@ class Settings(Struct, frozen=True, kw_only=True):
     enabled: bool
 
 
+TIMES = tuple(name for name, kind in Settings.__annotations__.items() if kind == "timedelta")
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "store_kwargs": (dict, type(None)),
+    "initialize": (Initialize, type(None)),
+    "abort": (Abort, type(None)),
+    "finalize": (Finalize, type(None)),
+    "health_check": (HealthCheck, type(None)),
+    "rank_assignment": RankAssignment,
+    "rank_filter": (RankFilter, type(None)),
+    **dict.fromkeys(TIMES, timedelta),
+    "monitor_process_logfile": (str, type(None)),
+    "enabled": bool,
+}
+
+
 def check(arguments: Mapping[str, Any]) -> None:
-    """Look at the wrapper's arguments.
+    """Check the wrapper's arguments.
 
     Raises:
         TypeError: one has the wrong type.
@@ -123,7 +107,7 @@ def with_value_for(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`args` and `kwargs`, with `value` for each parameter of `fn` annotated with `wanted` or ``Optional[wanted]``.
 
-    Whatever the caller gave there is replaced. Annotations may be text.
+    A value that the caller gave there is replaced. Annotations may be text.
     """
     try:
         signature = inspect.signature(fn)

@@ -1,5 +1,5 @@
 """Which sockets a process group has, and cutting them: what appears among the descriptors while the group is made. And
-the one at which the ring's own store listens.
+the one at which the restart group's own store listens.
 
 gloo opens its connections in a constructor that says nothing about them. A socket is known by its inode: a number that
 was closed and given to another file meanwhile is left alone.
@@ -69,7 +69,7 @@ def cut(fd: int, inode: str) -> bool:
             return False
         try:
             if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                return False  # nobody waits in it
+                return False  # no thread waits in it
             found.shutdown(socket.SHUT_RDWR)
         except OSError:
             return False  # not connected
@@ -88,7 +88,7 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
         None where it must listen at all addresses: a name on several hosts, or an address that is not this host's own.
 
     Raises:
-        OSError: somebody listens there already.
+        OSError: the port is in use.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -116,7 +116,7 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
 def notice_silence(port: int, seconds: float) -> None:
     """Let this process' connections to `port` fail when the other end's node has not answered for `seconds`.
 
-    Without, the node's end without a word (its power, its network) is not noticed for a quarter of an hour, or ever.
+    Without it, the loss of the node's power or network is not noticed for a quarter of an hour, or ever.
     """
     step = max(1, round(seconds / 3))
     for fd in open_sockets():
@@ -143,7 +143,7 @@ class SocketLedger:
         self._making: list[Sockets] = []
         self._store_ports: set[int] = set()
         self._at_start: list[Sockets] = []
-        """Of each call, from the outermost: what was open as it began, the ring's own connections included."""
+        """Of each call, from the outermost: what was open as it began, the restart group's own connections included."""
 
     @contextlib.contextmanager
     def kept(self, module: ModuleType) -> Iterator[None]:

@@ -2,19 +2,18 @@
 
 The monitor processes of a few ranks listen from the start; all ranks read the same list of them after the initial
 barrier. When the store's connection is lost, each rank goes to the first standby of the list that does not refuse, says
-there that it lives, aborts its function, and comes to a meeting. Who has come then is decided once, by compare-and-set,
-from what the ranks know themselves; whoever is not in it ends.
+there that it lives, aborts its function, and comes to a meeting. The members that have come by then are decided once,
+by compare-and-set, from what the ranks know themselves; a rank that is not among them ends.
 
-There are never two rings. A server that answers again is alive: who has lost it alone ends. One that refuses is dead.
-One that is silent may be alive behind a broken network: then more than half of the ranks must have come, and those who
-stay with the server end when more are silent than are left (`hpc_elastic.inprocess.standby.may_stay`).
+There are never two restart groups. A server that answers again is alive: a rank that alone has lost it ends. A server
+that refuses is dead. One that is silent may be alive behind a broken network: then more than half of the ranks must
+have come, and the ranks that stay with the server end when more are silent than are left (`may_stay`).
 
 What the ranks make of it when they meet at a standby store, and their own store is lost. Pure.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import threading
@@ -24,11 +23,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from msgspec import Struct
 
-from hpc_elastic.inprocess.exception import InternalError
+from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import notice_silence
-from hpc_elastic.inprocess.store import LONGEST_PAUSE, PrefixStore, StoreMixin, TCPStore, read_value, serve_at
+from hpc_elastic.inprocess.state import InternalError
+from hpc_elastic.inprocess.store import Packed, PrefixStore, TCPStore, pause_after, read_value, serve_at
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +41,13 @@ _DYING_SECONDS = 2.0
 """A process that dies may close its connections before its listening socket."""
 
 
-class Standby(Struct, frozen=True, kw_only=True):
-    """A store that nobody uses yet."""
+class Standby(Packed, frozen=True, kw_only=True):
+    """A store that is not used yet."""
 
     initial_rank: int
     """Beside whose process it is."""
     host: str
     port: int
-
-    def encode(self) -> str:
-        return f"{self.initial_rank} {self.host} {self.port}"
-
-    @classmethod
-    def decode(cls, text: str) -> Standby:
-        rank, host, port = text.split(" ")
-        return cls(initial_rank=int(rank), host=host, port=int(port))
 
 
 def is_candidate(environ: Mapping[str, str]) -> bool:
@@ -65,7 +56,7 @@ def is_candidate(environ: Mapping[str, str]) -> bool:
     Where it is not known which ranks share a node, or all do: the ranks after 0.
     """
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return False  # an agent serves, and the ring has no server of its own
+        return False  # an agent serves, and the restart group has no server of its own
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     given = environ.get("LOCAL_WORLD_SIZE") or environ.get("SLURM_STEP_TASKS_PER_NODE") or ""
     here = int(given.partition("(")[0].partition(",")[0] or 0)  # Slurm's has the form 4(x2),3
@@ -77,7 +68,7 @@ def listen(factory: type, kwargs: Mapping[str, Any], environ: Mapping[str, str])
     """Serve a standby store, where this rank is to have one.
 
     Args:
-        factory, kwargs: Of the ring's store.
+        factory, kwargs: Of the restart group's store.
         environ: The rank's.
 
     Returns:
@@ -163,33 +154,33 @@ class Refuge:
                 found = self._left.pop(0)
                 knocked = knock((found.host, found.port), _KNOCK_SECONDS)
                 if knocked is None:
-                    self._left.clear()  # whoever reaches it is there: no other will do
-                    raise InternalError(f"the ring's store is lost, and the standby at {found.host} is silent")
+                    self._left.clear()  # ranks that reach it are there: no other will do
+                    raise InternalError(f"the restart group's store is lost, and the standby at {found.host} is silent")
                 if knocked:
-                    self._settle(found)
+                    self._move_to(found)
                     return
-            raise InternalError("the ring's store is lost, and all its standbys are")
+            raise InternalError("the restart group's store is lost, and all its standbys are")
 
     def _is_silent(self, server: tuple[str, int]) -> bool:
         deadline = time.monotonic() + _DYING_SECONDS
         while (answer := knock(server, _KNOCK_SECONDS)) and time.monotonic() < deadline:
             time.sleep(0.05)
         if answer:
-            raise InternalError("this rank alone has lost the connection to the ring's store, which is alive")
+            raise InternalError("this rank alone has lost the connection to the restart group's store, which is alive")
         return answer is None
 
-    def _settle(self, standby: Standby) -> None:
+    def _move_to(self, standby: Standby) -> None:
         try:
             raw = connect(standby, self._timeout)
-            StoreMixin.append_item(PrefixStore(self._name, raw), ALIVE, str(self._initial_rank))
+            PrefixStore(self._name, raw).append_item(ALIVE, str(self._initial_rank))
         except dist.DistError as error:
             self._left.clear()
-            raise InternalError(f"the ring's store is lost, and its standby fails: {error}") from error
+            raise InternalError(f"the restart group's store is lost, and its standby fails: {error}") from error
         logger.warning("rank %d goes to the standby store at %s", self._initial_rank, standby.host)
         self.raw, self.standby, self._fled_at = raw, standby, time.monotonic()
 
     def meet(self, *, iteration: int, world_size: int, has_returned: bool) -> Meeting:
-        """Wait for all that live, and agree with them on who is in the next iteration.
+        """Wait for all that live, and agree with them on the members of the next iteration.
 
         Args:
             iteration, world_size, has_returned: As `Arrival`.
@@ -209,20 +200,22 @@ class Refuge:
         try:
             meeting = self._agree(PrefixStore(self._name, self.raw), mine)
         except dist.DistNetworkError:
-            self._move_in()
+            self._forget_old_server()
             raise
         if meeting.objection:
-            raise InternalError(f"the ring's store is lost: {meeting.objection}")
+            raise InternalError(f"the restart group's store is lost: {meeting.objection}")
         if self._initial_rank not in meeting.present:
-            raise InternalError("the ring's store is lost, and the others went on without this rank, which came late")
+            raise InternalError(
+                "the restart group's store is lost, and the others went on without this rank, which came late"
+            )
         return meeting
 
     def _agree(self, base: Any, mine: Arrival) -> Meeting:
-        StoreMixin.append_item(base, CAME, mine.encode())
+        base.append_item(CAME, mine.encode())
         began = time.monotonic()
         while not (found := read_value(base, MET)):
-            arrivals = [Arrival.decode(item) for item in StoreMixin.items(base, CAME)]
-            alive = {int(item) for item in StoreMixin.items(base, ALIVE)}
+            arrivals = [Arrival.decode(item) for item in base.items(CAME)]
+            alive = {int(item) for item in base.items(ALIVE)}
             waited = time.monotonic() - began
             if (
                 len(arrivals) >= count_expected(arrivals)
@@ -231,7 +224,7 @@ class Refuge:
             ):
                 base.compare_set(MET, "", decide(arrivals).encode())
                 continue
-            time.sleep(min(max(waited / 10, 0.002), LONGEST_PAUSE))
+            time.sleep(pause_after(waited))
         return Meeting.decode(found)
 
     def move_in(self) -> tuple[Any, Any, Standby]:
@@ -240,12 +233,12 @@ class Refuge:
         Raises:
             torch.distributed.DistNetworkError: it is.
         """
-        raw, standby = self._move_in()
+        raw, standby = self._forget_old_server()
         second = raw.clone()
         notice_silence(standby.port, self._silence)
         return raw, second, standby
 
-    def _move_in(self) -> tuple[Any, Standby]:
+    def _forget_old_server(self) -> tuple[Any, Standby]:
         raw, standby = self.raw, self.standby
         assert standby is not None
         self._server = standby.host, standby.port
@@ -254,27 +247,21 @@ class Refuge:
 
 
 def find_refuge(
-    raw: Any,
-    *,
-    name: str,
-    initial_rank: int,
-    factory: type,
-    kwargs: Mapping[str, Any],
-    environ: Mapping[str, str],
-    silence: float,
-    patience: float,
+    raw: Any, *, name: str, initial_rank: int, settings: Settings, environ: Mapping[str, str]
 ) -> Refuge | None:
-    """After the initial barrier: the way to the standbys; None where the ring does not need any.
+    """After the initial barrier: the way to the standbys; None where the restart group does not need any.
 
     Args:
-        raw: The ring's store.
-        name, initial_rank, silence, patience: As `Refuge`.
-        factory, kwargs, environ: Of that store.
+        raw: The restart group's store.
+        name, initial_rank: As `Refuge`.
+        settings: The wrapper's.
+        environ: The rank's.
     """
-    if not is_plain(factory) or not raw.critical_ranks:
+    if not is_plain(settings.store_factory) or not raw.critical_ranks:
         return None
-    standbys = [Standby.decode(item) for item in StoreMixin.items(PrefixStore(name, raw), STANDBYS)]
-    primary = _address(kwargs, environ)
+    standbys = [Standby.decode(item) for item in PrefixStore(name, raw).items(STANDBYS)]
+    kwargs = settings.store_kwargs or {}
+    primary, silence = _address(kwargs, environ), settings.heartbeat_timeout.total_seconds()
     notice_silence(primary[1], silence)
     return Refuge(
         name=name,
@@ -283,7 +270,7 @@ def find_refuge(
         standbys=sorted(standbys, key=lambda each: each.initial_rank),
         timeout=kwargs.get("timeout", timedelta(seconds=300)),
         silence=silence,
-        patience=patience,
+        patience=settings.barrier_timeout.total_seconds(),
     )
 
 
@@ -299,7 +286,7 @@ def connect(standby: Standby, timeout: timedelta) -> TCPStore:
 
 
 def knock(address: tuple[str, int], seconds: float) -> bool | None:
-    """Whether somebody listens at `address`; None where there is no answer at all."""
+    """Whether a server listens at `address`; None where there is no answer at all."""
     try:
         socket.create_connection(address, timeout=seconds).close()
     except ConnectionRefusedError:
@@ -309,7 +296,7 @@ def knock(address: tuple[str, int], seconds: float) -> bool | None:
     return True
 
 
-class Arrival(Struct, frozen=True, kw_only=True):
+class Arrival(Packed, frozen=True, kw_only=True):
     """What a rank knows when it comes to a meeting."""
 
     initial_rank: int
@@ -321,20 +308,6 @@ class Arrival(Struct, frozen=True, kw_only=True):
     is_certain: bool
     """The store's server is dead; else it was silent."""
 
-    def encode(self) -> str:
-        return json.dumps([self.initial_rank, self.iteration, self.world_size, self.has_returned, self.is_certain])
-
-    @classmethod
-    def decode(cls, text: str) -> Arrival:
-        initial_rank, iteration, world_size, has_returned, is_certain = json.loads(text)
-        return cls(
-            initial_rank=initial_rank,
-            iteration=iteration,
-            world_size=world_size,
-            has_returned=has_returned,
-            is_certain=is_certain,
-        )
-
 
 def count_expected(arrivals: Collection[Arrival]) -> int:
     """How many ranks there were at the last that is known."""
@@ -342,7 +315,7 @@ def count_expected(arrivals: Collection[Arrival]) -> int:
 
 
 def objection(arrivals: Collection[Arrival]) -> str:
-    """Why those who came must not go on; "" where they may."""
+    """Why the ranks that came must not go on; "" where they may."""
     expected = count_expected(arrivals)
     if not any(each.is_certain for each in arrivals) and 2 * len(arrivals) <= expected:
         return f"the store's server is silent, and only {len(arrivals)} of {expected} ranks are here: others may go on"
@@ -351,7 +324,7 @@ def objection(arrivals: Collection[Arrival]) -> str:
     return ""
 
 
-class Meeting(Struct, frozen=True, kw_only=True):
+class Meeting(Packed, frozen=True, kw_only=True):
     """What all that came have agreed on."""
 
     iteration: int
@@ -359,14 +332,6 @@ class Meeting(Struct, frozen=True, kw_only=True):
     present: tuple[int, ...]
     """Initial ranks."""
     objection: str = ""
-
-    def encode(self) -> str:
-        return json.dumps([self.iteration, self.present, self.objection])
-
-    @classmethod
-    def decode(cls, text: str) -> Meeting:
-        iteration, present, why = json.loads(text)
-        return cls(iteration=iteration, present=tuple(present), objection=why)
 
 
 def decide(arrivals: Collection[Arrival]) -> Meeting:

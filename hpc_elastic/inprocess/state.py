@@ -1,13 +1,19 @@
-"""What a hook is given: this rank's place in the current iteration."""
+"""What the hooks and the function see: this rank's place in the current iteration, why an iteration was interrupted and
+on which rank, and the errors. All errors pickle."""
 
 from __future__ import annotations
 
 import enum
 import os
+import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpc_elastic.inprocess.store import StoreMixin
+
+
+from msgspec import Struct
 
 
 class Status(enum.Enum):
@@ -31,7 +37,7 @@ class State:
         initial_rank, initial_world_size: As the call began.
         iteration: 0 for the first.
         status: See `Status`.
-        store: The ring's store: while an iteration lasts, the part of it that is this iteration's own.
+        store: The restart group's store: while an iteration lasts, the part of it that is this iteration's own.
     """
 
     store: StoreMixin
@@ -72,3 +78,84 @@ class State:
     def advance(self) -> None:
         """Go on to the next iteration."""
         self.iteration += 1
+
+
+_TEXT = re.compile(r"rank=(\d+).*Interruption\.(\w+)")
+
+
+class Interruption(enum.Enum):
+    """What happened to a rank."""
+
+    EXCEPTION = enum.auto()
+    """The function, `initialize` or the health check before it raised an ``Exception``."""
+    BASE_EXCEPTION = enum.auto()
+    """The rank leaves: ``RestartAbort``, ``KeyboardInterrupt``, a hook after a fault that failed."""
+    SOFT_TIMEOUT = enum.auto()
+    HARD_TIMEOUT = enum.auto()
+    """Its monitor process killed it."""
+    TERMINATED = enum.auto()
+    """The process ended, by a signal for instance."""
+    UNRESPONSIVE = enum.auto()
+    """No heartbeat: process and monitor are gone, or their node."""
+    MONITOR_PROCESS_EXCEPTION = enum.auto()
+
+
+class InterruptionRecord(Struct, frozen=True):
+    """One line of the store's list.
+
+    Args:
+        rank: In the iteration that was interrupted.
+        interruption: What happened there.
+    """
+
+    rank: int
+    interruption: Interruption
+
+    def __str__(self) -> str:
+        return f"InterruptionRecord(rank={self.rank}, interruption=Interruption.{self.interruption.name})"
+
+    @classmethod
+    def from_str(cls, string: str) -> InterruptionRecord:
+        """Read what ``str`` wrote.
+
+        Raises:
+            ValueError: it is no such text.
+        """
+        found = _TEXT.search(string)
+        if found is None or found[2] not in Interruption.__members__:
+            raise ValueError(f"not an interruption's record: {string!r}")
+        return cls(rank=int(found[1]), interruption=Interruption[found[2]])
+
+
+def format_interruption_records(records: Iterable[InterruptionRecord]) -> str:
+    """For people: ``SOFT_TIMEOUT on ranks 0, 2; EXCEPTION on rank 1``."""
+    ranks: dict[Interruption, dict[int, None]] = {}
+    for record in records:
+        ranks.setdefault(record.interruption, {})[record.rank] = None
+    return "; ".join(
+        f"{interruption.name} on rank{'s' * (len(found) > 1)} {', '.join(map(str, sorted(found)))}"
+        for interruption, found in ranks.items()
+    )
+
+
+class RestartError(Exception):
+    """The base of what ends a rank's part in the wrapped call."""
+
+
+class RestartAbort(BaseException):
+    """Raised by a hook (`hpc_elastic.inprocess.hooks.RetryController`, say) or by the function: no more restarts.
+
+    Under ``hpc-elastic`` the process then ends, and the agent's restart budget decides what is next.
+    """
+
+
+class HealthCheckError(RestartError):
+    """The health check after a fault failed; its ``__cause__`` is what the check raised. The others go on alone."""
+
+
+class InternalError(RestartError):
+    """The restart group itself can't go on: its store is gone, say."""
+
+
+class TimeoutError(RestartError):
+    """A hook took longer than it was given."""

@@ -1,31 +1,32 @@
 """How the ranks agree: barriers, lists, and one decision per iteration, over any ``torch.distributed.Store``.
 
-- A list is one key that everybody appends to. A barrier is the list of those who arrived; whoever finds it complete
-  sets the key that all wait for. An arrival twice is an arrival once, so a process that watches another can arrive
-  for it after its death, whatever it had done before.
+- A list is one key to which all ranks append. A barrier is the list of the ranks that arrived; the rank that finds it
+  complete sets the key for which all wait. An arrival twice is an arrival once, so a process that watches another one
+  can arrive for it after its death, whatever it had done before.
 - How an iteration ends is decided once, by compare-and-set: all ranks completed, or it was interrupted. No rank can
-  return while another restarts. Both wake everybody who waits, at once.
-- The last that arrives at the termination barrier publishes who is terminated: all ranks read the same.
-- Whoever waits in the main thread looks again and again, so that signals and the watchdog get their turn: after a pause
-  that is a tenth of the wait so far. (torch's ``TCPStore`` also logs a warning for each wait that times out.) One
-  thread alone waits in the store itself: the one that must know of an interruption at once.
+  return while another restarts. Both wake all ranks that wait, at once.
+- The last rank that arrives at the termination barrier publishes the terminated ranks: all ranks read the same.
+- A wait in the main thread polls, so that signals and the watchdog get their turn: after a pause that is a tenth of the
+  wait so far. (torch's ``TCPStore`` also logs a warning for each wait that times out.) One thread alone waits in the
+  store itself: the one that must see an interruption at once.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
+from msgspec import Struct, convert, to_builtins
 
-from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.exception import RestartError
 from hpc_elastic.inprocess.sockets import bind_store
+from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, RestartError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystemStore
 
 LONGEST_PAUSE = 0.25
@@ -49,8 +50,15 @@ class BarrierOverflow(BarrierError):
     """A rank came twice, or there are more than there should be: two processes believe to be the same rank."""
 
 
-class StoreMixin:
-    """What the ring needs, over the methods of a ``Store``. It goes before torch's class, which has a ``barrier``."""
+if TYPE_CHECKING:
+    from torch.distributed import Store as _AnyStore
+    from typing_extensions import Self
+else:
+    _AnyStore = object
+
+
+class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
+    """What the ranks agree with, over a ``Store``. It goes before torch's class, which has a ``barrier`` of its own."""
 
     INITIAL_BARRIER = "initial_barrier"
     ITERATION_BARRIER = "iteration_barrier"
@@ -67,7 +75,7 @@ class StoreMixin:
         """Called in each rank's monitor process, with ``store_kwargs``: open the store's server, if it has one.
 
         Args:
-            elsewhere: To be returned where somebody serves already.
+            elsewhere: To be returned where a server is there already.
             kwargs: ``store_kwargs``.
 
         Returns:
@@ -77,8 +85,8 @@ class StoreMixin:
 
     # --- lists
 
-    def append_item(self: Any, key: str, item: str) -> None:
-        """Add `item`, which has no line break, to the list `key`. None is lost, whoever else writes."""
+    def append_item(self, key: str, item: str) -> None:
+        """Add `item`, which has no line break, to the list `key`. None is lost, however many ranks write."""
         line = f"{item}\n"
         if self.has_extended_api():
             self.append(key, line)
@@ -87,75 +95,75 @@ class StoreMixin:
         while (found := self.compare_set(key, old, old + line).decode()) != old + line:
             old = found
 
-    def items(self: Any, key: str) -> list[str]:
+    def items(self, key: str) -> list[str]:
         """What is in the list `key`, in order."""
-        return str(read_value(self, key)).split("\n")[:-1]
+        return read_value(self, key).split("\n")[:-1]
 
     # --- ranks
 
-    def set_initial_rank(self: Any, rank: int, initial_rank: int) -> None:
+    def set_initial_rank(self, rank: int, initial_rank: int) -> None:
         self.set(f"initial_rank/{rank}", str(initial_rank))
 
-    def get_initial_rank(self: Any, rank: int) -> int:
+    def get_initial_rank(self, rank: int) -> int:
         """Of a rank that has said it; waits for the store's timeout where it has not."""
         return int(self.get(f"initial_rank/{rank}"))
 
-    def find_initial_rank(self: Any, rank: int) -> int | None:
+    def find_initial_rank(self, rank: int) -> int | None:
         """As `get_initial_rank`, None at once where `rank` has not said it."""
         found = read_value(self, f"initial_rank/{rank}")
         return int(found) if found else None
 
-    def send_heartbeat(self: Any, rank: int) -> None:
-        """Count on: whoever watches sees a number that changes. No clock."""
+    def send_heartbeat(self, rank: int) -> None:
+        """Count on: an observer sees a number that changes. No clock."""
         self.add(f"heartbeat/{rank}", 1)
 
-    def get_heartbeat(self: Any, rank: int) -> int:
+    def get_heartbeat(self, rank: int) -> int:
         """0 where there was none yet."""
         return int(self.add(f"heartbeat/{rank}", 0))
 
-    def record_terminated_rank(self: Any, rank: int) -> None:
-        StoreMixin.append_item(self, "terminated", str(rank))
+    def record_terminated_rank(self, rank: int) -> None:
+        self.append_item("terminated", str(rank))
 
-    def get_terminated_ranks(self: Any) -> set[int]:
+    def get_terminated_ranks(self) -> set[int]:
         """After the termination barrier: what it found, the same for all. Before: those so far."""
         published = read_value(self, f"{self.TERMINATION_BARRIER}/over")
         if published:
             return {int(rank) for rank in published.split(",") if rank}
-        return {int(rank) for rank in StoreMixin.items(self, "terminated")}
+        return {int(rank) for rank in self.items("terminated")}
 
-    def record_base_terminated_rank(self: Any, rank: int) -> None:
+    def record_base_terminated_rank(self, rank: int) -> None:
         """The initial rank `rank` needs this store no more."""
-        StoreMixin.append_item(self, "base_terminated", str(rank))
+        self.append_item("base_terminated", str(rank))
 
-    def get_base_terminated_count(self: Any) -> int:
-        return len(set(StoreMixin.items(self, "base_terminated")))
+    def get_base_terminated_count(self) -> int:
+        return len(set(self.items("base_terminated")))
 
     # --- the end of an iteration
 
-    def record_interrupted(self: Any, record: InterruptionRecord | Iterable[InterruptionRecord] | None = None) -> None:
+    def record_interrupted(self, record: InterruptionRecord | Iterable[InterruptionRecord] | None = None) -> None:
         """Interrupt this iteration, unless all ranks have completed it; the record is kept in any case."""
         records = [record] if isinstance(record, InterruptionRecord) else list(record or ())
         for each in records:
-            StoreMixin.append_item(self, "interruptions", str(each))
+            self.append_item("interruptions", str(each))
         self.compare_set("over", "", INTERRUPTED)
         self.set("stir", "1")
 
-    def is_first(self: Any, what: str) -> bool:
-        """Whether nobody else has asked this before."""
-        return bool(self.add(f"first/{what}", 1) == 1)
+    def is_first(self, what: str) -> bool:
+        """Whether this rank is the first that asks this."""
+        return int(self.add(f"first/{what}", 1)) == 1
 
-    def get_interruption_records(self: Any) -> list[InterruptionRecord]:
-        return [InterruptionRecord.from_str(item) for item in StoreMixin.items(self, "interruptions")]
+    def get_interruption_records(self) -> list[InterruptionRecord]:
+        return [InterruptionRecord.from_str(item) for item in self.items("interruptions")]
 
-    def is_any_rank_interrupted(self: Any) -> bool:
-        return bool(self.outcome() == INTERRUPTED)
+    def is_any_rank_interrupted(self) -> bool:
+        return self.outcome() == INTERRUPTED
 
-    def outcome(self: Any) -> str | None:
+    def outcome(self) -> str | None:
         """How this iteration ended: `COMPLETED`, `INTERRUPTED`, or None: not yet."""
         return read_value(self, "over") or None
 
-    def wait_for_outcome(self: Any) -> str:
-        """As `outcome`, as soon as there is one. It blocks in the store: nobody else can use this connection.
+    def wait_for_outcome(self) -> str:
+        """As `outcome`, as soon as there is one. It blocks in the store: no other thread can use this connection.
 
         Raises:
             RuntimeError: the store fails.
@@ -167,48 +175,48 @@ class StoreMixin:
             except dist.DistStoreError:
                 if time.monotonic() - started < _LONGEST_WAIT.total_seconds():
                     raise
-        return str(found)
+        return found
 
-    def record_completed(self: Any) -> None:
+    def record_completed(self) -> None:
         """The function returned on an active rank: spares may stop waiting."""
         self.add("completed", 1)
         self.set("stir", "1")
 
-    def is_any_rank_completed(self: Any) -> bool:
+    def is_any_rank_completed(self) -> bool:
         return int(self.add("completed", 0)) > 0
 
-    def wait_for_completed_or_interrupted(self: Any, seconds: float) -> bool:
+    def wait_for_completed_or_interrupted(self, seconds: float) -> bool:
         """Whether some rank completed, or the iteration is over; waits up to `seconds`."""
         return _wait(self, "stir", seconds)
 
-    def answer(self: Any, rank: int, count: int) -> None:
+    def answer(self, rank: int, count: int) -> None:
         """`rank` knows that this iteration is interrupted, and has recorded whatever it had to."""
-        StoreMixin.append_item(self, "answers", str(rank))
-        if len(set(StoreMixin.items(self, "answers"))) >= count:
+        self.append_item("answers", str(rank))
+        if len(set(self.items("answers"))) >= count:
             self.set("answered", "1")
 
-    def wait_for_answers(self: Any, seconds: float) -> bool:
+    def wait_for_answers(self, seconds: float) -> bool:
         """Whether all have answered; waits up to `seconds`."""
         return _wait(self, "answered", seconds)
 
     # --- before the first iteration
 
-    def fate(self: Any, rank: int) -> str:
+    def fate(self, rank: int) -> str:
         """What became of an initial rank that died before the first iteration; "" while that is open."""
         return read_value(self, f"fate/{rank}")
 
-    def decide_fate(self: Any, rank: int, fate: str) -> bool:
-        """Whether `fate` is it: the first word holds."""
+    def decide_fate(self, rank: int, fate: str) -> bool:
+        """Whether `fate` is it: the first value holds."""
         return bool(self.compare_set(f"fate/{rank}", "", fate).decode() == fate)
 
-    def decided(self: Any) -> str:
-        """The number of the iteration for which it was decided last who is in; "" for none."""
+    def decided(self) -> str:
+        """The number of the last iteration whose members were decided; "" for none."""
         return read_value(self, "decided")
 
     # --- barriers
 
     def barrier(
-        self: Any,
+        self,
         rank: int,
         group_name: str,
         rendezvous_count: int,
@@ -222,14 +230,14 @@ class StoreMixin:
             group_name: The barrier's.
             rendezvous_count: How many there are.
             timeout: For all to come.
-            timeout_chunk: Accepted as in NVIDIA's; nobody blocks here anyway.
+            timeout_chunk: Accepted as in NVIDIA's; this never blocks in the store.
 
         Raises:
             BarrierOverflow: a rank came twice, or too many came.
             BarrierTimeout: not all came in time.
         """
-        StoreMixin.append_item(self, f"{group_name}/arrived", str(rank))
-        entries = StoreMixin.items(self, f"{group_name}/arrived")
+        self.append_item(f"{group_name}/arrived", str(rank))
+        entries = self.items(f"{group_name}/arrived")
         arrived = {entry.rstrip("*") for entry in entries}
         if len(arrived) > rendezvous_count or entries.count(str(rank)) > 1:
             shown = ", ".join(sorted(entries))
@@ -240,7 +248,7 @@ class StoreMixin:
         _await_release(self, group_name, rendezvous_count, timeout)
 
     def reentrant_barrier(
-        self: Any,
+        self,
         rank: int | Collection[int],
         group_name: str,
         rendezvous_count: int,
@@ -249,8 +257,8 @@ class StoreMixin:
     ) -> None:
         """As `barrier`, but coming twice counts once, and one process may come for several ranks."""
         for each in (rank,) if isinstance(rank, int) else rank:
-            StoreMixin.append_item(self, f"{group_name}/arrived", str(each))
-        arrived = {entry.rstrip("*") for entry in StoreMixin.items(self, f"{group_name}/arrived")}
+            self.append_item(f"{group_name}/arrived", str(each))
+        arrived = {entry.rstrip("*") for entry in self.items(f"{group_name}/arrived")}
         if len(arrived) > rendezvous_count:
             raise BarrierOverflow(f"{group_name}: {len(arrived)} ranks came where {rendezvous_count} should")
         _release(self, group_name, rendezvous_count)
@@ -261,7 +269,7 @@ class StoreMixin:
     termination_barrier = functools.partialmethod(reentrant_barrier, group_name=TERMINATION_BARRIER)
 
     def completion_barrier(
-        self: Any, rank: int, rendezvous_count: int, timeout: timedelta, timeout_chunk: timedelta | None = None
+        self, rank: int, rendezvous_count: int, timeout: timedelta, timeout_chunk: timedelta | None = None
     ) -> bool:
         """Wait until all ranks have completed, or the iteration is interrupted.
 
@@ -272,61 +280,61 @@ class StoreMixin:
             BarrierTimeout: neither happened in time.
         """
         name = self.COMPLETION_BARRIER
-        StoreMixin.append_item(self, f"{name}/arrived", str(rank))
-        if len(set(StoreMixin.items(self, f"{name}/arrived"))) >= rendezvous_count:
+        self.append_item(f"{name}/arrived", str(rank))
+        if len(set(self.items(f"{name}/arrived"))) >= rendezvous_count:
             self.compare_set("over", "", COMPLETED)
         if not _wait(self, "over", timeout.total_seconds()):
             raise _timeout(self, name, rendezvous_count, timeout)
-        return bool(self.outcome() == COMPLETED)
+        return self.outcome() == COMPLETED
 
-    def is_rank_at_reentrant_barrier(self: Any, rank: int, group_name: str) -> bool:
-        return str(rank) in {entry.rstrip("*") for entry in StoreMixin.items(self, f"{group_name}/arrived")}
+    def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
+        return str(rank) in {entry.rstrip("*") for entry in self.items(f"{group_name}/arrived")}
 
-    def is_released(self: Any, group_name: str) -> bool:
+    def is_released(self, group_name: str) -> bool:
         """Whether all came to that barrier."""
         return bool(self.check([f"{group_name}/over"]))
 
     # --- for the dead
 
-    def stand_in_for(self: Any, rank: int, count: int, interruption: Interruption) -> None:
-        """Do all that `rank`, which is dead, would have to do in this iteration, so that nobody waits for it."""
-        StoreMixin.record_terminated_rank(self, rank)
-        StoreMixin.record_interrupted(self, InterruptionRecord(rank, interruption))
-        StoreMixin.answer(self, rank, count)
+    def stand_in_for(self, rank: int, count: int, interruption: Interruption) -> None:
+        """Do all that `rank`, which is dead, would have to do in this iteration, so that no rank waits for it."""
+        self.record_terminated_rank(rank)
+        self.record_interrupted(InterruptionRecord(rank, interruption))
+        self.answer(rank, count)
         for name in (self.ITERATION_BARRIER, self.TERMINATION_BARRIER):
-            StoreMixin.append_item(self, f"{name}/arrived", f"{rank}*")
+            self.append_item(f"{name}/arrived", f"{rank}*")
             _release(self, name, count)
 
-    def report_gone(self: Any, initial_rank: int) -> None:
+    def report_gone(self, initial_rank: int) -> None:
         """`initial_rank` died after the assignment and before it said its new rank: it has the number that is left."""
-        StoreMixin.append_item(self, "gone", str(initial_rank))
-        counts = StoreMixin.items(self, "count")
+        self.append_item("gone", str(initial_rank))
+        counts = self.items("count")
         if counts:
             _release(self, self.ITERATION_BARRIER, int(counts[0]))
 
-    def put_count(self: Any, count: int) -> None:
-        """How many ranks this iteration has: for whoever must tell who is missing."""
-        StoreMixin.append_item(self, "count", str(count))
+    def put_count(self, count: int) -> None:
+        """How many ranks this iteration has: so that others can find out which are missing."""
+        self.append_item("count", str(count))
 
 
 def _release(store: Any, name: str, count: int) -> None:
-    """Let all go on, if everybody is here."""
-    arrived = {int(entry.rstrip("*")) for entry in StoreMixin.items(store, f"{name}/arrived")}
+    """Let all ranks go on, if all are here."""
+    arrived = {int(entry.rstrip("*")) for entry in store.items(f"{name}/arrived")}
     if name == store.ITERATION_BARRIER and len(arrived) < count:
-        gone = set(StoreMixin.items(store, "gone"))
+        gone = set(store.items("gone"))
         if not gone or len(arrived) + len(gone) < count:
             return
-        # Nobody knows which of them had which number, and it does not matter: all are dead.
+        # Which of them had which number is not known, and it does not matter: all are dead.
         missing = set(range(count)) - arrived
         for rank in missing:
-            StoreMixin.record_terminated_rank(store, rank)
-            StoreMixin.append_item(store, f"{store.TERMINATION_BARRIER}/arrived", f"{rank}*")
-            StoreMixin.answer(store, rank, count)
-        StoreMixin.record_interrupted(store, [InterruptionRecord(rank, Interruption.TERMINATED) for rank in missing])
+            store.record_terminated_rank(rank)
+            store.append_item(f"{store.TERMINATION_BARRIER}/arrived", f"{rank}*")
+            store.answer(rank, count)
+        store.record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED) for rank in missing])
     elif len(arrived) < count:
         return
     if name == store.TERMINATION_BARRIER:
-        terminated = sorted(set(StoreMixin.items(store, "terminated")), key=int)
+        terminated = sorted(set(store.items("terminated")), key=int)
         store.compare_set(f"{name}/over", "", ",".join(terminated) + ",")
     else:
         store.set(f"{name}/over", "1")
@@ -338,12 +346,28 @@ def _await_release(store: Any, name: str, count: int, timeout: timedelta) -> Non
 
 
 def _timeout(store: Any, name: str, count: int, timeout: timedelta) -> BarrierTimeout:
-    arrived = {int(entry.rstrip("*")) for entry in StoreMixin.items(store, f"{name}/arrived")}
+    arrived = {int(entry.rstrip("*")) for entry in store.items(f"{name}/arrived")}
     missing = sorted(set(range(count)) - arrived)
     shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
     return BarrierTimeout(
         f"{name}: {len(missing)} of {count} ranks had not come after {timeout.total_seconds():g} s (ranks {shown})"
     )
+
+
+def pause_after(waited: float, shortest: float = 0.002) -> float:
+    """Seconds until a loop that has waited so long looks again."""
+    return min(max(waited / 10, shortest), LONGEST_PAUSE)
+
+
+class Packed(Struct, frozen=True, kw_only=True):
+    """A record that goes through the store, or a pipe, as text."""
+
+    def encode(self) -> str:
+        return json.dumps(to_builtins(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Self:
+        return convert(json.loads(text), cls)
 
 
 def read_value(store: Any, key: str) -> str:
@@ -358,7 +382,7 @@ def _wait(store: Any, key: str, seconds: float) -> bool:
         waited = time.monotonic() - started
         if waited >= seconds:
             return False
-        time.sleep(min(max(waited / 10, 0.0005), LONGEST_PAUSE, seconds - waited))
+        time.sleep(min(pause_after(waited, 0.0005), seconds - waited))
     return True
 
 
@@ -373,7 +397,7 @@ def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int
         environ: Says how many ranks there are, and how many of them on this host.
 
     Raises:
-        OSError: somebody listens there already.
+        OSError: the port is in use.
     """
     one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
     listener = bind_store(host, port, one_host=one_host)
@@ -391,7 +415,7 @@ def serve_at(host: str, port: int, environ: Mapping[str, str], *, use_libuv: boo
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
     """The default: a server at MASTER_ADDR:MASTER_PORT, in a process beside rank 0 that outlives it.
 
-    When that process' node is gone, the ring goes on at a standby: see `hpc_elastic.inprocess.standby`.
+    When that process' node is gone, the restart group goes on at a standby: see `hpc_elastic.inprocess.standby`.
     """
 
     TCP_STORE_HOST_RANK: ClassVar[int] = 0
@@ -414,7 +438,7 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
 
         Raises:
             KeyError: one is left out, and its variable is not there.
-            torch.distributed.DistNetworkError: nobody answers.
+            torch.distributed.DistNetworkError: no server answers.
         """
         host_name = os.environ["MASTER_ADDR"] if host_name is None else host_name
         port = int(os.environ["MASTER_PORT"]) if port is None else port
@@ -435,7 +459,7 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
                 self.set(_HOSTED, "1")
                 return
             except (OSError, dist.DistNetworkError):
-                pass  # somebody serves at this port already: the agent's store, say
+                pass  # a store is served at this port already: the agent's, say
         super().__init__(is_master=False, **arguments)
 
     @property
@@ -445,7 +469,7 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def serve_apart(cls, elsewhere: object, **kwargs: Any) -> Any:
-        """Rank 0's monitor process is the server: the ring outlives that rank."""
+        """Rank 0's monitor process is the server: the restart group outlives that rank."""
         if int(os.environ.get("RANK", "-1")) != cls.TCP_STORE_HOST_RANK or cls.__init__ is not TCPStore.__init__:
             return None  # a class of the user's own, with arguments of its own, serves in its rank
         port = int(os.environ["MASTER_PORT"]) if kwargs.get("port") is None else int(kwargs["port"])
@@ -463,7 +487,7 @@ class FileStore(StoreMixin, dist.FileStore):  # type: ignore[misc, unused-ignore
 
 
 class SharedFileStore(StoreMixin, _FileSystemStore):
-    """This project's store in a folder of a shared filesystem: no process whose death ends the ring.
+    """This project's store in a folder of a shared filesystem: no process whose death ends the restart group.
 
     ``Wrapper(store_factory=SharedFileStore, store_kwargs={"path": …})``. The folder is fresh for each start of the
     processes: its name holds the run's id and the round, for instance.

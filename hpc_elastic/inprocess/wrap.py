@@ -16,26 +16,23 @@ import torch.distributed as dist
 
 from hpc_elastic.inprocess import abort as abort_module
 from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed
-from hpc_elastic.inprocess.finalize import Finalize
-from hpc_elastic.inprocess.health_check import HealthCheck
-from hpc_elastic.inprocess.initialize import Initialize
+from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
 from hpc_elastic.inprocess.interrupt import SignalHandler
 from hpc_elastic.inprocess.iterations import Iterations, Rank
-from hpc_elastic.inprocess.monitor_process import MonitorProcess, MonitorSettings, StoreSource, Unplaced
+from hpc_elastic.inprocess.monitor_process import MonitorProcess, StoreSource, Unplaced
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
-from hpc_elastic.inprocess.rank_filter import RankFilter
 from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements, Surroundings
 from hpc_elastic.inprocess.settings import Settings, check, with_value_for
-from hpc_elastic.inprocess.standby import STANDBYS, Refuge, find_refuge
+from hpc_elastic.inprocess.standby import STANDBYS, find_refuge
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
-from hpc_elastic.worker_api.restart_group import RingEvent
+from hpc_elastic.worker_api.restart_group import RestartGroupEvent
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CALL = "call_of_now"
-"""In the ring's store: the name of the outermost call that began last."""
+"""In the restart group's store: the name of the outermost call that began last."""
 
 _open: list[CallWrapper] = []
 """From the outermost call to the innermost."""
@@ -141,7 +138,7 @@ class CallWrapper:
         self._rank: Rank | None = None
         self._inner = (-1, 0)
         self._admission: Admission | None = None
-        """Where this process was taken in by a ring that ran already."""
+        """Where this process was taken in by a restart group that ran already."""
         self._is_over = False
         """Where the call ended before this process was in it."""
         with contextlib.ExitStack() as stack:
@@ -152,16 +149,17 @@ class CallWrapper:
         state = State()
         page = ProgressPage()
         stack.callback(page.close)
-        surroundings = Surroundings.from_env(os.environ)
-        name = self._name()
-        is_outermost = len(_open) == 0
+        name, is_outermost = self._name(), not _open
+        surroundings = Surroundings.from_env(os.environ) if is_outermost else Surroundings()
         newcomer = Newcomer(state.initial_rank) if surroundings.replaces > 0 and name == "call0" else None
         source = StoreSource(settings.store_factory, dict(settings.store_kwargs or {}))
         process = MonitorProcess(
             source=source,
             page=page,
-            unplaced=Unplaced(call=name, initial_rank=state.initial_rank, newcomer=newcomer),
-            settings=_monitor_settings(settings, state),
+            unplaced=Unplaced(
+                call=name, initial_rank=state.initial_rank, world_size=state.initial_world_size, newcomer=newcomer
+            ),
+            settings=settings,
         )
         is_served = process.start()
         stack.callback(process.shutdown)
@@ -169,19 +167,27 @@ class CallWrapper:
         if newcomer is not None:
             name = self._take_place(raw, state, newcomer, settings)
         else:
-            _come_together(raw, name, state, process, settings)
-        base = PrefixStore(name, raw)
+            first = PrefixStore(name, raw)
+            if process.standby is not None:
+                first.append_item(STANDBYS, process.standby.encode())
+            first.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
+        state.store = base = PrefixStore(name, raw)
         if is_outermost:
             raw.set(_CALL, name)
-        state.store = base if self._admission is None else PrefixStore(self._admission.iteration - 1, base)
         if self._admission is None:
             base.set_initial_rank(state.rank, state.initial_rank)
-        watchdog = _watch(page, settings, stack)
+        else:
+            state.store = PrefixStore(self._admission.iteration - 1, base)
+        interval = min(settings.progress_watchdog_interval, settings.monitor_thread_interval)
+        watchdog = ProgressWatchdog(page, interval=interval.total_seconds())
+        watchdog.start()
+        stack.callback(watchdog.shutdown)
         stack.enter_context(SignalHandler())
-        watched_base = PrefixStore(name, _second_connection(raw))
-        if not is_outermost:
-            surroundings = Surroundings()
-        is_alone = is_outermost and newcomer is None and surroundings.wait is None
+        # The thread that waits in a TCPStore keeps all others of that client out: it has a connection of its own.
+        watched_base = PrefixStore(name, raw.clone() if isinstance(raw, dist.TCPStore) else raw)
+        refuge = None
+        if is_outermost and newcomer is None and surroundings.wait is None:
+            refuge = find_refuge(raw, name=name, initial_rank=state.initial_rank, settings=settings, environ=os.environ)
         rank = Rank(
             state=state,
             base=base,
@@ -194,12 +200,12 @@ class CallWrapper:
             name=name,
             surroundings=surroundings,
             replacements=Replacements(base, wait=surroundings.wait) if surroundings.wait is not None else None,
-            refuge=_refuge(raw, name, state, settings) if is_alone else None,
+            refuge=refuge,
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())
         stack.callback(rank.announce_end)
-        rank.surroundings.report(RingEvent.BEGUN, rank=state.initial_rank)
+        rank.surroundings.report(RestartGroupEvent.BEGUN, rank=state.initial_rank)
         return rank
 
     def _name(self) -> str:
@@ -217,7 +223,7 @@ class CallWrapper:
         return number
 
     def _take_place(self, raw: Any, state: State, newcomer: Newcomer, settings: Settings) -> str:
-        """In a dead process' place: the call's name. `state` is that of the ring afterwards."""
+        """In a dead process' place: the call's name. `state` is that of the restart group afterwards."""
         name = "call0"
         base = PrefixStore(name, raw)
         if not base.is_released(base.INITIAL_BARRIER) and base.decide_fate(state.rank, "taken"):
@@ -262,7 +268,7 @@ class CallWrapper:
     def atomic(self) -> Iterator[None]:
         """``with call.atomic():`` what no abort may interrupt. Reentrant.
 
-        An abort waits for its end; while one is running, nobody gets in.
+        An abort waits for its end; while one is running, no thread gets in.
         """
         with self._atomic_lock:
             yield
@@ -279,48 +285,18 @@ class CallWrapper:
         """
         rank, admission = self._open_rank(), self._admission
         if self._is_over:
-            rank.surroundings.report(RingEvent.ENDED, rank=rank.state.initial_rank)
+            rank.surroundings.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
             return None
         args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
         empty = admission.empty if admission is not None else ()
         value = Iterations(rank, functools.partial(fn, *args, **kwargs), terminated=empty).run()
-        rank.surroundings.report(RingEvent.ENDED, rank=rank.state.initial_rank)
+        rank.surroundings.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
         return value
 
     def _open_rank(self) -> Rank:
         if self._rank is None:
             raise ValueError("this wrapped call is over")
         return self._rank
-
-
-def _come_together(raw: Any, name: str, state: State, process: MonitorProcess, settings: Settings) -> None:
-    """Wait for all ranks, for the first time, and tell them where a standby of the store is."""
-    base = PrefixStore(name, raw)
-    if process.standby is not None:
-        StoreMixin.append_item(base, STANDBYS, process.standby.encode())
-    base.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
-
-
-def _watch(page: ProgressPage, settings: Settings, stack: contextlib.ExitStack) -> ProgressWatchdog:
-    interval = min(settings.progress_watchdog_interval, settings.monitor_thread_interval)
-    watchdog = ProgressWatchdog(page, interval=interval.total_seconds())
-    watchdog.start()
-    stack.callback(watchdog.shutdown)
-    return watchdog
-
-
-def _refuge(raw: Any, name: str, state: State, settings: Settings) -> Refuge | None:
-    """Where the ranks meet when the store's node is lost."""
-    return find_refuge(
-        raw,
-        name=name,
-        initial_rank=state.initial_rank,
-        factory=settings.store_factory,
-        kwargs=settings.store_kwargs or {},
-        environ=os.environ,
-        silence=settings.heartbeat_timeout.total_seconds(),
-        patience=settings.barrier_timeout.total_seconds(),
-    )
 
 
 def _open_store(source: StoreSource, *, is_served: bool) -> Any:
@@ -346,21 +322,3 @@ def _frozen_garbage() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def _monitor_settings(settings: Settings, state: State) -> MonitorSettings:
-    logfile = settings.monitor_process_logfile
-    return MonitorSettings(
-        interval=settings.monitor_process_interval.total_seconds(),
-        hard_timeout=settings.hard_timeout.total_seconds(),
-        heartbeat_timeout=settings.heartbeat_timeout.total_seconds(),
-        barrier_timeout=settings.barrier_timeout.total_seconds(),
-        termination_grace_time=settings.termination_grace_time.total_seconds(),
-        world_size=state.initial_world_size,
-        logfile=None if logfile is None else logfile.format(rank=state.initial_rank),
-    )
-
-
-def _second_connection(store: Any) -> Any:
-    """For the thread that waits in it: whoever waits in a ``TCPStore`` keeps all others of that client out."""
-    return store.clone() if isinstance(store, dist.TCPStore) else store

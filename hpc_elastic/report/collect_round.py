@@ -27,7 +27,7 @@ from hpc_elastic.report.history import (
     RoundNode,
     StackGroup,
 )
-from hpc_elastic.report.incidents import RingRestart, read_restart
+from hpc_elastic.report.incidents import InProcessRestart, read_restart
 
 _ENDS = ("workers_stopped", "workers_succeeded")
 
@@ -122,7 +122,7 @@ class RoundBuilder(Struct):
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator tells it."""
     replaced: dict[int, Replacement] = field(default_factory=dict)
-    in_process: list[RingRestart] = field(default_factory=list)
+    in_process: list[InProcessRestart] = field(default_factory=list)
     own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
@@ -262,7 +262,7 @@ def _node_replaced(part: RoundBuilder, event: dict[str, Any], when: int, node: i
     )
 
 
-def _ring(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
+def _in_process_restart(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
     part.in_process.append(read_restart(event, when, node))
 
 
@@ -330,8 +330,8 @@ ROUND_HANDLERS: Mapping[str, Callable[[RoundBuilder, dict[str, Any], int, int, s
     "node_lost": _node_lost,
     "node_left": _node_left,
     "node_replaced": _node_replaced,
-    "ring_restarted": _ring,
-    "ring_gave_up": _ring,
+    "ring_restarted": _in_process_restart,
+    "ring_gave_up": _in_process_restart,
     "health_check_failed": _health_check_failed,
     "platform_failure": _platform_failure,
     "workers_succeeded": _workers_succeeded,

@@ -164,8 +164,8 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
         f"{_round(e)}: the function starts again in its processes (iteration {e['iteration']}, "
         f"{float(e['seconds']):.2f} s after the fault, {e['active_world_size']} of {e['world_size']} ranks active)"
     ),
-    "ring_left": lambda e: f"{_round(e)}: rank {e['rank']} leaves the in-process ring",
-    "ring_gave_up": lambda e: f"{_round(e)}: the in-process ring gives up on rank {e['rank']}",
+    "ring_left": lambda e: f"{_round(e)}: rank {e['rank']} leaves the in-process restart group",
+    "ring_gave_up": lambda e: f"{_round(e)}: the in-process restart group gives up on rank {e['rank']}",
     "worker_replaced": lambda e: (
         f"{_round(e)}: a fresh process ({e['pid']}) takes the place of rank {e['rank']}; the others stay"
     ),

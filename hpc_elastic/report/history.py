@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.incidents import Outage, OutputLoss, RingRestart, refused_hosts
+from hpc_elastic.report.incidents import InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.node_score import NodeScore
 
@@ -134,7 +134,7 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     nodes: tuple[RoundNode, ...] = ()
     replaced: tuple[Replacement, ...] = ()
     """By the place that was taken."""
-    in_process: tuple[RingRestart, ...] = ()
+    in_process: tuple[InProcessRestart, ...] = ()
     """Restarts within its processes, by time; nothing of the round ended by them."""
     failures: tuple[WorkerFailure, ...] = ()
     lost_nodes: tuple[NodeLoss, ...] = ()

@@ -2,8 +2,7 @@
 
 What of the workers' output never reached its files or the job log, as the agents told it.
 
-Restarts within the processes of a round, as the notification told its agents: the third notification, in the same
-report.
+Restarts within the processes of a round, as the restart group reported them to its agents.
 """
 
 from __future__ import annotations
@@ -266,7 +265,7 @@ _SHOWN = 3
 _MOST_NAMED = 4
 
 
-class RingRestart(Struct, frozen=True, kw_only=True):
+class InProcessRestart(Struct, frozen=True, kw_only=True):
     """The function started again in the processes that were left, or a process gave up."""
 
     told_ns: int
@@ -285,7 +284,7 @@ class RingRestart(Struct, frozen=True, kw_only=True):
     """Why no further restart was tried; empty: one was."""
 
 
-def read_restart(event: Mapping[str, Any], when: int, node: int) -> RingRestart:
+def read_restart(event: Mapping[str, Any], when: int, node: int) -> InProcessRestart:
     """From an agent's event ``ring_restarted`` or ``ring_gave_up``; what is not as it should be is left out."""
     seconds = event.get("seconds")
     pairs = event.get("interruptions")
@@ -293,7 +292,7 @@ def read_restart(event: Mapping[str, Any], when: int, node: int) -> RingRestart:
     for pair in pairs if isinstance(pairs, list) else []:
         if isinstance(pair, list) and len(pair) == 2 and (rank := integer(pair[0])) is not None:
             found.append((rank, text_of(pair[1])[:64]))
-    return RingRestart(
+    return InProcessRestart(
         told_ns=when,
         node=node,
         iteration=integer_or(integer(event.get("iteration")), 0),
@@ -305,10 +304,10 @@ def read_restart(event: Mapping[str, Any], when: int, node: int) -> RingRestart:
     )
 
 
-def describe_restart(restart: RingRestart) -> str:
+def describe_restart(restart: InProcessRestart) -> str:
     """One clause, as in ``iteration 2 after 0.12 s: EXCEPTION on rank 1``."""
     if restart.gave_up:
-        return f"the in-process notification gave up: {restart.gave_up}"
+        return f"the in-process restart group gave up: {restart.gave_up}"
     kinds: dict[str, list[int]] = {}
     for rank, kind in restart.interruptions:
         kinds.setdefault(kind, []).append(rank)
@@ -318,7 +317,7 @@ def describe_restart(restart: RingRestart) -> str:
     return f"iteration {restart.iteration} after {restart.seconds:.2f} s: {told}{fresh if restart.joined else ''}"
 
 
-def ring_lines(restarts: Sequence[RingRestart], *, everything: bool) -> list[str]:
+def in_process_lines(restarts: Sequence[InProcessRestart], *, everything: bool) -> list[str]:
     """The last ones in their order, and how many there were. Several ranks that gave up in one iteration are one line.
 
     Args:
@@ -333,7 +332,7 @@ def ring_lines(restarts: Sequence[RingRestart], *, everything: bool) -> list[str
     return [f"{len(done)} restarts within the processes, {total:.2f} s in all; the last:", *lines[1 - _SHOWN :]]
 
 
-def ring_json(restarts: Sequence[RingRestart]) -> list[dict[str, Any]]:
+def in_process_json(restarts: Sequence[InProcessRestart]) -> list[dict[str, Any]]:
     """For report.json."""
     return [
         {

@@ -10,7 +10,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, whose_clock
 from hpc_elastic.report.fold import Fold
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.incidents import describe_losses, describe_outages, ring_lines
+from hpc_elastic.report.incidents import describe_losses, describe_outages, in_process_lines
 from hpc_elastic.report.render_html_chart import MARK_CLASSES, MARK_WORDS
 from hpc_elastic.report.render_html_markup import (
     Markup,
@@ -422,7 +422,7 @@ def _round_row(attempt: AttemptHistory, part: RoundHistory) -> Markup:
         how = f"stopped: {part.stopping_reasons[0]}"
     else:
         how = "running" if not attempt.outcome else "no end is recorded"
-    how = "; ".join([how, *ring_lines(part.in_process, everything=False)])
+    how = "; ".join([how, *in_process_lines(part.in_process, everything=False)])
     size = count(len(part.nodes), "node") if part.nodes else "never started"
     if part.world_size is not None:
         size += f", {count(part.world_size, 'worker')}"

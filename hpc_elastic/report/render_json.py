@@ -10,7 +10,8 @@ from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.fold import Fold, SimilarFailures, fold_failures, rank_ranges
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
-from hpc_elastic.report.incidents import losses_json, outages_json, ring_json
+from hpc_elastic.report.incidents import in_process_json, losses_json, outages_json
+from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.node_score import NodeScore
@@ -188,7 +189,7 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
             }
             for item in part.replaced
         ],
-        "in_process": ring_json(part.in_process),
+        "in_process": in_process_json(part.in_process),
         "succeeded": part.succeeded,
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from hpc_elastic.report.fold import kind_of
 from hpc_elastic.report.goodput import Cost, Goodput
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.incidents import ring_lines
+from hpc_elastic.report.incidents import in_process_lines
 from hpc_elastic.report.render_text_words import (
     brief,
     clean_line,
@@ -221,7 +221,7 @@ def _round_lines(
         name = f"round {parts[0].index}" if len(parts) == 1 else f"rounds {parts[0].index}-{parts[-1].index}, alike"
         lost = [costs[attempt.number, part.index] for part in parts if (attempt.number, part.index) in costs]
         lines.append(f"    {name}: {who}{_cost(lost)}: {text}")
-        lines += [f"      {clean_line(line)}" for line in ring_lines(parts[0].in_process, everything=everything)]
+        lines += [f"      {clean_line(line)}" for line in in_process_lines(parts[0].in_process, everything=everything)]
     return lines
 
 

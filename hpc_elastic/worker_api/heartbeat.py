@@ -1,8 +1,8 @@
-"""``hpc_elastic.heartbeat``, ``section`` and ``checkpoint_done``: a worker's word that it gets on. No torch.
+"""``hpc_elastic.heartbeat``, ``section`` and ``checkpoint_done``: a worker reports that it makes progress. No torch.
 
 A call writes some hundred bytes into a page that the node's agent reads: no system call, no file, no lock. Outside of a
-run it does nothing. One process speaks for a worker, the first that calls: a data loader's workers, a forked child or a
-program that it starts can't hide that it hangs.
+run it does nothing. One process reports for a worker, the first that calls: a data loader's workers, a forked child or
+a program that it starts can't hide that it hangs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _inside = ThreadLocal()
 
 
 def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
-    """Tell this node's agent that this worker gets on. From any thread; half a microsecond to a few.
+    """Report to this node's agent that this worker makes progress. From any thread; half a microsecond to a few.
 
     Args:
         step: The training step that begins or ends: whole, 0 or more; a call without it keeps the last one.
@@ -60,16 +60,16 @@ def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
         name = _names.get(section) if type(section) is str else None
         if name is None:
             name = _checked_name(section)
-    _speaker.beat(step, name, True)
+    _reporter.beat(step, name, True)
 
 
 def checkpoint_done() -> None:
-    """Tell this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
+    """Report to this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
 
     For one that is written elsewhere than in ``section("checkpoint")``, whose end says the same: by a thread of its
     own, say. A sign of life; the section does not change.
     """
-    _speaker.checkpoint_done()
+    _reporter.checkpoint_done()
 
 
 class section:
@@ -97,7 +97,7 @@ class section:
         if stack is None:
             stack = _inside.stack = []
         stack.append(self._name)
-        _speaker.beat(None, self._name, False)
+        _reporter.beat(None, self._name, False)
         return self
 
     def __exit__(
@@ -105,8 +105,8 @@ class section:
     ) -> None:
         stack = _inside.stack
         stack.pop()
-        outer = stack[-1] if stack else (b"step" if _speaker.has_begun else b"setup")
-        _speaker.beat(None, outer, False, saved=self._name == _CHECKPOINT and kind is None)
+        outer = stack[-1] if stack else (b"step" if _reporter.has_begun else b"setup")
+        _reporter.beat(None, outer, False, saved=self._name == _CHECKPOINT and kind is None)
 
 
 def _checked_step(step: object) -> int:
@@ -133,12 +133,26 @@ def _checked_name(name: object) -> bytes:
     return name.encode()
 
 
-class _Speaker:
+class _Reporter:
     """This process' part: silent until it has found the agent's file, and has it for itself."""
 
     __slots__ = (
-        "_checkpoints", "_count", "_heeds", "_intervals", "_is_told", "_last_ns", "_last_section", "_lock_fd",
-        "_longest_ns", "_map", "_off", "_pid", "_retry_ns", "_saved_ns", "_step", "has_begun",
+        "_asks",
+        "_checkpoints",
+        "_count",
+        "_has_notice",
+        "_intervals",
+        "_last_ns",
+        "_last_section",
+        "_lock_fd",
+        "_longest_ns",
+        "_map",
+        "_off",
+        "_pid",
+        "_retry_ns",
+        "_saved_ns",
+        "_step",
+        "has_begun",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -155,28 +169,28 @@ class _Speaker:
         self._longest_ns = 0
         self._checkpoints = 0
         self._saved_ns = 0
-        self._heeds = False
-        self._is_told = False
+        self._asks = False
+        self._has_notice = False
         self.has_begun = False
 
     @property
-    def heeds_notices(self) -> bool:
-        return self._heeds
+    def asks_for_notices(self) -> bool:
+        return self._asks
 
     @property
     def is_off(self) -> bool:
         return self._off
 
     def read_notice(self) -> NoticeRecord | None:
-        """The agent's notice. That this worker asks, and that it has been told, is said to the agent once."""
-        if not self._heeds:
-            self._heeds = True
+        """The agent's notice. The heartbeats then show that this worker asks, and that it has found a notice."""
+        if not self._asks:
+            self._asks = True
             self.beat(None, self._last_section or b"setup", False)
         if self._map is None:
             return None
         found = read_notice(self._map)
-        if found is not None and not self._is_told:
-            self._is_told = True
+        if found is not None and not self._has_notice:
+            self._has_notice = True
             self.beat(None, self._last_section or b"setup", False)
         return found
 
@@ -214,8 +228,8 @@ class _Speaker:
             longest_ns=self._longest_ns,
             checkpoints=self._checkpoints,
             saved_ns=self._saved_ns,
-            heeds_notices=self._heeds,
-            is_told=self._is_told,
+            heeds_notices=self._asks,
+            is_told=self._has_notice,
         )
 
     def _open(self) -> bool:
@@ -231,7 +245,7 @@ class _Speaker:
             if self._map_file(path):
                 os.register_at_fork(after_in_child=_be_silent)
                 return True
-            self._retry_ns = now + _RETRY_NS  # another process of this worker's speaks for it, for now
+            self._retry_ns = now + _RETRY_NS  # another process of this worker's reports for it, for now
         except (OSError, ValueError, ImportError):
             self._off = True
         return False
@@ -253,7 +267,7 @@ class _Speaker:
                 return False
             mapped = mmap.mmap(fd, FILE_BYTES)
             before = read_record(mapped[:])
-            if before is not None:  # an earlier process of this worker's: ours is to be the newer word
+            if before is not None:  # an earlier process of this worker's: ours is to be the newer record
                 self._count = count(before.count + 1)
             self._lock_fd, fd = fd, -1  # closing it would give the lock back
         finally:
@@ -271,27 +285,27 @@ def _is_helper_process() -> bool:
 
 
 def _be_silent() -> None:
-    """In a forked child: its parent speaks."""
-    global _speaker
-    _speaker = _Speaker()
-    _speaker._off = True
+    """In a forked child: its parent reports."""
+    global _reporter
+    _reporter = _Reporter()
+    _reporter._off = True
 
 
-_speaker = _Speaker()
+_reporter = _Reporter()
 
 
 def is_outside() -> bool:
-    """Whether this process speaks for no worker, and never will: outside of a run, a helper, a forked child."""
-    return _speaker.is_off or not os.environ.get(VARIABLE)
+    """Whether this process reports for no worker, and never will: outside of a run, a helper, a forked child."""
+    return _reporter.is_off or not os.environ.get(VARIABLE)
 
 
 def read_notice_of_agent() -> NoticeRecord | None:
-    """For `worker_notice`."""
-    return _speaker.read_notice()
+    """For `preemption`."""
+    return _reporter.read_notice()
 
 
 def notice_is_there() -> bool:
-    """Whether this worker's agent has a notice for it. The agent does not learn that somebody looked."""
+    """Whether this worker's agent has a notice for it. The agent does not learn of the look."""
     try:
         fd = os.open(os.environ.get(VARIABLE, ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -305,4 +319,4 @@ def notice_is_there() -> bool:
 
 def asks_for_notices() -> bool:
     """Whether this process has ever asked whether there is a notice."""
-    return _speaker.heeds_notices
+    return _reporter.asks_for_notices

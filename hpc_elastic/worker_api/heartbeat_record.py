@@ -40,14 +40,14 @@ STEP_PENDING = -2
 
 
 class HeartbeatRecord(Struct, frozen=True, kw_only=True):
-    """What a worker said last."""
+    """The last heartbeat of a worker."""
 
     count: int
     """Heartbeats so far; from 1."""
     at_ns: int
     """CLOCK_BOOTTIME of this host, as in `hpc_elastic.base.clock`."""
     step: int | None
-    """The last step that it named."""
+    """The last step that it reported."""
     pid: int
     section: str
     intervals: int
@@ -65,10 +65,10 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
 
 
 class NoticeRecord(Struct, frozen=True, kw_only=True):
-    """What an agent tells a worker of a notice."""
+    """The preemption notice that an agent writes for a worker."""
 
     serial: int
-    """From 1; grows when what is told changes."""
+    """From 1; grows when the notice changes."""
     deadline_ns: int
     """CLOCK_BOOTTIME of this host: until then a checkpoint is waited for."""
     step: int

@@ -38,21 +38,21 @@ class PreemptionNotice(Struct, frozen=True):
         return max(0.0, (self.deadline_ns - clock_gettime_ns(CLOCK_BOOTTIME)) / 1e9)
 
     def is_due(self, step: int) -> bool:
-        """Whether to save now, after `step`. True on all ranks after the same step, where their steps are told."""
+        """Whether to save now, after `step`. True on all ranks after the same step, where they report their steps."""
         return self.is_agreed and (self.step is None or step >= self.step)
 
 
 def preemption_notice() -> PreemptionNotice | None:
     """The notice that this worker's agent has for it, or None. Some microseconds.
 
-    Call it, or `should_checkpoint`, from the first step on: where no worker ever does, nobody waits for a checkpoint.
+    Call it, or `should_checkpoint`, from the first step on: where no worker ever does, no agent waits for a checkpoint.
     """
     found = heartbeat.read_notice_of_agent()
     return None if found is None else _notice(found)
 
 
 def should_checkpoint(step: int) -> bool:
-    """Tell the agent that `step` is complete, and whether to save now because the job is going to be ended.
+    """Report to the agent that `step` is complete; whether to save now because the job is going to be ended.
 
     For the end of every step, on every rank, with the same count on all: it is a `heartbeat` too. Where it returns
     True, save, call `checkpoint_done`, and either end with 0 or go on; the job is requeued and resumes from there.
@@ -88,9 +88,9 @@ def on_preemption(callback: Callback) -> Callable[[], None]:
     """Have `callback` called once, with the notice, when it is known when to save.
 
     It is called in a thread of its own: no place for collectives, which the training loop calls at the same time. Most
-    set a flag there, or start to save what needs no other rank; then `checkpoint_done`, or an end with 0, says that all
-    is saved. Where the workers tell their steps (`heartbeat`, `should_checkpoint`) the notice has the step after which
-    all ranks save. What `callback` raises is printed, and the others are called all the same.
+    set a flag there, or start to save what needs no other rank; then `checkpoint_done`, or an end with 0, reports that
+    all is saved. Where the workers report their steps (`heartbeat`, `should_checkpoint`) the notice has the step after
+    which all ranks save. What `callback` raises is printed, and the others are called all the same.
 
     Args:
         callback: Takes the notice. One that comes after the notice is called with it too. In a forked child, a data
@@ -159,6 +159,6 @@ _keys = count()
 
 
 def _forget() -> None:
-    """In a forked child: the thread is not there, and its parent is the one who is asked to save."""
+    """In a forked child: the thread is not there, and its parent is asked to save."""
     global _watch
     _watch = _Watch()

@@ -1,11 +1,11 @@
-"""The in-process ring beside NVIDIA's: from an exception on one rank to the last rank's next start, and what it costs.
+"""In-process restart beside NVIDIA's: from an exception on one rank to the last rank's next start, and what it costs.
 
 ::
 
     python -m tests.bench.inprocess [--quick] [--update-docs]
 
 NVIDIA's is installed from the package registry, into a folder of its own; where that can't be had, a line says so and
-this ring is measured alone.
+this package is measured alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.rigs.inprocess_ranks import Job, run_jobs
 
 OURS, THEIRS = "hpc_elastic.inprocess", "nvidia_resiliency_ext.inprocess"
 THEIR_VERSION = "0.4.1"
-MARKS = ("<!-- bench of the in-process ring: begin -->", "<!-- bench of the in-process ring: end -->")
+MARKS = ("<!-- bench of the in-process restart group: begin -->", "<!-- bench of the in-process restart group: end -->")
 INSTALL_SECONDS = 120
 SHORT = "0.05"
 
@@ -55,7 +55,7 @@ class Table:
 
     def text(self) -> str:
         head = [
-            "| | this ring | NVIDIA's " + THEIR_VERSION + " | ratio | goal | met |",
+            "| | this package | NVIDIA's " + THEIR_VERSION + " | ratio | goal | met |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
         return "\n".join([*head, *(row.text() for row in self.rows), *(f"\n{note}" for note in self.notes)])

@@ -93,7 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stops = _stops(deadline, samples, rounds=2 if options.quick else 4)
     text = _report(facts, samples, helps, dict(sorted(left.items())), beats, costs, stops)
     print(text)
-    if "inprocess" in options.parts and OURS in systems and not _late(deadline, samples, "the in-process ring"):
+    if (
+        "inprocess" in options.parts
+        and OURS in systems
+        and not _late(deadline, samples, "the in-process restart group")
+    ):
         print(inprocess.measured(quick=True).text())
     if "scale" in options.parts and OURS in systems:
         _scale(facts, quick=options.quick, update=options.update_docs)

@@ -311,7 +311,7 @@ def test_a_wrapped_function_restarts(tmp_path: Path) -> None:
     program.write_text(
         "import os, time\nimport torch, torch.distributed as dist\n\n"
         + wrapped.replace("    ...\n", textwrap.indent(body, "    ") + "\n")
-        + f"\nring = {store.replace('/shared/ring-of-this-round', str(tmp_path / 'ring'))}"
+        + f"\nring = {store.replace('/shared/group-of-this-round', str(tmp_path / 'ring'))}"
         + "\nprint('met', ring(lambda: os.environ['RANK'])(), flush=True)\n"
     )
     result = subprocess.run(

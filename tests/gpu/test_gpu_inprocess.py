@@ -1,4 +1,4 @@
-"""The in-process ring on a GPU: the health check, the count of faults, the abort of NCCL, a device-side assert."""
+"""In-process restart on a GPU: the health check, the count of faults, the abort of NCCL, a device-side assert."""
 
 from __future__ import annotations
 

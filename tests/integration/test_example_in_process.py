@@ -1,4 +1,4 @@
-"""The example of the in-process ring: on 4 ranks, of which one is killed, under agents."""
+"""The example of the in-process restart group: on 4 ranks, of which one is killed, under agents."""
 
 from __future__ import annotations
 

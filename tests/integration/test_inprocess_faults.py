@@ -1,4 +1,4 @@
-"""The inner ring with real ranks: what happens to one of them, and what all of them do then."""
+"""The in-process restart group with real ranks: what happens to one of them, and what all of them do then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the in-process ring needs no torch, on every Python that is installed here."""
+"""What of the in-process restart group needs no torch, on every Python that is installed here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[1] / "rigs" / "ring_without_torch.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "rigs" / "inprocess_without_torch.py"
 CASES = 10
 
 

@@ -1,4 +1,4 @@
-"""One worker dies under `--restart-policy in-process`: it alone is replaced; give-up goes on to the outer rings."""
+"""One worker dies under `--restart-policy in-process`: it alone is replaced; give-up goes on to the outer levels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def all_have_told(iteration):
         time.sleep(0.01)
 """
 
-# Attempt 0, round 0: each rank dies once; then the ring gives up. Round 1: it gives up at once. Attempt 1 is well.
+# Attempt 0, round 0: each rank dies once; then the group gives up. Round 1: it gives up at once. Attempt 1 is well.
 _THREE_RINGS = (
     _HEAD
     + """
@@ -94,7 +94,7 @@ def test_a_dead_worker_is_replaced_and_what_the_ring_gives_up_goes_on_to_agents_
         assert {event["round"] for event in run.events("ring_gave_up")} == {0, 1}
         assert run.events("replacement_refused")
 
-        # The three rings in one report: the last attempt's tells of all.
+        # The three levels in one report: the last attempt's tells of all.
         report = run.report(1)
         before, after = report["attempts"]
         assert [part["index"] for part in before["rounds"]] == [0, 1]
@@ -109,7 +109,7 @@ def test_a_dead_worker_is_replaced_and_what_the_ring_gives_up_goes_on_to_agents_
         assert after["outcome"] == "succeeded"
         text = run.attempt(1).report_text.read_text()
         assert "3 restarts within the processes" in text
-        assert "the in-process ring gave up: RestartAbort: no further restart" in text
+        assert "the in-process restart group gave up: RestartAbort: no further restart" in text
 
 
 # The fresh process comes late on purpose, so that it is the spare that is seen to take over.

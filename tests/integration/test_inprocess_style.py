@@ -23,7 +23,7 @@ def test_all_hooks_together_restart_after_an_exception(tmp_path: Path) -> None:
     count, port = 4, free_ports()
     shared = {**os.environ, "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    script, logs = ROOT / "tests" / "rigs" / "ring_style.py", [tmp_path / f"{rank}.log" for rank in range(count)]
+    script, logs = ROOT / "tests" / "rigs" / "inprocess_style.py", [tmp_path / f"{rank}.log" for rank in range(count)]
     running = []
     for rank, log in enumerate(logs):
         with open(log, "wb") as output:

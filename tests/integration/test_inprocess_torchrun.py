@@ -1,4 +1,4 @@
-"""The inner ring under torchrun, as far as that lets it: an exception restarts the function, a death ends all ranks."""
+"""In-process restart under torchrun, as far as it goes: an exception restarts the function, a death ends all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The inner ring under an agent: it restarts the function; when it gives up, the agent restarts the processes."""
+"""In-process restart under an agent: it restarts the function; when it gives up, the agent restarts the processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
 ]
 
-# With the ring's default store: a client of the agents' own, which is a new one in each round.
+# With the restart group's default store: a client of the agents' own, which is a new one in each round.
 _TRAINING = """
 import hpc_elastic
 import torch
@@ -61,7 +61,7 @@ def test_the_function_restarts_in_its_processes_until_the_ring_gives_up(tmp_path
                 assert {value["total"] for value in mine} == {2.0}
                 assert len({value["pid"] for value in mine}) == 1, "the processes stay"
         assert [value["iteration"] for value in run.moments("result")] == [1, 1]
-        # What the ring gave up with is the evidence of the agents' restart: of one rank, or of both at once.
+        # What the restart group gave up with is the evidence of the agents' restart: of one rank, or of both at once.
         roots = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
         assert {event["round"] for event in roots} == {0}
         error = (run.rank(roots[0]["rank"]).stderr).read_text()

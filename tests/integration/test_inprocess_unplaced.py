@@ -1,4 +1,4 @@
-"""A rank that is killed before its first barrier, while nothing of the ring's store answers: its monitor ends soon."""
+"""A rank that is killed before its first barrier, while nothing of the group's store answers: its monitor ends soon."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ def lost_host(rank: int, folder: Path, options: Options) -> Any:
 
 
 def lose(what: str) -> None:
-    """This rank's node, or its monitor process, or its connections to the ring's store."""
+    """This rank's node, or its monitor process, or its connections to the restart group's store."""
     if what == "connection":
         for fd, inode in open_sockets().items():
             if ports(fd)[1] == int(os.environ["MASTER_PORT"]):

@@ -1,4 +1,4 @@
-"""What the ranks of `tests.rigs.inprocess_ranks` do for the benchmark: with this ring, or with NVIDIA's."""
+"""What the ranks of `tests.rigs.inprocess_ranks` do for the benchmark: with this package, or with NVIDIA's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _arguments(options: Options) -> dict[str, Any]:
 def restart_times(rank: int, folder: Path, options: Options) -> dict[str, Any]:
     """So many restarts in one call, each by an exception on another rank.
 
-    Options: ``restarts``; ``package``, this ring or another with its names; ``wait``: what the others are in, an
+    Options: ``restarts``; ``package``, this package or another with its names; ``wait``: what the others are in, an
     ``all_reduce`` or a ``loop`` of short sleeps; ``interval``: of all intervals and of the last call, in seconds.
 
     Returns:
@@ -40,7 +40,7 @@ def restart_times(rank: int, folder: Path, options: Options) -> dict[str, Any]:
         threads and descriptors after a tenth of the restarts, and at the end.
     """
     logging.getLogger().setLevel(logging.WARNING)
-    ring = importlib.import_module(options.get("package", "hpc_elastic.inprocess"))
+    package = importlib.import_module(options.get("package", "hpc_elastic.inprocess"))
     count, in_group = int(options["restarts"]), options.get("wait", "all_reduce") == "all_reduce"
     seconds: list[float] = []
     sizes: list[list[float]] = []
@@ -73,8 +73,8 @@ def restart_times(rank: int, folder: Path, options: Options) -> dict[str, Any]:
         if in_group:
             dist.destroy_process_group()
 
-    function.__annotations__["call"] = ring.CallWrapper
-    ring.Wrapper(**_arguments(options))(function)()
+    function.__annotations__["call"] = package.CallWrapper
+    package.Wrapper(**_arguments(options))(function)()
     return {"seconds": seconds, "sizes": sizes}
 
 
@@ -85,7 +85,7 @@ def overhead(rank: int, folder: Path, options: Options) -> dict[str, float]:
         The CPU time of the whole process for a chunk, in seconds: the median of each.
     """
     logging.getLogger().setLevel(logging.WARNING)
-    ring = importlib.import_module(options.get("package", "hpc_elastic.inprocess"))
+    package = importlib.import_module(options.get("package", "hpc_elastic.inprocess"))
     work = _millisecond()
     found: dict[str, list[float]] = {"plain": [], "wrapped": []}
 
@@ -102,13 +102,13 @@ def overhead(rank: int, folder: Path, options: Options) -> dict[str, float]:
         for _ in range(8):
             found["wrapped"].append(chunk(call.ping))
 
-    function.__annotations__["call"] = ring.CallWrapper
+    function.__annotations__["call"] = package.CallWrapper
     chunk(None)
     for number in range(int(options.get("turns", "4"))):
         found["plain"] += [chunk(None) for _ in range(8)]
         arguments = _arguments(options)
         arguments["store_kwargs"]["port"] += number
-        ring.Wrapper(**arguments)(function)()
+        package.Wrapper(**arguments)(function)()
     return {name: statistics.median(each) for name, each in found.items()}
 
 

@@ -1,1 +1,1 @@
-"""Tools for whoever tries the ring out."""
+"""Tools for trying the restart group out."""

@@ -47,7 +47,7 @@ class InjectedException(Exception):
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Who is hit by what, and when: the same on all ranks that use the same seed."""
+    """Which ranks are hit by what, and when: the same on all ranks that use the same seed."""
 
     ranks: tuple[int, ...]
     fault: Fault

@@ -1,4 +1,4 @@
-"""For the inner ring's tests: one rank of one, and the environment as it was."""
+"""For the tests of the restart group: one rank of one, and the environment as it was."""
 
 from __future__ import annotations
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.inprocess import replacement
-from hpc_elastic.inprocess.exception import InternalError
 from hpc_elastic.inprocess.replacement import Admission, Joiner, Newcomer, Replacements, admission, is_enough
-from hpc_elastic.inprocess.state import State
+from hpc_elastic.inprocess.state import InternalError, State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin
 
 pytestmark = pytest.mark.torch

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess import interrupt, wrap
-from hpc_elastic.inprocess.exception import HealthCheckError, RestartAbort, RestartError
 from hpc_elastic.inprocess.interrupt import SIGNAL, Interruptible, RankShouldRestart, SignalHandler
+from hpc_elastic.inprocess.state import HealthCheckError, RestartAbort, RestartError
 from hpc_elastic.inprocess.store import StoreMixin
 
 pytestmark = pytest.mark.torch

@@ -1,4 +1,4 @@
-"""The hooks that come with the ring, composing them, and what a function is given."""
+"""The hooks that come with the restart group, composing them, and what a function is given."""
 
 from __future__ import annotations
 

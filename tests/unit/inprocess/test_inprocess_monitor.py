@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_elastic.inprocess import monitor_process
-from hpc_elastic.inprocess.attribution import Interruption
+from hpc_elastic.inprocess.state import Interruption
 
 pytestmark = pytest.mark.torch
 
@@ -45,10 +46,15 @@ def test_a_pipe_that_is_closed_while_the_rank_lives_is_looked_at_no_more(monkeyp
     poller = Poller()
     monkeypatch.setattr(monitor_process, "select", SimpleNamespace(poll=lambda: poller, POLLIN=select.POLLIN))
     monkeypatch.setattr(monitor_process, "os", SimpleNamespace(read=lambda fd, size: b"", getpid=os.getpid))
-    settings: Any = SimpleNamespace(hard_timeout=60.0, interval=1.0)
-    rank: Any = SimpleNamespace(
-        main=1, reader=READER, source=None, page=None, unplaced=SimpleNamespace(call="call0"), settings=settings
+    times = (
+        "monitor_process_interval",
+        "hard_timeout",
+        "heartbeat_timeout",
+        "barrier_timeout",
+        "termination_grace_time",
     )
-    monitor = monitor_process._Monitor(rank, PIDFD, serves=False, standby=None)
+    settings = SimpleNamespace(**dict.fromkeys(times, timedelta(seconds=60)))
+    rank: Any = SimpleNamespace(source=None, page=None, unplaced=SimpleNamespace(call="call0"), settings=settings)
+    monitor = monitor_process._Monitor(rank, 1, READER, PIDFD, False, None)
     assert monitor._watch() is Interruption.TERMINATED
     assert poller.watched == [PIDFD]

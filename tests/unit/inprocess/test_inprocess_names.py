@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import hpc_elastic.inprocess as inprocess
-from hpc_elastic.inprocess.exception import HealthCheckError, InternalError, RestartAbort, RestartError
+from hpc_elastic.inprocess.state import HealthCheckError, InternalError, RestartAbort, RestartError
 
 pytestmark = pytest.mark.torch
 

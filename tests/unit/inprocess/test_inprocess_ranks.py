@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_elastic.inprocess.hooks import MaxActiveWorldSize, WorldSizeDivisibleBy
 from hpc_elastic.inprocess.rank_assignment import (
     FillGaps,
     RankDiscarded,
@@ -17,7 +18,6 @@ from hpc_elastic.inprocess.rank_assignment import (
     grouped_out,
     shifted,
 )
-from hpc_elastic.inprocess.rank_filter import MaxActiveWorldSize, WorldSizeDivisibleBy
 from hpc_elastic.inprocess.state import State, Status
 
 pytestmark = pytest.mark.torch

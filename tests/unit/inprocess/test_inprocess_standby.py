@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from hpc_elastic.inprocess import standby as module
-from hpc_elastic.inprocess.exception import InternalError
 from hpc_elastic.inprocess.sockets import notice_silence
 from hpc_elastic.inprocess.standby import MET, Arrival, Meeting, Refuge, Standby, decide, is_candidate, knock, may_stay
+from hpc_elastic.inprocess.state import InternalError
 from hpc_elastic.inprocess.store import PrefixStore
 
 pytestmark = pytest.mark.torch
@@ -64,7 +64,7 @@ def test_of_two_parts_of_a_ring_at_most_one_goes_on(world_size: int) -> None:
         stays, goes_on = may_stay(silent=gone, left=world_size - gone), not decide(at_standby).objection
         assert not (stays and goes_on)
         both += stays or goes_on
-    assert both == world_size - 1, "wherever the ring is cut, one part goes on"
+    assert both == world_size - 1, "wherever the ranks are cut, one part goes on"
 
 
 def test_nobody_runs_again_where_others_may_have_returned() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.attribution import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.sockets import bind_store
+from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import (
     COMPLETED,
     INTERRUPTED,

@@ -92,5 +92,4 @@ def test_one_rank_alone_watches_nobody() -> None:
 
 def test_a_place_is_read_back() -> None:
     place = Place(iteration=3, rank=1, count=4, initial_rank=2, call="call0.1.0")
-    assert place.encode().endswith(b"\n")
-    assert Place.decode(place.encode()[:-1]) == place
+    assert Place.decode(place.encode()) == place

@@ -1,4 +1,4 @@
-"""The inner ring on a real Slurm: one worker dies and is replaced, the others keep their processes, on both nodes."""
+"""In-process restart on a real Slurm: one worker dies and is replaced, the others keep their processes."""
 
 from __future__ import annotations
 

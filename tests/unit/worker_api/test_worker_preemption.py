@@ -35,10 +35,10 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "page"
     path.write_bytes(empty_file())
     monkeypatch.setenv(VARIABLE, str(path))
-    monkeypatch.setattr(heartbeat, "_speaker", heartbeat._Speaker())
+    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
     yield path
-    if heartbeat._speaker._lock_fd >= 0:
-        os.close(heartbeat._speaker._lock_fd)
+    if heartbeat._reporter._lock_fd >= 0:
+        os.close(heartbeat._reporter._lock_fd)
 
 
 def tell(page: Path, *, step: int, serial: int = 1, seconds: float = 60.0) -> None:
@@ -99,7 +99,7 @@ def test_a_look_at_the_notice_tells_the_agent_nothing(page: Path) -> None:
     tell(page, step=STEP_PENDING)
     assert heartbeat.notice_is_there()
     assert read_record(page.read_bytes()) == read_record(before)
-    assert heartbeat._speaker._lock_fd < 0
+    assert heartbeat._reporter._lock_fd < 0
     assert not heartbeat.asks_for_notices()
     hpc_elastic.preemption_notice()
     assert heartbeat.asks_for_notices()
@@ -121,7 +121,7 @@ def test_it_is_a_heartbeat_too_and_refuses_what_that_refuses(page: Path) -> None
 
 def test_outside_of_a_run_there_is_never_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(heartbeat, "_speaker", heartbeat._Speaker())
+    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
     assert not hpc_elastic.should_checkpoint(3)
     assert hpc_elastic.preemption_notice() is None
 

@@ -2,7 +2,7 @@
 
 ::
 
-    RING_PACKAGE=… RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python tests/rigs/ring_style.py OUT
+    RING_PACKAGE=… RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python tests/rigs/inprocess_style.py OUT
 """
 
 from __future__ import annotations

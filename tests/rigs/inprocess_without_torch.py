@@ -1,4 +1,4 @@
-"""What of the in-process ring needs no torch, on the interpreter that runs this: asynchronous exceptions changed from
+"""What of in-process restart needs no torch, on the interpreter that runs this: asynchronous exceptions changed from
 3.10 to 3.13. Prints one line for each case; the exit code is 1 where one failed."""
 
 from __future__ import annotations

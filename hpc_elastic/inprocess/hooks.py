@@ -1,0 +1,297 @@
+"""The hooks that a user gives the wrapper, but those of `abort` and `rank_assignment`, and their composition.
+
+In the order of a restart: `Finalize` brings a process back into a state in which the function can start again,
+`HealthCheck` decides whether a rank may go on, `RankFilter` which ranks call the function and which wait as spares, and
+`Initialize` runs first in every iteration. ``Compose(a, b, c)(x)`` is ``a(b(c(x)))``.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import inspect
+import os
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hpc_elastic.inprocess.state import RestartAbort, RestartError, State, Status, TimeoutError
+
+
+class Initialize(abc.ABC):
+    """Runs on every rank, spares included, before each call of the function.
+
+    An ``Exception`` restarts all ranks; a ``BaseException`` ends this one.
+    """
+
+    @abc.abstractmethod
+    def __call__(self, state: State) -> State:
+        """What it returns takes the state's place."""
+        raise NotImplementedError
+
+
+class RetryController(Initialize):
+    """Gives up when there were enough iterations, or when too few ranks are left."""
+
+    def __init__(
+        self, max_iterations: int | None = None, min_world_size: int = 1, min_active_world_size: int = 1
+    ) -> None:
+        """Args:
+        max_iterations: How many times the function may start, the first included; no limit where None.
+        min_world_size: Ranks that must be there, spares included.
+        min_active_world_size: Ranks that must call the function.
+        """
+        self.max_iterations = max_iterations
+        self.min_world_size = min_world_size
+        self.min_active_world_size = min_active_world_size
+
+    def __call__(self, state: State) -> State:
+        """Raises: RestartAbort: a limit is reached."""
+        why = None
+        if self.max_iterations is not None and state.iteration >= self.max_iterations:
+            why = f"iteration {state.iteration} with max_iterations={self.max_iterations}"
+        elif state.world_size < self.min_world_size:
+            why = f"world_size={state.world_size} with min_world_size={self.min_world_size}"
+        elif state.active_world_size < self.min_active_world_size:
+            why = f"active_world_size={state.active_world_size} with min_active_world_size={self.min_active_world_size}"
+        if why is not None:
+            raise RestartAbort(f"no further restart within the processes: {why}")
+        return state
+
+
+class Finalize(abc.ABC):
+    """Runs on every rank after a fault and the abort, before the health check. If it raises, this rank ends."""
+
+    @abc.abstractmethod
+    def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
+        """Args:
+        state: This rank's.
+        train_ex: What the function raised on this rank; None where the fault was elsewhere.
+        """
+        raise NotImplementedError
+
+
+class ThreadedFinalize(Finalize):
+    """Calls a function in a thread of its own, and waits no longer than it is given."""
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] | None = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args:
+        timeout: After which this rank ends.
+        fn, args, kwargs: What to call.
+        """
+        self.timeout = timeout
+        self.fn = fn
+        self.args = args or ()
+        self.kwargs = dict(kwargs or {})
+
+    def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
+        """Raises:
+        TimeoutError: it has not returned in time; the thread is left to itself.
+        BaseException: what `fn` raised.
+        """
+        call = functools.partial(self.fn, *self.args, **self.kwargs)
+        _within(
+            self.timeout,
+            call,
+            name=f"{type(self).__name__}-{state.rank}",
+            late=f"finalize: {self.fn!r} has not returned",
+        )
+        return state, train_ex
+
+
+def _within(timeout: timedelta, action: Callable[[], object], *, name: str, late: str) -> None:
+    """Call `action` in a thread of its own, and wait no longer than `timeout`.
+
+    Raises:
+        TimeoutError: it has not returned in time; the thread is left to itself.
+        BaseException: what `action` raised.
+    """
+    raised: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            action()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if thread.is_alive():
+        raise TimeoutError(f"{late} after {timeout.total_seconds():g} s")
+    if raised:
+        raise raised.pop()
+
+
+class HealthCheck(abc.ABC):
+    """Runs on every rank before the function (what it raises restarts all) and after a fault (then this rank ends)."""
+
+    @abc.abstractmethod
+    def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
+        """Args:
+        state: This rank's.
+        train_ex: What the function raised on this rank; None where the fault was elsewhere, and before the function.
+        """
+        raise NotImplementedError
+
+
+class CudaHealthCheck(HealthCheck):
+    """Waits for this rank's GPU: a context that an error has spoilt raises it, one that hangs takes too long.
+
+    The device is ``LOCAL_RANK``'s, or the current one. Nothing where this process has not used a GPU.
+    """
+
+    def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
+        """Args:
+        timeout: For all work that was queued on the GPU.
+        """
+        self.timeout = timeout
+
+    def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
+        """Raises:
+        TimeoutError: the GPU has not answered in time.
+        RuntimeError: CUDA's error.
+        """
+        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+            return state, train_ex
+        local_rank = os.environ.get("LOCAL_RANK")
+        device = torch.device("cuda", torch.cuda.current_device() if local_rank is None else int(local_rank))
+        wait = functools.partial(torch.cuda.synchronize, device)
+        _within(self.timeout, wait, name=f"{type(self).__name__}-{state.rank}", late=f"{device} has not answered")
+        torch.cuda.synchronize(device)
+        return state, train_ex
+
+
+class FaultCounterExceeded(RestartError):
+    """This process caused more faults than it may."""
+
+
+class FaultCounter(HealthCheck):
+    """Counts the faults that this process itself caused: exceptions of the function, `initialize`, health check."""
+
+    def __init__(self, max_rank_faults: int | None = None) -> None:
+        """Args:
+        max_rank_faults: So many are allowed; no limit where None.
+        """
+        self.max_rank_faults = max_rank_faults
+        self.faults_count = 0
+
+    def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
+        """Raises: FaultCounterExceeded: this was one too many."""
+        if train_ex is not None:
+            self.faults_count += 1
+            if self.max_rank_faults is not None and self.faults_count > self.max_rank_faults:
+                raise FaultCounterExceeded(
+                    f"rank {state.rank} has caused {self.faults_count} faults; max_rank_faults={self.max_rank_faults}"
+                )
+        return state, train_ex
+
+
+class RankFilter(abc.ABC):
+    """Runs on every rank after each assignment. Spares take over in the next iteration, where ranks are gone."""
+
+    @abc.abstractmethod
+    def __call__(self, state: State) -> State:
+        """Set ``active_world_size`` and ``status``; what it returns takes the state's place."""
+        raise NotImplementedError
+
+
+class MaxActiveWorldSize(RankFilter):
+    """No more than so many ranks call the function."""
+
+    def __init__(self, max_active_world_size: int | None) -> None:
+        """Args:
+        max_active_world_size: No limit where None.
+        """
+        self.max_active_world_size = max_active_world_size
+
+    def __call__(self, state: State) -> State:
+        limit = self.max_active_world_size
+        return _narrow(state, state.active_world_size if limit is None else min(limit, state.active_world_size))
+
+
+class WorldSizeDivisibleBy(RankFilter):
+    """The number of ranks that call the function is a multiple of `divisor`, or 0."""
+
+    def __init__(self, divisor: int = 1) -> None:
+        self.divisor = divisor
+
+    def __call__(self, state: State) -> State:
+        return _narrow(state, state.active_world_size - state.active_world_size % self.divisor)
+
+
+def _narrow(state: State, active: int) -> State:
+    state.active_world_size = active
+    state.status = Status.ACTIVE if state.rank < active else Status.INACTIVE
+    return state
+
+
+class Compose:
+    """Hooks in a chain, which is itself a hook: an instance of the nearest class that all its parts have in common.
+
+    The last one is called first. A tuple that it returns is the next one's arguments; a hook that takes none gets none.
+    """
+
+    instances: tuple[Callable[..., Any], ...]
+
+    def __new__(cls, *instances: Callable[..., Any]) -> Compose:
+        """Raises: TypeError: there are none, or one can't be called."""
+        if not instances:
+            raise TypeError("Compose: there is nothing to compose")
+        for instance in instances:
+            if not callable(instance):
+                raise TypeError(f"Compose: {instance!r} can't be called")
+        bases: tuple[type, ...] = (Compose,)
+        ancestor = _nearest_ancestor(instances)
+        if ancestor is Compose or issubclass(ancestor, Compose):
+            bases = (ancestor,)
+        elif ancestor is not object:
+            bases = (Compose, ancestor)
+        # A hook's base class is abstract, and Compose has the call that it lacks.
+        made = type("Compose", bases, {"__new__": object.__new__, "__init__": object.__init__})()
+        made.instances = instances
+        return made  # type: ignore[no-any-return]
+
+    def __call__(self, *arguments: Any) -> Any:
+        """The chain's value.
+
+        Warns:
+            UserWarning: a link was given something and returned None: the next one gets that None.
+        """
+        result: Any = None
+        for instance in reversed(self.instances):
+            result = instance(*arguments)
+            if result is None and any(argument is not None for argument in arguments):
+                warnings.warn(f"Compose: {instance!r} returned None, which breaks the chain", stacklevel=2)
+            if isinstance(result, tuple):
+                arguments = result
+            else:
+                arguments = (result,) if _takes_arguments(instance) else ()
+        return result
+
+
+def _nearest_ancestor(instances: tuple[object, ...]) -> type:
+    shared = set(type(instances[0]).__mro__).intersection(*(type(other).__mro__ for other in instances[1:]))
+    found = next(each for each in type(instances[0]).__mro__ if each in shared)
+    try:
+        type("Probe", (found,), {})
+    except TypeError:
+        return object  # functions: no class can inherit from theirs
+    return found
+
+
+def _takes_arguments(instance: Callable[..., Any]) -> bool:
+    try:
+        return bool(inspect.signature(instance).parameters)
+    except (TypeError, ValueError):
+        return True

@@ -1,0 +1,187 @@
+"""What the agent reads of the in-process restart group, and which workers it replaces."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.agent.restart_group import (
+    DeadWorker,
+    NoRestartGroup,
+    RestartGroupWatch,
+    keep_apart,
+    why_not_replaced,
+)
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.worker_api.restart_group import (
+    LINE_LIMIT,
+    REPLACES,
+    REPORTS,
+    WAIT,
+    RestartGroupEvent,
+    RestartGroupReport,
+    RestartWith,
+    decode,
+)
+
+DEAD = DeadWorker(local_rank=1, rank=5, pid=100, exitcode=-9)
+
+
+class Workers:
+    """One that has died, and whoever is put in its place."""
+
+    def __init__(self, *dead: DeadWorker) -> None:
+        self.round = 3
+        self.dead = list(dead)
+        self.started: list[tuple[int, Mapping[str, str]]] = []
+        self.error: Exception | None = None
+
+    def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
+        if self.error is not None:
+            raise self.error
+        self.started.append((local_rank, extra))
+        return 200 + len(self.started)
+
+
+class Group:
+    def __init__(self, folder: Path, *, policy: RestartWith = RestartWith.IN_PROCESS, limit: int = 2) -> None:
+        self.events: list[dict[str, Any]] = []
+        log: Any = SimpleNamespace(write=lambda name, **fields: self.events.append({"event": name, **fields}))
+        self.watch = RestartGroupWatch(folder=HeartbeatFolder(folder), events=log, policy=policy, limit=limit)
+        self.path = folder / "ring"
+
+    def report(self, event: RestartGroupEvent, *, pid: int = 100, **facts: Any) -> None:
+        with open(self.path, "wb", buffering=0) as pipe:
+            pipe.write(RestartGroupReport(event=event, pid=pid, rank=5, **facts).encode())
+
+    @property
+    def names(self) -> list[str]:
+        return [event["event"] for event in self.events]
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    found = Group(tmp_path)
+    yield found
+    os.close(found.watch.fileno())
+
+
+@pytest.mark.parametrize(
+    ("last", "used", "why"),
+    [
+        (RestartGroupEvent.BEGUN, 0, ""),
+        (RestartGroupEvent.LEFT, 1, ""),
+        (None, 0, "rank 5 ended with SIGKILL before it was in a wrapped call"),
+        (RestartGroupEvent.ENDED, 0, "rank 5 ended with SIGKILL after its wrapped call"),
+        (RestartGroupEvent.GAVE_UP, 0, "rank 5 ended with SIGKILL: the in-process restart group gave up"),
+        (RestartGroupEvent.BEGUN, 2, "rank 5 ended with SIGKILL, and 2 of 2 replacements in this round are used"),
+    ],
+)
+def test_which_worker_is_replaced(last: RestartGroupEvent | None, used: int, why: str) -> None:
+    assert why_not_replaced(DEAD, last=last, used=used, limit=2) == why
+
+
+def test_a_worker_that_died_in_its_restart_group_is_replaced_so_often_as_it_may(group: Group) -> None:
+    workers = Workers(DEAD)
+    group.report(RestartGroupEvent.BEGUN)
+    assert group.watch.replace_dead(workers)
+    workers.dead = [DeadWorker(local_rank=0, rank=4, pid=100, exitcode=1)]
+    assert group.watch.replace_dead(workers)
+    workers.dead = [DEAD]
+    assert not group.watch.replace_dead(workers), "two in a round"
+    assert workers.started == [(1, {REPLACES: "1"}), (0, {REPLACES: "1"})]
+    assert group.names == ["worker_replaced", "worker_replaced", "replacement_refused"]
+    assert (group.events[0]["old_pid"], group.events[0]["pid"], group.events[0]["exitcode"]) == (100, 201, -9)
+    workers.round = 4
+    assert group.watch.replace_dead(workers), "a new round begins anew"
+
+
+def test_nobody_is_replaced_where_one_of_them_cannot_be(group: Group) -> None:
+    group.report(RestartGroupEvent.BEGUN)
+    group.report(RestartGroupEvent.GAVE_UP, pid=101, reason="RestartAbort: enough")
+    workers = Workers(DEAD, DeadWorker(local_rank=0, rank=4, pid=101, exitcode=1))
+    assert not group.watch.replace_dead(workers)
+    assert workers.started == []
+    assert group.names == ["ring_gave_up", "replacement_refused"]
+
+
+def test_one_that_cannot_be_started_has_all_start_again(group: Group) -> None:
+    group.report(RestartGroupEvent.BEGUN)
+    workers = Workers(DEAD)
+    workers.error = HpcElasticError(message="no memory")
+    assert not group.watch.replace_dead(workers)
+    assert group.events[-1]["event"] == "replacement_refused"
+    assert "no memory" in group.events[-1]["reason"]
+
+
+def test_under_the_other_policy_all_start_again_and_the_reports_are_kept(tmp_path: Path) -> None:
+    group = Group(tmp_path, policy=RestartWith.PROCESSES)
+    group.report(RestartGroupEvent.BEGUN)
+    group.report(RestartGroupEvent.RESTARTED, iteration=2, seconds=0.5, interruptions=((1, "EXCEPTION"),), world_size=4)
+    group.report(RestartGroupEvent.LEFT, reason="KeyError: 1")
+    group.watch.handle(7)
+    assert not group.watch.replace_dead(Workers(DEAD))
+    assert group.names == ["ring_restarted", "ring_left"]
+    assert group.events[0]["interruptions"] == [[1, "EXCEPTION"]]
+    assert {event["round"] for event in group.events} == {7}
+    assert group.watch.environment({}) == {REPORTS: str(group.path)}
+    os.close(group.watch.fileno())
+
+
+def test_the_workers_are_given_where_to_report_and_how_long_to_wait(group: Group) -> None:
+    assert group.watch.environment({}) == {REPORTS: str(group.path), WAIT: "300"}
+    assert group.watch.environment({WAIT: "20"})[WAIT] == "20"
+
+
+def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
+    watch = RestartGroupWatch(folder=HeartbeatFolder(None), events=None, policy=RestartWith.IN_PROCESS, limit=1)  # type: ignore[arg-type]
+    assert watch.fileno() == -1
+    assert watch.environment({}) == {}
+    watch.handle(0)
+    assert not NoRestartGroup().replace_dead(Workers(DEAD))
+
+
+def test_a_line_is_taken_in_pieces(group: Group) -> None:
+    line = RestartGroupReport(event=RestartGroupEvent.LEFT, pid=1, rank=2, reason="x").encode()
+    with open(group.path, "wb", buffering=0) as pipe:
+        pipe.write(line[:9])
+        group.watch.handle(0)
+        assert group.names == []
+        pipe.write(line[9:] + b"no json\n" + b'{"event": "of another version"}\n')
+        group.watch.handle(0)
+    assert group.names == ["ring_left"]
+
+
+def test_a_line_never_exceeds_what_a_pipe_takes_at_once() -> None:
+    many = tuple((rank, "TERMINATED") for rank in range(5000))
+    line = RestartGroupReport(
+        event=RestartGroupEvent.RESTARTED,
+        pid=1,
+        rank=0,
+        reason="é" * 5000,
+        interruptions=many,
+        joined=tuple(range(5000)),
+    )
+    raw = line.encode()
+    assert len(raw) <= LINE_LIMIT < 4096
+    found = decode(raw)
+    assert found is not None
+    assert found.event is RestartGroupEvent.RESTARTED
+    assert found.interruptions == many[: len(found.interruptions)]
+    short = RestartGroupReport(
+        event=RestartGroupEvent.RESTARTED, pid=7, rank=1, seconds=0.25, interruptions=((3, "EXCEPTION"),), joined=(2,)
+    )
+    assert decode(short.encode()) == short
+
+
+def test_a_dead_workers_error_file_is_kept_apart(tmp_path: Path) -> None:
+    keep_apart(tmp_path / "error.json", 0)
+    (tmp_path / "error.json").write_text("{}")
+    keep_apart(tmp_path / "error.json", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["error-replaced-1.json"]
