@@ -11,7 +11,6 @@ from hpc_elastic.report.fold import Fold, SimilarFailures, fold_failures, rank_r
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.incidents import in_process_json, losses_json, outages_json
-from hpc_elastic.report.order import moment_of_failure
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.node_score import NodeScore
