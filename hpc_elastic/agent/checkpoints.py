@@ -15,8 +15,8 @@ from hpc_elastic.agent.hang_watch import HangWatch
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import GrowPolicy
-from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, NoticeStatus, seconds_to_save
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
@@ -115,20 +115,20 @@ class CheckpointWatch:
         return status
 
 
-NOTICE_LOOK_SECONDS = 0.2
+PREEMPTION_LOOK_SECONDS = 0.2
 """Between two looks at the workers' pages, while a checkpoint is waited for."""
 
 
-def notice_of(spec: RunSpec, reason: str) -> Notice:
-    """The notice of a signal that an agent received itself: nobody has told it how much time is left."""
-    return Notice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
+def notice_of(spec: RunSpec, reason: str) -> PreemptionNotice:
+    """The notice of a signal that an agent received itself: how much time is left is not known."""
+    return PreemptionNotice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
 
 
-class NoticeReply(Struct, frozen=True, kw_only=True):
+class PreemptionReply(Struct, frozen=True, kw_only=True):
     """What this node reports: where its workers stand, or, without a status, that they have saved."""
 
     round: int
-    status: NoticeStatus | None = None
+    status: PreemptionStatus | None = None
 
     def send(self, participant: Participant) -> None:
         """Report it to the coordinator through `participant`."""
@@ -138,7 +138,7 @@ class NoticeReply(Struct, frozen=True, kw_only=True):
             participant.report_kept(self.round)
 
 
-class NoticeWatch:
+class PreemptionWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
@@ -150,7 +150,7 @@ class NoticeWatch:
         self._watch = watch
         self._clock = clock
         self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None
-        self._notice: Notice | None = None
+        self._notice: PreemptionNotice | None = None
         self._round = -1
         self._deadline = 0.0
         self._began: tuple[float, list[RankBeat]] | None = None
@@ -184,7 +184,7 @@ class NoticeWatch:
         if is_new and workers is not None and self._signal is not None:
             workers.send(self._signal)
 
-    def look(self, running: Collection[int]) -> NoticeReply | None:
+    def look(self, running: Collection[int]) -> PreemptionReply | None:
         """Read the workers' pages if it is time to.
 
         Args:
@@ -193,7 +193,7 @@ class NoticeWatch:
         now = self._clock.monotonic()
         if self._due is None or now < self._due:
             return None
-        self._due = now + NOTICE_LOOK_SECONDS
+        self._due = now + PREEMPTION_LOOK_SECONDS
         beats = self._watch.read()
         if self._began is None:
             self._began = now, beats
@@ -203,33 +203,33 @@ class NoticeWatch:
             if has_steps and now - began < MEASURE_SECONDS:
                 return None
             self._has_noted = True
-            return NoticeReply(round=self._round, status=self._status(beats, before, now - began))
+            return PreemptionReply(round=self._round, status=self._status(beats, before, now - began))
         if self._notice is not None and self._notice.is_agreed and self._have_saved(beats, running):
             return self._kept()
         return None
 
-    def ended(self) -> NoticeReply | None:
+    def ended(self) -> PreemptionReply | None:
         """All workers here have ended with 0: because of the notice, or since they had no more to do?"""
         if self._notice is None or self._has_kept:
             return None
         beats = self._watch.read()
         return self._kept() if self._signal is not None or any(beat.is_told for beat in beats) else None
 
-    def _kept(self) -> NoticeReply:
+    def _kept(self) -> PreemptionReply:
         self._has_kept, self._due = True, None
-        return NoticeReply(round=self._round)
+        return PreemptionReply(round=self._round)
 
     def _heeds(self, beat: RankBeat) -> bool:
         return self._signal is not None or beat.heeds_notices
 
-    def _status(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> NoticeStatus:
+    def _status(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> PreemptionStatus:
         heeds = any(map(self._heeds, beats))
         steps = [beat.step for beat in beats if beat.step is not None]
         if not steps:
-            return NoticeStatus(heeds=heeds)
+            return PreemptionStatus(heeds=heeds)
         then = [beat.step for beat in before if beat.step is not None]
         walked = max(steps) - max(then, default=max(steps))
-        return NoticeStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
+        return PreemptionStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
         """Whether all workers that follow the notice have reported a checkpoint since, or ended with 0."""

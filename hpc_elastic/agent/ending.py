@@ -30,8 +30,8 @@ from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED
-from hpc_elastic.rendezvous.notice import Notice
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 
@@ -55,7 +55,7 @@ class HeardSignals:
         self.due: float | None = None
         """When the answer to the first signal is overdue, monotonic; None: none is waited for."""
         self._asked: signal.Signals | None = None
-        self._notice: Notice | None = None
+        self._notice: PreemptionNotice | None = None
         """The answer, or what came without being asked for."""
         self._kill_from: float | None = None
         """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
@@ -177,10 +177,10 @@ def is_unclaimed(
     deadline = clock.monotonic() + (END_ASKED if confirmed else END_UNCONFIRMED) + END_TURN * turn + _SPARE_SECONDS
     while (left := deadline - clock.monotonic()) > 0:
         wait_readable([coordination], left)
-        for notice in coordination.take():
-            if isinstance(notice, Exception) or (isinstance(notice, tuple) and notice[0] == "end_claimed"):
+        for message in coordination.take():
+            if isinstance(message, Exception) or (isinstance(message, tuple) and message[0] == "end_claimed"):
                 return False
-            if isinstance(notice, tuple) and notice[0] == "end_unclaimed":
+            if isinstance(message, tuple) and message[0] == "end_unclaimed":
                 return True
     return False
 

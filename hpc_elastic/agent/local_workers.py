@@ -246,7 +246,7 @@ class LocalWorkers:
         for slot in self._slots:
             if slot.exit is None and (status := slot.process.poll()) is not None:
                 # Whom one look finds ended are told with one time: which of them was first can't be known.
-                slot.exit = replace(status, noticed_ns=now, noticed_uptime_ns=uptime)
+                slot.exit = replace(status, observed_ns=now, observed_uptime_ns=uptime)
                 changed = True
         return changed
 
@@ -368,8 +368,8 @@ class LocalWorkers:
             status = slot.exit or ExitStatus(
                 exitcode=-int(signal.SIGKILL),
                 core_dumped=False,
-                noticed_ns=self._clock.time_ns(),
-                noticed_uptime_ns=uptime_ns(self._clock),
+                observed_ns=self._clock.time_ns(),
+                observed_uptime_ns=uptime_ns(self._clock),
             )
             worker = HungWorker(
                 facts=self._facts(slot, status, kills),
@@ -479,8 +479,8 @@ class LocalWorkers:
             global_rank=slot.global_rank,
             pid=slot.process.pid,
             exitcode=status.exitcode,
-            ended_ns=status.noticed_ns,
-            ended_uptime_ns=status.noticed_uptime_ns,
+            ended_ns=status.observed_ns,
+            ended_uptime_ns=status.observed_uptime_ns,
             oom_kills=max(0, oom_kills),
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,

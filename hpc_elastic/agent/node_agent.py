@@ -16,7 +16,7 @@ import signal
 from collections.abc import Callable
 
 from hpc_elastic.agent.address_filter import Guard
-from hpc_elastic.agent.checkpoints import CheckpointWatch, NoticeWatch
+from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.crash import ThreadFailedError
 from hpc_elastic.agent.ending import HeardSignals, exit_code, finish_if_unclaimed, leave_run
@@ -91,7 +91,7 @@ class NodeAgent:
             context.events, context.notifier, uid=context.info.uid, clock=context.clock
         )
         self._heard = HeardSignals(context)
-        self._notice = NoticeWatch(context.watch, context.spec, clock=context.clock)
+        self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: told of once, and not waited for again."""
 
@@ -137,7 +137,7 @@ class NodeAgent:
         self._handle_signals()
         self._handle_workers()
         self._handle_heartbeats()
-        self._handle_notices()
+        self._handle_messages()
         if self._failure is None:
             self._context.crash.check()
         self._handle_health()
@@ -181,17 +181,17 @@ class NodeAgent:
     def _close(self, outcome: Outcome, reason: str) -> None:
         self._context.coordination.ask(lambda participant: participant.close(outcome, reason))
 
-    def _handle_notices(self) -> None:
-        for notice in self._context.coordination.take():
-            if isinstance(notice, RoundRecord):
-                self._handle_record(notice)
-            elif isinstance(notice, tuple):
-                log_coordination(self._context.events, *notice, nodes=self._context.attempt.nodes)
+    def _handle_messages(self) -> None:
+        for message in self._context.coordination.take():
+            if isinstance(message, RoundRecord):
+                self._handle_record(message)
+            elif isinstance(message, tuple):
+                log_coordination(self._context.events, *message, nodes=self._context.attempt.nodes)
             else:
-                self._failure = notice
-                logger.error("%s", notice)
-                ours = isinstance(notice, ThreadFailedError)
-                self._happens(Event.LEAVE, str(notice) if ours else f"the store can't be used any more: {notice}")
+                self._failure = message
+                logger.error("%s", message)
+                ours = isinstance(message, ThreadFailedError)
+                self._happens(Event.LEAVE, str(message) if ours else f"the store can't be used any more: {message}")
 
     def _handle_record(self, record: RoundRecord) -> None:
         if self._phase is Phase.ENDED:
@@ -518,9 +518,9 @@ class NodeAgent:
             refusal = context.coordination.refusal
             how = "does not answer" if refusal is None else f"refuses: {refusal}"
             logger.warning("%s %s; leaving without it", context.run_dir, how)
-        for notice in [*context.coordination.take(), context.coordination.lasting_refusal()]:
-            if isinstance(notice, tuple):  # what was decided meanwhile: that the run is closed, for one
-                log_coordination(context.events, *notice, nodes=context.attempt.nodes)
+        for message in [*context.coordination.take(), context.coordination.lasting_refusal()]:
+            if isinstance(message, tuple):  # what was decided meanwhile: that the run is closed, for one
+                log_coordination(context.events, *message, nodes=context.attempt.nodes)
         return code
 
 

@@ -99,7 +99,7 @@ def _strength(standing: Standing) -> int:
 
 SAME_NODE_NS = 2_000_000
 """One agent reads the ends of its workers one after the other."""
-NOTICED_NS = 10_000_000
+OBSERVED_NS = 10_000_000
 """An agent that is woken by a worker's end, on a busy node, may read the clock by so much later."""
 
 
@@ -154,7 +154,7 @@ def resolution_ns(first: Moment, other: Moment) -> int | None:
     if first.node == other.node >= 0:
         return SAME_NODE_NS
     bound = clock_bound_ns(first, other)
-    return None if bound is None else bound + 2 * NOTICED_NS
+    return None if bound is None else bound + 2 * OBSERVED_NS
 
 
 def clock_bound_ns(first: Moment, other: Moment) -> int | None:

@@ -162,7 +162,7 @@ class Iterations:
                     if phase is Phase.LEAVING:
                         logger.warning("rank %d can't say that it leaves: %s", self._state.rank, error)
                         break
-                    event = Event.STORE_LOST if self._notice_loss(phase, error) else Event.FAILED
+                    event = Event.STORE_LOST if self._has_lost_store(phase, error) else Event.FAILED
                     if event is Event.FAILED:
                         self._leaving = error
                 logger.debug("rank %d: %s, while %s", self._state.rank, event.value, phase.value)
@@ -173,7 +173,7 @@ class Iterations:
         finally:
             self._forget()
 
-    def _notice_loss(self, phase: Phase, error: BaseException) -> bool:
+    def _has_lost_store(self, phase: Phase, error: BaseException) -> bool:
         """Whether `error` means that the store's server is gone, and the restart group has standbys."""
         if Event.STORE_LOST not in TRANSITIONS[phase] or self._call.refuge is None:
             return False

@@ -28,7 +28,7 @@ from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch, ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
 from hpc_elastic.inprocess.settings import Settings
-from hpc_elastic.inprocess.sockets import notice_silence
+from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.standby import Standby, is_plain, listen
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import COMPLETED, Packed, PrefixStore, StoreMixin, TCPStore
@@ -363,7 +363,7 @@ class _Monitor:
         if self._raw is None:
             self._raw = self._source.open(within=within)
             if isinstance(self._raw, dist.TCPStore):
-                notice_silence(self._raw.port, self._heartbeat_timeout)
+                detect_silence(self._raw.port, self._heartbeat_timeout)
         return self._raw
 
     def _open_base(self) -> Any:

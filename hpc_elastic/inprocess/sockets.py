@@ -113,7 +113,7 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
     return listener
 
 
-def notice_silence(port: int, seconds: float) -> None:
+def detect_silence(port: int, seconds: float) -> None:
     """Let this process' connections to `port` fail when the other end's node has not answered for `seconds`.
 
     Without it, the loss of the node's power or network is not noticed for a quarter of an hour, or ever.

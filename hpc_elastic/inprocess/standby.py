@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hpc_elastic.inprocess.settings import Settings
-from hpc_elastic.inprocess.sockets import notice_silence
+from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import InternalError
 from hpc_elastic.inprocess.store import Packed, PrefixStore, TCPStore, pause_after, read_value, serve_at
 
@@ -235,7 +235,7 @@ class Refuge:
         """
         raw, standby = self._forget_old_server()
         second = raw.clone()
-        notice_silence(standby.port, self._silence)
+        detect_silence(standby.port, self._silence)
         return raw, second, standby
 
     def _forget_old_server(self) -> tuple[Any, Standby]:
@@ -262,7 +262,7 @@ def find_refuge(
     standbys = [Standby.decode(item) for item in PrefixStore(name, raw).items(STANDBYS)]
     kwargs = settings.store_kwargs or {}
     primary, silence = _address(kwargs, environ), settings.heartbeat_timeout.total_seconds()
-    notice_silence(primary[1], silence)
+    detect_silence(primary[1], silence)
     return Refuge(
         name=name,
         initial_rank=initial_rank,

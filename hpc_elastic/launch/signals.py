@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.notice import Notice, seconds_to_save
+from hpc_elastic.rendezvous.preemption import PreemptionNotice, seconds_to_save
 from hpc_elastic.run.events import EventLog
 
 
@@ -208,17 +208,17 @@ NOTICE_SLACK = 5.0
 """After the time in which workers may save: how long the nodes may take to close the run."""
 
 
-class GivenNotice(Struct, frozen=True, kw_only=True):
-    """On the giver's monotonic clock."""
+class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
+    """Of a preemption notice, on the monotonic clock of the process that gave it."""
 
-    notice: Notice
+    notice: PreemptionNotice
     job_ends: float
     """When the job is ended from outside."""
     closed_by: float
     """When the giver closes the run itself, since the nodes have not."""
 
     @classmethod
-    def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> GivenNotice:
+    def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> PreemptionDeadlines:
         """Args:
         reason: Which signal came where, and what it means.
         left: Seconds until the job is ended from outside.
@@ -227,7 +227,9 @@ class GivenNotice(Struct, frozen=True, kw_only=True):
         """
         seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
         return cls(
-            notice=Notice(reason, seconds, left=left), job_ends=now + left, closed_by=now + seconds + NOTICE_SLACK
+            notice=PreemptionNotice(reason, seconds, left=left),
+            job_ends=now + left,
+            closed_by=now + seconds + NOTICE_SLACK,
         )
 
 

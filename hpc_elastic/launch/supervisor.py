@@ -22,7 +22,7 @@ from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.launch.agents import Agents
 from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import AttemptResult, closed_result
-from hpc_elastic.launch.signals import GivenNotice, HeardBy, Meaning, SignalDecision, SignalResolver
+from hpc_elastic.launch.signals import HeardBy, Meaning, PreemptionDeadlines, SignalDecision, SignalResolver
 from hpc_elastic.launch.site import Launcher
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
@@ -120,7 +120,7 @@ class Supervisor:
 
         self._agents_heard = ""
         """The newest signal of agents in the log: each is looked into once."""
-        self._notice: GivenNotice | None = None
+        self._notice: PreemptionDeadlines | None = None
         """The preemption notice that leaves the least time so far."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
@@ -253,7 +253,7 @@ class Supervisor:
     def _give_notice(self, reason: str, decision: SignalDecision) -> None:
         """The workers may save first."""
         reason, now = f"{reason} ({decision.meaning.value})", self._clock.monotonic()
-        given = GivenNotice.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
+        given = PreemptionDeadlines.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
         self._notice, notice = given, given.notice
         in_time = f"notice: {notice.reason}, the job ends in {decision.seconds:.0f} s"
         if self.record is None:

@@ -80,7 +80,7 @@ class JobLog:
         """`source` writes no more. A line about drops is queued where one is due."""
         with self._changed:
             self._sources.discard(source)
-            self._queue_notice(source)
+            self._queue_loss_message(source)
 
     def write_line(self, line: str) -> None:
         """Write a line of the agent's own."""
@@ -122,7 +122,7 @@ class JobLog:
         with self._changed:
             had_room = has_room()
             if had_room or (patience > 0 and self._freed.wait_for(has_room, patience)):
-                self._queue_notice(source)
+                self._queue_loss_message(source)
                 self._append(source, lines)
             else:
                 self._drop(source, len(lines))
@@ -136,7 +136,7 @@ class JobLog:
         """
         with self._changed:
             for source in self._sources:
-                self._queue_notice(source)
+                self._queue_loss_message(source)
             self._is_closing = True
             self._changed.notify()
         self._thread.join(max(0.0, timeout))
@@ -159,7 +159,7 @@ class JobLog:
         source.unsaid += count
         self.dropped += count
 
-    def _queue_notice(self, source: JobLogSource) -> None:
+    def _queue_loss_message(self, source: JobLogSource) -> None:
         """Queue the line that tells of the drops since the last such line."""
         if source.unsaid:
             text = f"[… {source.unsaid} bytes dropped: the job log could not keep up]\n"

@@ -98,8 +98,8 @@ class LogFile:
         try:
             self._open()
             if self._unsaid:
-                notice = f"\n[… {self._unsaid} bytes lost here: {self.failure or HANGS}]\n".encode()
-                self._at += _write_all(self._fd, memoryview(notice))
+                mark = f"\n[… {self._unsaid} bytes lost here: {self.failure or HANGS}]\n".encode()
+                self._at += _write_all(self._fd, memoryview(mark))
                 self._unsaid = 0
             while done < len(data):
                 end = len(data) if self._limit is None else self._piece_end(data, done, self._limit, now)

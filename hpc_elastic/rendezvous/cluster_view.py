@@ -24,8 +24,8 @@ from hpc_elastic.rendezvous.claims import (
     read_confirmed,
 )
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.notice import NoticeStatus, decode_status
 from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.preemption import PreemptionStatus, decode_status
 from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
 from hpc_elastic.store.base import Store, get_many, make_folder
 
@@ -67,7 +67,7 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """Seconds since a checkpoint was complete; infinite where no member has told of one."""
     is_saving: bool = False
     """Whether a member is writing one."""
-    noted: Mapping[str, NoticeStatus] = field(default_factory=dict)
+    noted: Mapping[str, PreemptionStatus] = field(default_factory=dict)
     """Where there is a notice: where members' workers stand."""
     kept: frozenset[str] = frozenset()
     """Members whose workers have saved because of it, or do not follow it."""

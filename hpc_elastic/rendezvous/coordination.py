@@ -128,7 +128,7 @@ FULL_SECONDS = 600.0
 """How long a filesystem that is full, or that refuses, is waited for with something to write: as long as a rendezvous
 waits by default."""
 
-Notice = RoundRecord | tuple[str, Mapping[str, Any]] | Exception
+Message = RoundRecord | tuple[str, Mapping[str, Any]] | Exception
 """A newer record; an event of this node's coordinator; or what ended the thread."""
 
 
@@ -157,7 +157,7 @@ class Coordination:
         self._clock = clock
         self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
-        self._notices: deque[Notice] = deque()
+        self._messages: deque[Message] = deque()
         self._stop = threading.Event()
         self._wake_read, self._wake_write = _wake_pair()
         self._told_read, self._told_write = _wake_pair()
@@ -178,12 +178,12 @@ class Coordination:
         """Readable when `take` has something."""
         return self._told_read.fileno()
 
-    def take(self) -> list[Notice]:
+    def take(self) -> list[Message]:
         """What has come since the last call, in order."""
         _drain(self._told_read)
-        taken: list[Notice] = []
-        while self._notices:
-            taken.append(self._notices.popleft())
+        taken: list[Message] = []
+        while self._messages:
+            taken.append(self._messages.popleft())
         return taken
 
     def ask(self, command: Callable[[Participant], None]) -> None:
@@ -221,8 +221,8 @@ class Coordination:
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
         self._post((event, fields))
 
-    def _post(self, notice: Notice) -> None:
-        self._notices.append(notice)
+    def _post(self, message: Message) -> None:
+        self._messages.append(message)
         _poke(self._told_write)
 
     def _run(self) -> None:

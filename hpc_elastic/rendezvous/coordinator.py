@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
 from hpc_elastic.options.rendezvous_settings import Growth, GrowthFacts, RendezvousSettings, decide_growth
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.notice import MEASURE_SECONDS, Notice, agreed_step
+from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, agreed_step
 from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -306,7 +306,7 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
     return None
 
 
-def _under_notice(view: ClusterView, notice: Notice, settings: RendezvousSettings) -> Proposal | None:
+def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: RendezvousSettings) -> Proposal | None:
     """No round begins any more: workers that run may save, and then the attempt is over."""
     record = view.record
     if record.status is not Status.FINAL:
@@ -345,11 +345,11 @@ def _under_notice(view: ClusterView, notice: Notice, settings: RendezvousSetting
     )
 
 
-def _preempted(record: RoundRecord, notice: Notice, said: str, *, retryable: bool = True) -> Proposal:
+def _preempted(record: RoundRecord, notice: PreemptionNotice, said: str, *, retryable: bool = True) -> Proposal:
     return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
 
 
-def noticed_after(record: RoundRecord, notice: Notice) -> Proposal:
+def noticed_after(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
     """The record that tells all of a notice. Anybody may write it, as a closing one.
 
     One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.

@@ -22,8 +22,8 @@ from hpc_elastic.rendezvous.coordinator import DecideRestart, Proposal, next_pro
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
-from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
 from hpc_elastic.rendezvous.peers import BeatPlan, NotificationSender, Peers, addresses_of, notifier_of
+from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
 from hpc_elastic.rendezvous.proposals import consequences, link_event, move_event, to_event
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
@@ -221,7 +221,7 @@ class Participant:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
         self._to_all.close(outcome, reason)
 
-    def give_notice(self, notice: Notice) -> None:
+    def give_notice(self, notice: PreemptionNotice) -> None:
         """Tell all that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
         self._to_all.give_notice(notice)
 
@@ -229,7 +229,7 @@ class Participant:
         """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
         self._to_all.heard(what)
 
-    def report_noted(self, round_index: int, status: NoticeStatus) -> None:
+    def report_noted(self, round_index: int, status: PreemptionStatus) -> None:
         """There is a notice: where this node's workers stand."""
         self._claims.add(round_index, ClaimKind.NOTED, status.to_json())
 

@@ -23,7 +23,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.errors import RendezvousStateError
-from hpc_elastic.rendezvous.notice import Notice, decode_notice, notice_to_json
+from hpc_elastic.rendezvous.preemption import PreemptionNotice, decode_notice, notice_to_json
 
 _TIME_BITS = 48
 _TIME_SHIFT = 16
@@ -186,7 +186,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True):
     memory: FailureMemory = FailureMemory()
     hang: HangMark | None = None
     """The round before was ended because of this worker: its members take the stacks of all before they end them."""
-    notice: Notice | None = None
+    notice: PreemptionNotice | None = None
     """The job is going to be ended, and workers may save first."""
     heard: str = ""
     """A signal that an agent heard, ``SIGTERM on n2``: what it means is the supervisor's to find out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from signal import Signals
 
 from hpc_elastic.rendezvous.coordinator import Proposal, closed_after, noticed_after
-from hpc_elastic.rendezvous.notice import Notice
+from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import Outcome, RoundEvent, RoundRecord, Status, next_status
 
 
@@ -18,7 +18,7 @@ class WordsToAll:
 
     def __init__(self) -> None:
         self._closing: tuple[Outcome, str] | None = None
-        self._notice: Notice | None = None
+        self._notice: PreemptionNotice | None = None
         self._heard = ""
 
     def __bool__(self) -> bool:
@@ -27,7 +27,7 @@ class WordsToAll:
     def close(self, outcome: Outcome, reason: str) -> None:
         self._closing = self._closing or (outcome, reason)
 
-    def give_notice(self, notice: Notice) -> None:
+    def give_notice(self, notice: PreemptionNotice) -> None:
         if self._notice is None or notice.seconds < self._notice.seconds:
             self._notice = notice
 

@@ -28,7 +28,7 @@ class JobNotRequeuedError(HpcElasticError):
     template = "Job not requeued because: {reason}."
 
 
-class NoticeAction(Enum):
+class PreemptionAction(Enum):
     """What a worker does when it hears that its job is about to end."""
 
     GO_ON = "go on"
@@ -41,7 +41,7 @@ class NoticeAction(Enum):
     """The job is not to come back."""
 
 
-class NoticeFacts(Struct, frozen=True, kw_only=True):
+class PreemptionFacts(Struct, frozen=True, kw_only=True):
     """What the decision rests on. Times in seconds."""
 
     ran: float
@@ -54,17 +54,17 @@ class NoticeFacts(Struct, frozen=True, kw_only=True):
     """The function has called `should_checkpoint` or `preemption_notice`."""
 
 
-class NoticeDecision(Struct, frozen=True, kw_only=True):
+class PreemptionDecision(Struct, frozen=True, kw_only=True):
     """What to do, and why not more."""
 
-    action: NoticeAction
+    action: PreemptionAction
     timed_out: bool
     timeouts_left: int
     """For the next attempt; below 0: there is to be none."""
     reason: str = ""
 
 
-def decide(facts: NoticeFacts) -> NoticeDecision:
+def decide(facts: PreemptionFacts) -> PreemptionDecision:
     """Decide about a notice, as submitit does.
 
     A job that ran for four fifths of its limit, or up to ten minutes before it, is taken to be timed out, any other to
@@ -74,16 +74,16 @@ def decide(facts: NoticeFacts) -> NoticeDecision:
     timed_out = facts.limit > 0 and facts.ran >= sure
     left = facts.timeouts_left - timed_out
     if facts.asks_itself and not facts.has_checkpoint:
-        return NoticeDecision(action=NoticeAction.GO_ON, timed_out=timed_out, timeouts_left=left)
+        return PreemptionDecision(action=PreemptionAction.GO_ON, timed_out=timed_out, timeouts_left=left)
     if facts.has_checkpoint:
-        action, reason = NoticeAction.SAVE, ""
+        action, reason = PreemptionAction.SAVE, ""
     elif timed_out:
-        action, reason = NoticeAction.END, "timed-out and not checkpointable"
+        action, reason = PreemptionAction.END, "timed-out and not checkpointable"
     else:
-        action, reason = NoticeAction.LEAVE, ""
+        action, reason = PreemptionAction.LEAVE, ""
     if left < 0:
-        action, reason = NoticeAction.END, "timed-out too many times"
-    return NoticeDecision(action=action, timed_out=timed_out, timeouts_left=left, reason=reason)
+        action, reason = PreemptionAction.END, "timed-out too many times"
+    return PreemptionDecision(action=action, timed_out=timed_out, timeouts_left=left, reason=reason)
 
 
 def next_call(call: Call) -> Call | None:

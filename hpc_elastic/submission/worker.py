@@ -26,8 +26,8 @@ from hpc_elastic.submission import places
 from hpc_elastic.submission.call import Call, CallTerms, read_call, read_terms, write_object
 from hpc_elastic.submission.checkpointing import (
     JobNotRequeuedError,
-    NoticeAction,
-    NoticeFacts,
+    PreemptionAction,
+    PreemptionFacts,
     decide,
     find_state,
     forget_states,
@@ -120,7 +120,7 @@ class _Worker:
         if self._handled:
             return
         decision = decide(
-            NoticeFacts(
+            PreemptionFacts(
                 ran=self._seconds_since_start(),
                 limit=self._terms.timeout_min * 60,
                 timeouts_left=self._terms.timeouts_left,
@@ -128,7 +128,7 @@ class _Worker:
                 asks_itself=heartbeat.asks_for_notices(),
             )
         )
-        if decision.action is NoticeAction.GO_ON:
+        if decision.action is PreemptionAction.GO_ON:
             return
         self._handled = True
         how = "timed out" if decision.timed_out else "preempted"

@@ -58,9 +58,9 @@ class ExitStatus(Struct, frozen=True, kw_only=True):
     exitcode: int
     """As `subprocess` has it: 0–255, or minus the signal's number."""
     core_dumped: bool
-    noticed_ns: int
+    observed_ns: int
     """This host's wall clock, nanoseconds since the epoch, when its end was seen."""
-    noticed_uptime_ns: int
+    observed_uptime_ns: int
     """The same moment by the clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`)."""
     lost: bool = False
     """Somebody else took the status; `exitcode` is 255 then, so that an unknown end never passes for success."""
@@ -92,8 +92,8 @@ class WorkerProcess:
                 self.exit_status = ExitStatus(
                     exitcode=_LOST_STATUS,
                     core_dumped=False,
-                    noticed_ns=self._clock.time_ns(),
-                    noticed_uptime_ns=uptime_ns(self._clock),
+                    observed_ns=self._clock.time_ns(),
+                    observed_uptime_ns=uptime_ns(self._clock),
                     lost=True,
                 )
                 self.is_released = True
@@ -103,8 +103,8 @@ class WorkerProcess:
                 self.exit_status = ExitStatus(
                     exitcode=info.si_status if exited else -info.si_status,
                     core_dumped=info.si_code == os.CLD_DUMPED,
-                    noticed_ns=self._clock.time_ns(),
-                    noticed_uptime_ns=uptime_ns(self._clock),
+                    observed_ns=self._clock.time_ns(),
+                    observed_uptime_ns=uptime_ns(self._clock),
                 )
         return self.exit_status
 
@@ -205,7 +205,7 @@ def start_worker(
         env: The whole environment.
         cwd: Where it runs.
         inherited: What `prepare_agent_process` gave.
-        clock: For `started_ns` and `ExitStatus.noticed_ns`.
+        clock: For `started_ns` and `ExitStatus.observed_ns`.
         pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
         exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
 

@@ -79,7 +79,7 @@ def test_exit_codes_signals_and_core_dumps(tmp_path: Path) -> None:
         assert worker.poll() is first
         assert tree.look_at(worker.pid).state == "Z", "the zombie keeps the pid until it is released"
         assert worker.release() == first and tree.look_at(worker.pid) is None
-        assert worker.started_ns < first.noticed_ns
+        assert worker.started_ns < first.observed_ns
         return first.exitcode, first.core_dumped
     where = os.environ["WHERE"]
     plain = [end("sys.exit(3)"), end("pass"), end("os.kill(os.getpid(), 9)"), end("os.abort()", where)]

@@ -112,7 +112,7 @@ class _Ended:
 
     def poll(self) -> ExitStatus:
         now = self._clock.time_ns()
-        return ExitStatus(exitcode=self.pid, core_dumped=False, noticed_ns=now, noticed_uptime_ns=now)
+        return ExitStatus(exitcode=self.pid, core_dumped=False, observed_ns=now, observed_uptime_ns=now)
 
 
 def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
@@ -125,7 +125,7 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
     assert first is not None
     assert second is not None
     assert (first.exitcode, second.exitcode) == (1, 2)
-    assert (first.noticed_ns, first.noticed_uptime_ns) == (second.noticed_ns, second.noticed_uptime_ns)
+    assert (first.observed_ns, first.observed_uptime_ns) == (second.observed_ns, second.observed_uptime_ns)
     assert not workers.poll()
 
 

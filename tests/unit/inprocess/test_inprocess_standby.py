@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from hpc_elastic.inprocess import standby as module
-from hpc_elastic.inprocess.sockets import notice_silence
+from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.standby import MET, Arrival, Meeting, Refuge, Standby, decide, is_candidate, knock, may_stay
 from hpc_elastic.inprocess.state import InternalError
 from hpc_elastic.inprocess.store import PrefixStore
@@ -145,7 +145,7 @@ def test_who_comes_late_ends(server: dist.TCPStore, refusing: tuple[str, int]) -
 
 def test_a_silent_node_ends_its_connections(server: dist.TCPStore) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as other:
-        notice_silence(server.port, 30)
+        detect_silence(server.port, 30)
         assert other.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert other.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
         assert other.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000

@@ -31,8 +31,8 @@ from hpc_elastic.launch.supervisor import (
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Coordination, Refusal
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
-from hpc_elastic.rendezvous.notice import NoticeStatus
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.proposals import close_run
 from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status, new_uid
 from hpc_elastic.store.base import StoreError, StoreWipedError
@@ -79,7 +79,7 @@ class Look:
 
     def __init__(self, world: World, fd: int) -> None:
         self._fd = fd
-        self._notices: deque[Any] = deque()
+        self._messages: deque[Any] = deque()
         self.failure: Exception | None = None
         self.hangs = False
         """The filesystem does not answer."""
@@ -105,10 +105,10 @@ class Look:
         )
 
     def on_record(self, record: RoundRecord) -> None:
-        self._notices.append(record)
+        self._messages.append(record)
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._notices.append((event, fields))
+        self._messages.append((event, fields))
 
     def start(self) -> None:
         pass
@@ -125,8 +125,8 @@ class Look:
             return [failure]
         while not self.hangs and self._participant.step() == 0.0:
             pass
-        taken = list(self._notices)
-        self._notices.clear()
+        taken = list(self._messages)
+        self._messages.clear()
         return taken
 
     def stop(self, *, within: float) -> bool:
@@ -281,7 +281,7 @@ class Stage:
         record = self.world.newest()
         assert record is not None
         for agent in self.agents.of.values():
-            agent.participant.report_noted(record.round, NoticeStatus(heeds=True, step=7, rate=1.0))
+            agent.participant.report_noted(record.round, PreemptionStatus(heeds=True, step=7, rate=1.0))
             agent.participant.report_kept(record.round)
 
     def claim_elsewhere(self) -> None:

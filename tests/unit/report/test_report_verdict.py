@@ -4,7 +4,7 @@ import itertools
 
 from msgspec.structs import replace
 
-from hpc_elastic.failures.ranking import NOTICED_NS, Category, FailureClass
+from hpc_elastic.failures.ranking import OBSERVED_NS, Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankStatus
@@ -91,7 +91,7 @@ def test_the_first_of_several_by_time() -> None:
     assert verdict.evidence.startswith(
         "first of 3 different failures, 0.800 s before the next (rank 0 on n1; clocks known to within 1 ms)"
     )
-    assert verdict.resolution_ns == MS + 2 * NOTICED_NS
+    assert verdict.resolution_ns == MS + 2 * OBSERVED_NS
     assert [failure.global_rank for failure in verdict.candidates] == [0, 2]
 
 

@@ -16,8 +16,8 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission import places
 from hpc_elastic.submission.call import Call, CallTerms
 from hpc_elastic.submission.checkpointing import (
-    NoticeAction,
-    NoticeFacts,
+    PreemptionAction,
+    PreemptionFacts,
     SavedState,
     decide,
     find_state,
@@ -71,7 +71,7 @@ def test_the_decision_is_submitits(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for number, (function, ran, minutes, left) in enumerate(cases):
         theirs = what_submitit_does(function, ran=ran, minutes=minutes, left=left, folder=tmp_path / str(number))
         ours = decide(
-            NoticeFacts(
+            PreemptionFacts(
                 ran=ran,
                 limit=minutes * 60,
                 timeouts_left=left,
@@ -80,7 +80,7 @@ def test_the_decision_is_submitits(tmp_path: Path, caplog: pytest.LogCaptureFixt
             )
         )
         assert (f"Job not requeued because: {ours.reason}." if ours.reason else "") == theirs[0]
-        assert (ours.action is NoticeAction.END) == bool(theirs[0])
+        assert (ours.action is PreemptionAction.END) == bool(theirs[0])
         if not theirs[0]:
             assert ours.timeouts_left == theirs[1]
         seen.add((ours.action, ours.timed_out))
@@ -88,13 +88,13 @@ def test_the_decision_is_submitits(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_function_that_asks_for_notices_itself_is_left_alone() -> None:
-    facts = NoticeFacts(ran=1e6, limit=60, timeouts_left=0, has_checkpoint=False, asks_itself=True)
-    assert decide(facts).action is NoticeAction.GO_ON
+    facts = PreemptionFacts(ran=1e6, limit=60, timeouts_left=0, has_checkpoint=False, asks_itself=True)
+    assert decide(facts).action is PreemptionAction.GO_ON
 
 
 def test_without_a_limit_nothing_is_a_timeout() -> None:
-    facts = NoticeFacts(ran=1e9, limit=0, timeouts_left=0, has_checkpoint=True, asks_itself=False)
-    assert decide(facts).action is NoticeAction.SAVE
+    facts = PreemptionFacts(ran=1e9, limit=0, timeouts_left=0, has_checkpoint=True, asks_itself=False)
+    assert decide(facts).action is PreemptionAction.SAVE
     assert not decide(facts).timed_out
 
 

@@ -22,7 +22,7 @@ NEWS_SECONDS = 1.0
 _MOST_STEPS = 1 << 62
 
 
-class Notice(Struct, frozen=True):
+class PreemptionNotice(Struct, frozen=True):
     """In every record from when it was given. A later one that leaves less time takes its place."""
 
     reason: str
@@ -38,16 +38,16 @@ class Notice(Struct, frozen=True):
     def is_agreed(self) -> bool:
         return self.step != STEP_PENDING
 
-    def is_given_as(self, other: Notice | None) -> bool:
+    def is_given_as(self, other: PreemptionNotice | None) -> bool:
         """Whether it is that one, whatever has been agreed on since."""
         return other is not None and replace(self, step=other.step) == other
 
-    def leaves_less_than(self, other: Notice, *, since: float) -> bool:
+    def leaves_less_than(self, other: PreemptionNotice, *, since: float) -> bool:
         """Whether it is news to those who know of another one, given `since` seconds ago."""
         return self.seconds < other.seconds - since - NEWS_SECONDS
 
 
-class NoticeStatus(Struct, frozen=True, kw_only=True):
+class PreemptionStatus(Struct, frozen=True, kw_only=True):
     """Where one node's workers stand when there is a preemption notice."""
 
     heeds: bool
@@ -61,27 +61,27 @@ class NoticeStatus(Struct, frozen=True, kw_only=True):
         return {"heeds": self.heeds, "step": self.step, "rate": round(self.rate, 3)}
 
 
-def decode_status(value: Mapping[str, Any]) -> NoticeStatus | None:
+def decode_status(value: Mapping[str, Any]) -> PreemptionStatus | None:
     """A node's status, or None where it makes no sense."""
     try:
         rate = min(1e9, max(0.0, float(value["rate"])))
-        return NoticeStatus(heeds=bool(value["heeds"]), step=int(value["step"]), rate=rate)
+        return PreemptionStatus(heeds=bool(value["heeds"]), step=int(value["step"]), rate=rate)
     except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 
-def notice_to_json(notice: Notice | None) -> dict[str, Any]:
+def notice_to_json(notice: PreemptionNotice | None) -> dict[str, Any]:
     if notice is None:
         return {}
     left = [] if notice.left is None else [round(notice.left, 3)]
     return {"notice": [notice.reason, round(notice.seconds, 3), notice.step, *left]}
 
 
-def decode_notice(value: Any) -> Notice | None:
+def decode_notice(value: Any) -> PreemptionNotice | None:
     if value is None:
         return None
     reason, seconds, step, *left = value
-    return Notice(str(reason), float(seconds), int(step), float(left[0]) if left else None)
+    return PreemptionNotice(str(reason), float(seconds), int(step), float(left[0]) if left else None)
 
 
 def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
@@ -94,7 +94,7 @@ def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
     return max(1.0, given - min(shutdown_timeout, given / 3) - min(5.0, given / 10))
 
 
-def agreed_step(statuses: Collection[NoticeStatus], *, spread: float) -> int:
+def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int:
     """The step after which all save: one that no worker has passed by the time that it hears of it.
 
     Args:

@@ -8,9 +8,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.checkpoints import NoticeWatch
+from hpc_elastic.agent.checkpoints import PreemptionWatch
 from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.rendezvous.notice import Notice, NoticeStatus
+from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 from tests.rigs.fake_clock import FakeClock
@@ -24,7 +24,7 @@ FINAL = RoundRecord(
     status=Status.FINAL,
     members=(Member("a", 0, 2), Member("b", 1, 2)),
 )
-NOTICE = Notice("SIGUSR2 on n0", 60.0)
+NOTICE = PreemptionNotice("SIGUSR2 on n0", 60.0)
 NOTICED = replace(FINAL, number=6, notice=NOTICE)
 AGREED = replace(FINAL, number=7, notice=replace(NOTICE, step=30))
 
@@ -54,7 +54,7 @@ class Node:
         self.pages = Pages()
         self.sent: list[signal.Signals] = []
         spec = SimpleNamespace(preemption_signal=signal_name)
-        self.watch = NoticeWatch(self.pages, spec, clock=self.clock)  # type: ignore[arg-type]
+        self.watch = PreemptionWatch(self.pages, spec, clock=self.clock)  # type: ignore[arg-type]
 
     def on_record(self, record: RoundRecord) -> None:
         self.watch.on_record(record, SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
@@ -94,9 +94,9 @@ def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not(
     node.on_record(NOTICED)
     node.on_record(AGREED)
     node.clock.now += 10
-    node.on_record(replace(AGREED, number=8, notice=Notice("SIGTERM on n1", 15.0, step=30)))
+    node.on_record(replace(AGREED, number=8, notice=PreemptionNotice("SIGTERM on n1", 15.0, step=30)))
     node.clock.now += 1
-    node.on_record(replace(AGREED, number=9, notice=Notice("another", 40.0, step=30)))
+    node.on_record(replace(AGREED, number=9, notice=PreemptionNotice("another", 40.0, step=30)))
     assert [deadline - began for deadline, _ in node.pages.told] == [60, 60, 25, 25]
     assert node.sent == [signal.SIGUSR1], "once"
 
@@ -109,7 +109,7 @@ def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
     assert node.look(after=0.5) is None
     node.pages.put(1, step=15)
     reply = node.look(after=0.5)
-    assert (reply.round, reply.status) == (2, NoticeStatus(heeds=True, step=15, rate=5.0))
+    assert (reply.round, reply.status) == (2, PreemptionStatus(heeds=True, step=15, rate=5.0))
 
 
 def test_workers_that_tell_no_steps_are_not_measured() -> None:
@@ -117,7 +117,7 @@ def test_workers_that_tell_no_steps_are_not_measured() -> None:
     for rank in range(2):
         node.pages.put(rank, step=None, heeds_notices=rank == 1)
     node.on_record(NOTICED)
-    assert node.look().status == NoticeStatus(heeds=True, step=NO_STEP)
+    assert node.look().status == PreemptionStatus(heeds=True, step=NO_STEP)
 
 
 def test_a_signal_counts_as_heeding() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.coordinator import next_proposal, noticed_after
-from hpc_elastic.rendezvous.notice import (
-    Notice,
-    NoticeStatus,
+from hpc_elastic.rendezvous.preemption import (
+    PreemptionNotice,
+    PreemptionStatus,
     agreed_step,
     decode_notice,
     decode_status,
@@ -24,8 +24,8 @@ from hpc_elastic.rendezvous.to_all import WordsToAll
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
 
-NOTICE = Notice("SIGUSR2 on n0", 85.0)
-HEEDS = NoticeStatus(heeds=True, step=100, rate=10.0)
+NOTICE = PreemptionNotice("SIGUSR2 on n0", 85.0)
+HEEDS = PreemptionStatus(heeds=True, step=100, rate=10.0)
 
 
 def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
@@ -48,12 +48,12 @@ def test_what_remains_is_enough_to_end_the_workers(given_seconds: float, shutdow
 
 
 words = st.builds(
-    NoticeStatus, heeds=st.booleans(), step=st.integers(NO_STEP, 10**9), rate=st.floats(0, 1000, allow_nan=False)
+    PreemptionStatus, heeds=st.booleans(), step=st.integers(NO_STEP, 10**9), rate=st.floats(0, 1000, allow_nan=False)
 )
 
 
 @given(st.lists(words, min_size=1, max_size=20), st.floats(0, 60))
-def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeStatus], spread: float) -> None:
+def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[PreemptionStatus], spread: float) -> None:
     step = agreed_step(told, spread=spread)
     if all(word.step == NO_STEP for word in told):
         assert step == NO_STEP
@@ -63,7 +63,7 @@ def test_no_worker_has_passed_the_step_when_it_hears_of_it(told: list[NoticeStat
             assert step >= word.step + 1
 
 
-def under(status: Status = Status.FINAL, notice: Notice = NOTICE, **seen: Any) -> Any:
+def under(status: Status = Status.FINAL, notice: PreemptionNotice = NOTICE, **seen: Any) -> Any:
     return next_proposal(view(record(status, *ALL, notice=notice), **seen), SETTINGS, DecideRestart())
 
 
@@ -94,7 +94,7 @@ def test_who_says_nothing_is_not_waited_for_for_ever() -> None:
 
 
 def test_where_no_steps_are_told_each_saves_when_it_can() -> None:
-    proposal = under(noted=dict.fromkeys(ALL, NoticeStatus(heeds=True)))
+    proposal = under(noted=dict.fromkeys(ALL, PreemptionStatus(heeds=True)))
     assert proposal.record.notice.step == NO_STEP
     assert proposal.record.notice.is_agreed
     assert "no worker tells its steps" in proposal.reason
@@ -117,7 +117,7 @@ def test_a_node_that_is_done_need_not_have_saved() -> None:
 
 
 def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
-    noted = dict.fromkeys(ALL, NoticeStatus(heeds=False, step=5, rate=1.0))
+    noted = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
     proposal = under(notice=AGREED, noted=noted, kept=frozenset(ALL), since_notice=1.2)
     assert proposal.record.outcome is Outcome.PREEMPTED
     assert "does not ask for it" in proposal.reason
@@ -211,9 +211,9 @@ def test_a_sigterm_after_a_notice_is_told_once_since_it_may_leave_less_time(firs
 )
 def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since: float, is_told: bool) -> None:
     words = WordsToAll()
-    words.give_notice(Notice("later", 99.0))
-    words.give_notice(Notice("sooner", seconds, left=seconds + 5))
-    words.give_notice(Notice("last", 98.0))
+    words.give_notice(PreemptionNotice("later", 99.0))
+    words.give_notice(PreemptionNotice("sooner", seconds, left=seconds + 5))
+    words.give_notice(PreemptionNotice("last", 98.0))
     told = words.next(replace(FINAL, notice=AGREED), noticed_for=since)
     if not is_told:
         assert told is None
@@ -221,8 +221,10 @@ def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since
         return
     assert told is not None
     assert told.event is RoundEvent.NOTICE
-    assert told.record.notice == Notice("sooner", seconds, step=AGREED.step, left=seconds + 5), "the step stays"
-    assert told.record.notice.is_given_as(Notice("sooner", seconds, left=seconds + 5))
+    assert told.record.notice == PreemptionNotice("sooner", seconds, step=AGREED.step, left=seconds + 5), (
+        "the step stays"
+    )
+    assert told.record.notice.is_given_as(PreemptionNotice("sooner", seconds, left=seconds + 5))
     assert not told.record.notice.is_given_as(NOTICE)
     assert words.next(told.record, noticed_for=0.0) is None
 
