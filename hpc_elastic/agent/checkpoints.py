@@ -213,14 +213,14 @@ class PreemptionWatch:
         if self._notice is None or self._has_kept:
             return None
         beats = self._watch.read()
-        return self._kept() if self._signal is not None or any(beat.is_told for beat in beats) else None
+        return self._kept() if self._signal is not None or any(beat.has_notice for beat in beats) else None
 
     def _kept(self) -> PreemptionReply:
         self._has_kept, self._due = True, None
         return PreemptionReply(round=self._round)
 
     def _heeds(self, beat: RankBeat) -> bool:
-        return self._signal is not None or beat.heeds_notices
+        return self._signal is not None or beat.asks_for_notices
 
     def _status(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> PreemptionStatus:
         heeds = any(map(self._heeds, beats))

@@ -66,9 +66,9 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """How many it has completed in this round."""
     saved_at: float = 0.0
     """When the last of them was complete."""
-    heeds_notices: bool = False
+    asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
-    is_told: bool = False
+    has_notice: bool = False
     """Whether it has found one."""
 
     def age(self, now: float) -> float:

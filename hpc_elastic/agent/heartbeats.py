@@ -263,6 +263,6 @@ class RoundBeats:
             pid=record.pid,
             checkpoints=record.checkpoints,
             saved_at=min(now, record.saved_ns / 1e9),
-            heeds_notices=record.heeds_notices,
-            is_told=record.is_told,
+            asks_for_notices=record.asks_for_notices,
+            has_notice=record.has_notice,
         )

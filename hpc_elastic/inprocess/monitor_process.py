@@ -22,6 +22,7 @@ import torch.distributed as dist
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.base.files import open_own
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
@@ -31,7 +32,7 @@ from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.standby import Standby, is_plain, listen
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
-from hpc_elastic.inprocess.store import COMPLETED, Packed, PrefixStore, StoreMixin, TCPStore
+from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ class StoreSource(Struct, frozen=True):
         return replace(self, kwargs={**self.kwargs, **place})
 
 
-class Place(Packed, frozen=True, kw_only=True):
+class Place(Struct, frozen=True, kw_only=True):
     """Where the rank is in an iteration: what it sends to its monitor."""
 
     iteration: int
@@ -163,16 +164,16 @@ class MonitorProcess:
         os.close(served_w)
         with os.fdopen(served_r, "rb") as served:
             answer, *standby = served.read().decode().split("\n")
-        self.standby = Standby.decode(standby[0]) if standby else None
+        self.standby = loads(Standby, standby[0]) if standby else None
         return answer == "yes"
 
     def move(self, standby: Standby) -> None:
         """The restart group's store is that one now."""
-        self._send(f"at {standby.encode()}")
+        self._send(f"at {dumps(standby)}")
 
     def start_iteration(self, place: Place) -> None:
         """The rank is there now. A monitor that is dead is not missed here: the other ranks notice."""
-        self._send(place.encode())
+        self._send(dumps(place))
 
     def _send(self, line: str) -> None:
         try:
@@ -221,7 +222,7 @@ def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoR
         server = rank.source.serve()
         is_nested = "." in rank.unplaced.call
         standby = None if is_nested else listen(rank.source.factory, rank.source.kwargs, os.environ)
-        address = f"\n{standby[1].encode()}" if standby is not None else ""
+        address = f"\n{dumps(standby[1])}" if standby is not None else ""
         os.write(served, f"{'yes' if server is not None else 'no'}{address}".encode())
         os.close(served)
         if os.getppid() == main:
@@ -346,11 +347,11 @@ class _Monitor:
                 self._has_ended = True
                 return False
             if line.startswith(b"at "):
-                self._source = self._source.at(Standby.decode(line[3:].decode()))
+                self._source = self._source.at(loads(Standby, line[3:].decode()))
                 self._raw = self._base = None
                 self._has_lost_store = False
             else:
-                self._enter(Place.decode(line.decode()))
+                self._enter(loads(Place, line.decode()))
         return bool(raw)
 
     def _enter(self, place: Place) -> None:

@@ -20,8 +20,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess.state import InternalError, State
-from hpc_elastic.inprocess.store import LONGEST_PAUSE, Packed, pause_after, read_value
+from hpc_elastic.inprocess.store import LONGEST_PAUSE, pause_after, read_value
 from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartGroupEvent, RestartGroupReport
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Joiner(Struct, frozen=True, kw_only=True):
     """Of the process that it was started in the place of."""
 
 
-class Admission(Packed, frozen=True, kw_only=True):
+class Admission(Struct, frozen=True, kw_only=True):
     """The members of the next iteration, in the numbers of the one that ended."""
 
     iteration: int
@@ -126,14 +127,14 @@ class Replacements:
                 decided = admission(
                     iteration=state.iteration, world_size=state.world_size, terminated=initial, joiners=joiners
                 )
-                self._base.compare_set(key, "", decided.encode())
+                self._base.compare_set(key, "", dumps(decided))
                 continue
             if not has_told:
                 logger.info("rank %d waits for fresh processes in the places of ranks %s", state.rank, sorted(initial))
                 has_told = True
             time.sleep(pause_after(waited))
         self._base.set(DECIDED, str(state.iteration))
-        return Admission.decode(found)
+        return loads(Admission, found)
 
     def _waiting(self) -> list[Joiner]:
         gone = {*self._base.items(WITHDRAWN), *self._base.items(SEATED)}
@@ -193,7 +194,7 @@ class Newcomer:
     def place_in(self, base: Any, decided: str) -> Admission | None:
         """The admission with that number, if this process is in it."""
         text = read_value(base, f"admitted/{decided}") if decided else ""
-        found = Admission.decode(text) if text else None
+        found = loads(Admission, text) if text else None
         return found if found is not None and self.uid in found.places else None
 
 

@@ -23,11 +23,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct
 
+from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import InternalError
-from hpc_elastic.inprocess.store import Packed, PrefixStore, TCPStore, pause_after, read_value, serve_at
+from hpc_elastic.inprocess.store import PrefixStore, TCPStore, pause_after, read_value, serve_at
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,7 @@ _DYING_SECONDS = 2.0
 """A process that dies may close its connections before its listening socket."""
 
 
-class Standby(Packed, frozen=True, kw_only=True):
+class Standby(Struct, frozen=True, kw_only=True):
     """A store that is not used yet."""
 
     initial_rank: int
@@ -211,10 +213,10 @@ class Refuge:
         return meeting
 
     def _agree(self, base: Any, mine: Arrival) -> Meeting:
-        base.append_item(CAME, mine.encode())
+        base.append_item(CAME, dumps(mine))
         began = time.monotonic()
         while not (found := read_value(base, MET)):
-            arrivals = [Arrival.decode(item) for item in base.items(CAME)]
+            arrivals = [loads(Arrival, item) for item in base.items(CAME)]
             alive = {int(item) for item in base.items(ALIVE)}
             waited = time.monotonic() - began
             if (
@@ -222,10 +224,10 @@ class Refuge:
                 or (time.monotonic() - self._fled_at >= self._silence and len(arrivals) >= len(alive))
                 or waited >= self._patience
             ):
-                base.compare_set(MET, "", decide(arrivals).encode())
+                base.compare_set(MET, "", dumps(decide(arrivals)))
                 continue
             time.sleep(pause_after(waited))
-        return Meeting.decode(found)
+        return loads(Meeting, found)
 
     def move_in(self) -> tuple[Any, Any, Standby]:
         """The store of now on, a second connection to it, and where it is. From now on it is what may be lost.
@@ -259,7 +261,7 @@ def find_refuge(
     """
     if not is_plain(settings.store_factory) or not raw.critical_ranks:
         return None
-    standbys = [Standby.decode(item) for item in PrefixStore(name, raw).items(STANDBYS)]
+    standbys = [loads(Standby, item) for item in PrefixStore(name, raw).items(STANDBYS)]
     kwargs = settings.store_kwargs or {}
     primary, silence = _address(kwargs, environ), settings.heartbeat_timeout.total_seconds()
     detect_silence(primary[1], silence)
@@ -296,7 +298,7 @@ def knock(address: tuple[str, int], seconds: float) -> bool | None:
     return True
 
 
-class Arrival(Packed, frozen=True, kw_only=True):
+class Arrival(Struct, frozen=True, kw_only=True):
     """What a rank knows when it comes to a meeting."""
 
     initial_rank: int
@@ -324,7 +326,7 @@ def objection(arrivals: Collection[Arrival]) -> str:
     return ""
 
 
-class Meeting(Packed, frozen=True, kw_only=True):
+class Meeting(Struct, frozen=True, kw_only=True):
     """What all that came have agreed on."""
 
     iteration: int

@@ -14,7 +14,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
-from msgspec import Struct, convert, to_builtins
 
 from hpc_elastic.inprocess.sockets import bind_store
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, RestartError
@@ -52,7 +50,6 @@ class BarrierOverflow(BarrierError):
 
 if TYPE_CHECKING:
     from torch.distributed import Store as _AnyStore
-    from typing_extensions import Self
 else:
     _AnyStore = object
 
@@ -357,17 +354,6 @@ def _timeout(store: Any, name: str, count: int, timeout: timedelta) -> BarrierTi
 def pause_after(waited: float, shortest: float = 0.002) -> float:
     """Seconds until a loop that has waited so long looks again."""
     return min(max(waited / 10, shortest), LONGEST_PAUSE)
-
-
-class Packed(Struct, frozen=True, kw_only=True):
-    """A record that goes through the store, or a pipe, as text."""
-
-    def encode(self) -> str:
-        return json.dumps(to_builtins(self))
-
-    @classmethod
-    def decode(cls, text: str) -> Self:
-        return convert(json.loads(text), cls)
 
 
 def read_value(store: Any, key: str) -> str:

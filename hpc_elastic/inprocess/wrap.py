@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from hpc_elastic.base.codec import dumps
 from hpc_elastic.inprocess import abort as abort_module
 from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed
 from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
@@ -169,7 +170,7 @@ class CallWrapper:
         else:
             first = PrefixStore(name, raw)
             if process.standby is not None:
-                first.append_item(STANDBYS, process.standby.encode())
+                first.append_item(STANDBYS, dumps(process.standby))
             first.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
         state.store = base = PrefixStore(name, raw)
         if is_outermost:

@@ -228,8 +228,8 @@ class _Reporter:
             longest_ns=self._longest_ns,
             checkpoints=self._checkpoints,
             saved_ns=self._saved_ns,
-            heeds_notices=self._asks,
-            is_told=self._has_notice,
+            asks_for_notices=self._asks,
+            has_notice=self._has_notice,
         )
 
     def _open(self) -> bool:

@@ -33,7 +33,7 @@ _LENGTH = _CHECKSUM.size + _BODY.size
 _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
-_HEEDS, _TOLD = 1, 2
+_ASKS, _HAS_NOTICE = 1, 2
 
 STEP_PENDING = -2
 """A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
@@ -58,9 +58,9 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     """How many were completed."""
     saved_ns: int = 0
     """When the last of them was, by the same clock."""
-    heeds_notices: bool = False
+    asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
-    is_told: bool = False
+    has_notice: bool = False
     """Whether it has found one."""
 
 
@@ -93,8 +93,8 @@ def write_record(
     longest_ns: int,
     checkpoints: int = 0,
     saved_ns: int = 0,
-    heeds_notices: bool = False,
-    is_told: bool = False,
+    asks_for_notices: bool = False,
+    has_notice: bool = False,
 ) -> None:
     """Write a record, over the older copy: `count` goes up by one with each call.
 
@@ -102,7 +102,7 @@ def write_record(
         buffer: The mapped file.
         count: As in `HeartbeatRecord`; the rest too, but `step` is `NO_STEP` where there is none, and `section` ASCII.
     """
-    flags = heeds_notices * _HEEDS | is_told * _TOLD
+    flags = asks_for_notices * _ASKS | has_notice * _HAS_NOTICE
     body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section)
     start = _AT[count & 1]
     # One store of the whole: no other thread of this process gets in between.
@@ -133,8 +133,8 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         longest_ns=longest_ns,
         checkpoints=checkpoints,
         saved_ns=saved_ns,
-        heeds_notices=bool(flags & _HEEDS),
-        is_told=bool(flags & _TOLD),
+        asks_for_notices=bool(flags & _ASKS),
+        has_notice=bool(flags & _HAS_NOTICE),
     )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from enum import Enum
 
-from msgspec import MsgspecError, Struct, convert, to_builtins
+from msgspec import Struct
+
+from hpc_elastic.base.codec import UnreadableRecordError, loads, to_json
 
 REPORTS = "HPC_ELASTIC_RING_REPORTS"
 """The path of the agent's named pipe, for reports. Unset: no agent reads."""
@@ -64,7 +66,7 @@ class RestartGroupReport(Struct, frozen=True, kw_only=True):
     """Ranks in that iteration whose places fresh processes took."""
 
     def encode(self) -> bytes:
-        value = to_builtins(self)
+        value = to_json(self)
         value["reason"] = self.reason[:_LONGEST_TEXT]
         for short in (64, 8, 0):
             line = json.dumps(value).encode() + b"\n"
@@ -78,6 +80,6 @@ class RestartGroupReport(Struct, frozen=True, kw_only=True):
 def decode(line: bytes) -> RestartGroupReport | None:
     """One line; None where it is none, or of another version."""
     try:
-        return convert(json.loads(line), RestartGroupReport)
-    except (ValueError, MsgspecError):
+        return loads(RestartGroupReport, line)
+    except UnreadableRecordError:
         return None

@@ -35,7 +35,7 @@ class Pages:
     def __init__(self) -> None:
         self.told: list[tuple[float, int]] = []
         self.beats = [
-            RankBeat(rank=n, local_rank=n, section="step", at=0.0, step=10, heeds_notices=True) for n in range(2)
+            RankBeat(rank=n, local_rank=n, section="step", at=0.0, step=10, asks_for_notices=True) for n in range(2)
         ]
 
     def read(self) -> list[RankBeat]:
@@ -115,7 +115,7 @@ def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
 def test_workers_that_tell_no_steps_are_not_measured() -> None:
     node = Node()
     for rank in range(2):
-        node.pages.put(rank, step=None, heeds_notices=rank == 1)
+        node.pages.put(rank, step=None, asks_for_notices=rank == 1)
     node.on_record(NOTICED)
     assert node.look().status == PreemptionStatus(heeds=True, step=NO_STEP)
 
@@ -123,7 +123,7 @@ def test_workers_that_tell_no_steps_are_not_measured() -> None:
 def test_a_signal_counts_as_heeding() -> None:
     node = Node("SIGUSR1")
     for rank in range(2):
-        node.pages.put(rank, step=None, heeds_notices=False)
+        node.pages.put(rank, step=None, asks_for_notices=False)
     node.on_record(NOTICED)
     node.on_record(replace(NOTICED, number=7))
     assert node.look().status.heeds
@@ -162,7 +162,7 @@ def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
     assert node.look(after=1.0, running=(1,)).status is None
     node = noted()
     node.on_record(AGREED)
-    node.pages.put(0, heeds_notices=False)
+    node.pages.put(0, asks_for_notices=False)
     node.pages.put(1, checkpoints=1)
     assert node.look(after=1.0).status is None
 
@@ -170,7 +170,7 @@ def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
 def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> None:
     node = noted()
     assert node.watch.ended() is None
-    node.pages.put(1, is_told=True)
+    node.pages.put(1, has_notice=True)
     reply = node.watch.ended()
     assert reply is not None
     assert (reply.round, reply.status) == (2, None)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess import replacement
 from hpc_elastic.inprocess.replacement import Admission, Joiner, Newcomer, Replacements, admission, is_enough
 from hpc_elastic.inprocess.state import InternalError, State
@@ -46,7 +47,7 @@ def test_every_joiner_has_a_place_of_its_own_and_its_own_one_where_it_is_free(
     for joiner in joiners:
         if terminated.get(joiner.initial_rank, -1) == joiner.initial_rank:
             assert found.places[joiner.uid] == joiner.initial_rank
-    assert Admission.decode(found.encode()) == found
+    assert loads(Admission, dumps(found)) == found
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess import standby as module
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.standby import MET, Arrival, Meeting, Refuge, Standby, decide, is_candidate, knock, may_stay
@@ -45,8 +46,8 @@ def arrival(rank: int, **other: Any) -> Arrival:
 def test_those_who_came_go_on_after_the_last_iteration_that_any_knows() -> None:
     met = decide([arrival(3), arrival(1, iteration=4)])
     assert met == Meeting(iteration=5, present=(1, 3))
-    assert Meeting.decode(met.encode()) == met
-    assert Arrival.decode(arrival(2).encode()) == arrival(2)
+    assert loads(Meeting, dumps(met)) == met
+    assert loads(Arrival, dumps(arrival(2))) == arrival(2)
 
 
 def test_where_the_server_is_silent_only_a_majority_goes_on() -> None:
@@ -89,7 +90,7 @@ def refusing() -> Iterator[tuple[str, int]]:
 def refuge(rank: int, primary: tuple[str, int], *standbys: tuple[str, int], **other: Any) -> Refuge:
     given = {"timeout": timedelta(seconds=60), "silence": 60.0, "patience": 60.0}
     places = [Standby(initial_rank=1 + n, host=host, port=port) for n, (host, port) in enumerate(standbys)]
-    assert [Standby.decode(place.encode()) for place in places] == places
+    assert [loads(Standby, dumps(place)) for place in places] == places
     return Refuge(name="call0", initial_rank=rank, primary=primary, standbys=places, **{**given, **other})
 
 
@@ -138,7 +139,7 @@ def test_no_other_standby_is_taken_than_one_that_is_silent(
 
 
 def test_who_comes_late_ends(server: dist.TCPStore, refusing: tuple[str, int]) -> None:
-    PrefixStore("call0", server).set(MET, Meeting(iteration=1, present=(2, 3)).encode())
+    PrefixStore("call0", server).set(MET, dumps(Meeting(iteration=1, present=(2, 3))))
     with pytest.raises(InternalError, match="went on without this rank"):
         refuge(1, refusing, ("127.0.0.1", server.port)).meet(iteration=0, world_size=4, has_returned=False)
 

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess.monitor_process import HeartbeatWatch, Place
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog, Reading, StallWatch
 
@@ -92,4 +93,4 @@ def test_one_rank_alone_watches_nobody() -> None:
 
 def test_a_place_is_read_back() -> None:
     place = Place(iteration=3, rank=1, count=4, initial_rank=2, call="call0.1.0")
-    assert Place.decode(place.encode()) == place
+    assert loads(Place, dumps(place)) == place

@@ -81,15 +81,15 @@ def test_where_no_step_is_agreed_it_is_due_at_once(page: Path) -> None:
 
 def test_the_agent_learns_who_asks_and_who_has_been_told(page: Path) -> None:
     hpc_elastic.heartbeat(1)
-    assert not said(page).heeds_notices
+    assert not said(page).asks_for_notices
     hpc_elastic.preemption_notice()
-    assert (said(page).heeds_notices, said(page).is_told, said(page).step) == (True, False, 1)
+    assert (said(page).asks_for_notices, said(page).has_notice, said(page).step) == (True, False, 1)
     count = said(page).count
     hpc_elastic.preemption_notice()
     assert said(page).count == count, "once"
     tell(page, step=4)
     hpc_elastic.preemption_notice()
-    assert said(page).is_told
+    assert said(page).has_notice
 
 
 def test_a_look_at_the_notice_tells_the_agent_nothing(page: Path) -> None:
@@ -152,9 +152,9 @@ def until(condition: Callable[[], bool]) -> None:
 def test_a_callback_is_called_once_when_the_step_is_agreed(page: Path, watch: preemption._Watch) -> None:
     calls: list[tuple[int | None, str]] = []
     hpc_elastic.on_preemption(lambda notice: calls.append((notice.step, threading.current_thread().name)))
-    assert said(page).heeds_notices, "from then on it is waited for"
+    assert said(page).asks_for_notices, "from then on it is waited for"
     tell(page, step=STEP_PENDING)
-    until(lambda: said(page).is_told)
+    until(lambda: said(page).has_notice)
     assert calls == []
     tell(page, step=9, serial=2)
     until(lambda: bool(calls))
