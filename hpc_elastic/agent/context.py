@@ -19,7 +19,7 @@ from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.pump import Pump
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.spec import RunSpec

@@ -25,7 +25,7 @@ from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettin
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job

@@ -21,15 +21,14 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.site import Site
 from hpc_elastic.rendezvous.cache_invalidator import record_name
-from hpc_elastic.rendezvous.ending import claim_end, departed, newest_agents
+from hpc_elastic.rendezvous.ending import claim_end, close_run, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
-from hpc_elastic.rendezvous.peers import NotificationSender, Peers
-from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.peers import NodeInfo, NotificationSender, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
-from hpc_elastic.rendezvous.state import OBSERVER_PLACE, NodeInfo, RoundRecord, host_of, node_of
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
 from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
@@ -81,94 +81,60 @@ def read_confirmed(store: Store, record: RoundRecord, uids: Sequence[str]) -> di
     return confirmed
 
 
-class FailureReader:
-    """The failures that nodes told of. What was read once is not read again: claims never change."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._round = -1
-        self._read: dict[tuple[str, str], NodeFailure] = {}
-
-    def read(self, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
-        """The failures of a round by uid; what a node summed up replaces its first word.
-
-        Args:
-            round_index: Which round's.
-            claims: What its folder's listing gave.
-        """
-        if round_index != self._round:
-            self._round, self._read = round_index, {}
-        summed, told = ClaimKind.SUM.value, ClaimKind.FAIL.value
-        self._take_in(summed, [uid for uid in claims.get(summed, ()) if (summed, uid) not in self._read])
-        missing = [uid for uid in claims.get(told, ()) if not self._read.keys() & {(summed, uid), (told, uid)}]
-        self._take_in(told, missing)
-        found = {}
-        for uid in sorted({*claims.get(summed, ()), *claims.get(told, ())}):
-            found[uid] = self._read.get((summed, uid)) or self._read.get((told, uid)) or _unreadable(uid)
-        return found
-
-    def _take_in(self, kind: str, uids: Sequence[str]) -> None:
-        keys = [claim_key(self._round, ClaimKind(kind), uid) for uid in uids]
-        for uid, raw in zip(uids, get_many(self._store, keys), strict=True):
-            value = decode_object(raw)
-            failure = decode_failure(value) if value is not None else None
-            if failure is not None:
-                self._read[kind, uid] = failure
-
-
 class ClaimReader(Generic[T]):
-    """What nodes say in claims of one kind. What was read once is not read again: claims never change."""
+    """Reads the claims of one kind. What was read once is not read again: claims never change."""
 
-    def __init__(
-        self,
-        store: Store,
-        kind: ClaimKind,
-        decode: Callable[[Mapping[str, Any]], T | None],
-        *,
-        unreadable: T | None = None,
-    ) -> None:
+    def __init__(self, store: Store, kind: ClaimKind, decode: Callable[[Mapping[str, Any]], T | None]) -> None:
         """Args:
         store: Where they are.
         kind: Which ones.
-        decode: What such a claim says; None where it makes no sense.
-        unreadable: What stands for one that can't be read; None: it is left out.
+        decode: The content of such a claim; None where it makes no sense.
         """
         self._store = store
         self._kind = kind
         self._decode = decode
-        self._unreadable = unreadable
         self._round = -1
         self._read: dict[str, T] = {}
 
-    def read(self, round_index: int, claims: Claims) -> dict[str, T]:
-        """Uid → what it says.
+    def read(self, round_index: int, claims: Claims, *, without: Container[str] = ()) -> dict[str, T]:
+        """Uid → content, for all that can be read.
 
         Args:
             round_index: Which round's.
             claims: What its folder's listing gave.
+            without: Uids whose claim need not be read.
         """
         if round_index != self._round:
             self._round, self._read = round_index, {}
         uids = claims.get(self._kind.value, ())
-        unread = [uid for uid in uids if uid not in self._read]
+        unread = [uid for uid in uids if uid not in self._read and uid not in without]
         keys = [claim_key(round_index, self._kind, uid) for uid in unread]
         for uid, raw in zip(unread, get_many(self._store, keys), strict=True):
             value = decode_object(raw)
             found = self._decode(value) if value is not None else None
             if found is not None:
                 self._read[uid] = found
-        found_in = {uid: self._read.get(uid, self._unreadable) for uid in uids}
-        return {uid: word for uid, word in found_in.items() if word is not None}
+        return {uid: self._read[uid] for uid in uids if uid in self._read}
+
+
+class FailureReader:
+    """Reads the failures that nodes reported: what a node summed up replaces its bare fact."""
+
+    def __init__(self, store: Store) -> None:
+        self._facts = ClaimReader(store, ClaimKind.FAIL, decode_failure)
+        self._summaries = ClaimReader(store, ClaimKind.SUM, decode_failure)
+
+    def read(self, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
+        """The failures of a round by uid; one that can't be read counts too."""
+        summed_up = self._summaries.read(round_index, claims)
+        found = {**self._facts.read(round_index, claims, without=summed_up), **summed_up}
+        uids = {*claims.get(ClaimKind.SUM.value, ()), *claims.get(ClaimKind.FAIL.value, ())}
+        return {uid: found.get(uid) or _unreadable(uid) for uid in sorted(uids)}
 
 
 def decode_reason(value: Mapping[str, Any]) -> str:
     """Why a node takes itself out."""
     return str(value.get("reason", ""))
-
-
-def read_failures(store: Store, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
-    """The failures of a round, by uid."""
-    return FailureReader(store).read(round_index, claims)
 
 
 def _unreadable(uid: str) -> NodeFailure:

@@ -17,17 +17,16 @@ from hpc_elastic.rendezvous.claims import (
     Claims,
     FailureReader,
     claim_folder,
-    claim_key,
-    decode_object,
     decode_reason,
     read_claims,
     read_confirmed,
 )
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.growth import GrowthSigns
+from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.preemption import PreemptionStatus, decode_status
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
-from hpc_elastic.store.base import Store, get_many, make_folder
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
+from hpc_elastic.store.base import Store, make_folder
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):
@@ -75,78 +74,6 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
 
 
-class GrowthSigns:
-    """One coordinator's, on its monotonic clock. Claims never change: what was read once is not read again."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._round = -1
-        self._waiting_since: float | None = None
-        self._saved_at: dict[tuple[str, str], float] = {}
-        """(uid, serial) → when its checkpoint was complete."""
-        self._saving: set[tuple[str, str]] = set()
-        self._now = 0.0
-
-    def look(self, round_index: int, claims: Claims, *, waiting: bool, now: float) -> None:
-        """Take in what the listing of a final round's folder gave.
-
-        Args:
-            round_index: The round.
-            claims: Kind → uids.
-            waiting: Whether a node waits that lives.
-            now: The moment that the decision is about.
-        """
-        if round_index != self._round:
-            self._round, self._waiting_since = round_index, None
-            self._saved_at, self._saving = {}, set()
-        self._now = now
-        if not waiting:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = now
-        self._saving = {(uid, serial) for uid, serial, _ in _words(claims, ClaimKind.SAVING)}
-        unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
-        keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]
-        for (uid, serial, _), raw in zip(unread, get_many(self._store, keys), strict=True):
-            self._saved_at[uid, serial] = now - _age(decode_object(raw))
-
-    def paused_for(self, seconds: float) -> None:
-        """This process was, for so long: that is nobody's time."""
-        self._now += seconds
-        if self._waiting_since is not None:
-            self._waiting_since += seconds
-        self._saved_at = {key: at + seconds for key, at in self._saved_at.items()}
-
-    @property
-    def since_waiting(self) -> float:
-        return 0.0 if self._waiting_since is None else self._now - self._waiting_since
-
-    @property
-    def since_saved(self) -> float:
-        """Since a checkpoint was complete; infinite where nobody has told of one."""
-        return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
-
-    @property
-    def is_saving(self) -> bool:
-        """Whether a node has begun one, and not said that it is complete."""
-        return bool(self._saving - self._saved_at.keys())
-
-
-def _words(claims: Claims, kind: ClaimKind) -> list[tuple[str, str, str]]:
-    """(uid, serial, kind as listed) of every claim of this kind."""
-    found = []
-    for name, uids in claims.items():
-        word, dot, serial = name.partition(".")
-        if dot and word == kind.value:
-            found += [(uid, serial, name) for uid in uids]
-    return found
-
-
-def _age(value: dict[str, object] | None) -> float:
-    age = value.get("age") if value is not None else None
-    return max(0.0, float(age)) if isinstance(age, (int, float)) and age < 1e9 else 0.0
-
-
 _GONE = "gone"
 
 
@@ -167,7 +94,7 @@ class ClaimScanner:
         self._peers = peers
         self._detector = detector
         self._failures = FailureReader(store)
-        self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
+        self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason)
         self._growth = GrowthSigns(store)
         self._noted = ClaimReader(store, ClaimKind.NOTED, decode_status)
         self._dead: frozenset[str] = frozenset()
@@ -242,7 +169,7 @@ class ClaimScanner:
             acked=read_confirmed(self._store, record, here.get("ack", ())),
             failures=self._failures.read(failed_round, failed),
             done=frozenset(here.get("done", ())),
-            leaving=self._leaving.read(record.round, here),
+            leaving=dict.fromkeys(here.get("leave", ()), "") | self._leaving.read(record.round, here),
             gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
             dead=dead,
             silent=frozenset(uid for uid in uids if self._detector.is_silent(uid)),

@@ -5,23 +5,25 @@ The coordinator's decisions: from what it sees to the next record, or none. Pure
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
-from hpc_elastic.options.rendezvous_settings import Growth, GrowthFacts, RendezvousSettings, decide_growth
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
+from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, agreed_step
+from hpc_elastic.rendezvous.proposals import Proposal, closed_after
 from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
     Member,
     NodeFailure,
-    NodeInfo,
-    Outcome,
     RoundEvent,
     RoundRecord,
     Status,
@@ -68,22 +70,6 @@ DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure], bool], RestartDeci
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0
 """Seconds for which no round begins after a signal that may mean the job's end: by then it is known what it means."""
-
-
-class Proposal(Struct, frozen=True, kw_only=True):
-    """A record to append, and what it stands for."""
-
-    event: RoundEvent
-    record: RoundRecord
-    reason: str
-    left: Mapping[int, str] = field(default_factory=dict)
-    """Nodes that took themselves out, with their reason."""
-    replaced: Sequence[tuple[Member, Member]] = ()
-    """(gone, come): whose place is taken by whom."""
-    missing: Collection[int] = ()
-    """Nodes that had not come in time, where this closes the run."""
-    dead_spares: Sequence[str] = ()
-    """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
 
 def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
@@ -349,20 +335,6 @@ def _preempted(record: RoundRecord, notice: PreemptionNotice, said: str, *, retr
     return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
 
 
-def noticed_after(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
-    """The record that tells all of a notice. Anybody may write it, as a closing one.
-
-    One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.
-    """
-    if record.notice is not None:
-        notice = replace(notice, step=record.notice.step)
-    return Proposal(
-        event=RoundEvent.NOTICE,
-        record=record.successor(status=next_status(record.status, RoundEvent.NOTICE), notice=notice),
-        reason=f"notice {notice.reason}",
-    )
-
-
 def _growth(view: ClusterView, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> Growth:
     here = {info.node: Member(uid, info.node, info.local_world_size) for uid, info in waiting.items()}
     complete = {member.node for member in whole_segments(tuple(here.values()), settings.segment)}
@@ -469,24 +441,6 @@ def _close(
 ) -> Proposal:
     closed = closed_after(record, outcome, reason, memory=memory, retryable=retryable)
     return Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason)
-
-
-def closed_after(
-    record: RoundRecord,
-    outcome: Outcome,
-    reason: str,
-    *,
-    memory: FailureMemory | None = None,
-    retryable: bool = True,
-) -> RoundRecord:
-    """The record that closes the run after `record`."""
-    return record.successor(
-        status=next_status(record.status, RoundEvent.CLOSE),
-        outcome=outcome,
-        reason=reason,
-        memory=memory or record.memory,
-        retryable=retryable,
-    )
 
 
 def _named(nodes: frozenset[int], view: ClusterView) -> str:

@@ -8,12 +8,19 @@ each in a process that asks Slurm first (`launch.batch`). Exactly one succeeds.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, node_of, supersedes
+from hpc_elastic.rendezvous.proposals import closed_after
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.schedule import PollIntervals
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, node_of, supersedes
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0
@@ -82,15 +89,11 @@ class Ending:
         self._closed_since: float | None = None
         self._patience = END_PATIENCE
 
-    @property
-    def all_departed(self) -> bool:
-        """Whether the supervisor has been told that no agent is left."""
-        return self._all_departed
-
-    @property
-    def awaits(self) -> bool:
-        """Whether this agent waits to hear who finishes the attempt."""
-        return self._turn is not None
+    def look_interval(self, intervals: PollIntervals, *, observes: bool) -> float | None:
+        """Seconds between two looks at the log while the run is closed; None: nothing is waited for in it."""
+        if observes:
+            return intervals.stride if self._all_departed else 0.1 * intervals.ending
+        return None if self._turn is None else 0.05 * intervals.ending
 
     def begin(self, turn: int, *, confirmed: bool) -> None:
         """Agents: find out, in the steps to come, who finishes the attempt.
@@ -156,3 +159,52 @@ class Ending:
         if set(newest.values()) <= departed(self._store):
             self._all_departed = True
             self._listener.on_event("agents_departed", {"nodes": sorted(newest)})
+
+
+def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
+    """Append the closing record, also where nothing was there yet. The first one to close wins.
+
+    Raises:
+        OSError: a passing fault; the call may be repeated.
+        RendezvousStateError: the log can't be understood.
+    """
+    log = RoundLog(store, run_id)
+    while True:
+        record = log.latest()
+        if record is None:
+            closed = _closed_at_once(store, outcome, reason)
+        elif record.status is Status.CLOSED:
+            return
+        else:
+            closed = closed_after(record, outcome, reason)
+        if log.append(closed):
+            return
+
+
+def close_if_last(store: Store, run_id: str) -> None:
+    """Close where all that take part, or wait, have said goodbye.
+
+    Each node says its own goodbye before it looks, so at least the last one sees all.
+    """
+    record = RoundLog(store, run_id).latest()
+    if record is None or record.status is Status.CLOSED:
+        return
+    here, following = read_claims(store, record.round), read_claims(store, record.round + 1)
+    everyone = {m.uid for m in record.members} | {*here.get("join", ()), *following.get("join", ())}
+    if not everyone <= set(store.list("bye")):
+        return
+    done = record.status is Status.FINAL and {m.uid for m in record.members} <= set(here.get("done", ()))
+    if done:
+        close_run(store, run_id, Outcome.SUCCEEDED, "all workers ended with 0")
+    else:
+        close_run(store, run_id, Outcome.FAILED, "all nodes left")
+
+
+def _closed_at_once(store: Store, outcome: Outcome, reason: str) -> RoundRecord:
+    store.put_if_absent("epoch/id", os.urandom(8).hex())
+    epoch = store.get("epoch/id")
+    if epoch is None:
+        raise OSError(errno.EIO, "the store's epoch can't be read yet")
+    return RoundRecord(
+        number=1, epoch=epoch, term=1, leader="", round=0, status=Status.CLOSED, outcome=outcome, reason=reason
+    )

@@ -1,9 +1,7 @@
-"""Extra data of a round: JSON values under keys, written by anybody, read by anybody, kept with the round's number.
+"""The rendezvous as a handler: a blocking call that ends with this node in a round, and a few questions beside it.
 
-The rendezvous as a handler: a blocking call that ends with this node in a round, and a few questions beside it.
-
-It is the face for agents that are not ours (torch's own, or anybody's); what happens behind it is `seat`, and so the
-same `Participant` that our own agent drives.
+It is for agents that are not ours (torch's own, or anybody's). Behind it stands a `Membership`, which drives the same
+`Participant` as our own agent.
 """
 
 from __future__ import annotations
@@ -14,11 +12,12 @@ import random
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.rendezvous.ending import close_if_last, close_run
 from hpc_elastic.rendezvous.errors import (
     ExtraDataTimeoutError,
     FilesystemTimeoutError,
@@ -29,35 +28,9 @@ from hpc_elastic.rendezvous.errors import (
 )
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.membership import Membership, RoundResult
-from hpc_elastic.rendezvous.proposals import close_if_last, close_run
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.store.base import Store
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
-
-
-class ExtraData:
-    """All rounds' extra data in one store. Writers of different keys lose nothing; the last write of a key holds."""
-
-    def __init__(self, store: Store, clock: Clock) -> None:
-        self._values = KeyValueStore(store, "extra", clock=clock)
-
-    def store(self, version: int, key: str, value: Any) -> None:
-        """Keep `value`.
-
-        Raises:
-            TypeError, ValueError: it can't be written as JSON.
-        """
-        self._values.set(f"{version}/{key}", json.dumps(value).encode())
-
-    def load(self, version: int, key: str, timeout: float) -> Any:
-        """The value, waited for up to `timeout` seconds.
-
-        Raises:
-            KeyValueTimeoutError: it did not come.
-        """
-        return json.loads(self._values.get_waiting(f"{version}/{key}", timeout))
-
 
 logger = logging.getLogger(__name__)
 
@@ -69,24 +42,6 @@ _SHUTDOWN_SECONDS = 10.0
 _LONGEST_REASON = 300
 
 T = TypeVar("T")
-
-
-class RendezvousHandler(Protocol):
-    """What an agent needs. Nothing but `RendezvousError` and its two kinds comes out of any method."""
-
-    def get_backend(self) -> str: ...
-
-    def get_run_id(self) -> str: ...
-
-    def next_rendezvous(self) -> RoundResult: ...
-
-    def num_nodes_waiting(self) -> int: ...
-
-    def is_closed(self) -> bool: ...
-
-    def set_closed(self) -> None: ...
-
-    def shutdown(self) -> bool: ...
 
 
 class FileRendezvousHandler:
@@ -110,7 +65,7 @@ class FileRendezvousHandler:
             config.directory, config.run_id, prefix=config.prefix, job=config.job, clock=self._clock
         )
         self._epoch_found: int | None = None
-        self._seat: Membership | None = None
+        self._membership: Membership | None = None
         self._sweeper: threading.Thread | None = None
         self._stop_sweep = threading.Event()
         self._rng = random.Random()
@@ -136,31 +91,31 @@ class FileRendezvousHandler:
             RendezvousError: the store was wiped, can't be written, or holds what can't be understood.
         """
         deadline = self._clock.monotonic() + self._config.settings.timeout
-        if self._seat is None:
+        if self._membership is None:
             self._refuse_closed(self._left(deadline))
-            self._seat = self._steadily(self._take_seat, self._left(deadline))
-            self._seat.start()
-            self._sweep(self._seat)
-        seat = self._seat
+            self._membership = self._steadily(self._enter, self._left(deadline))
+            self._membership.start()
+            self._sweep(self._membership)
+        membership = self._membership
         try:
-            seat.ask_for_a_round()
+            membership.ask_for_a_round()
             while True:
-                record = self._look(seat)
+                record = self._look(membership)
                 if record is not None:
                     if record.status is Status.CLOSED:
                         raise self._closed_error(record)
-                    if seat.advance(record, self._opened_master):
+                    if membership.advance(record, self._opened_master):
                         # In a round that has become final at the last moment: it is worth a moment more.
-                        return self._steadily(partial(seat.result, record), max(_GRACE, self._left(deadline)))
+                        return self._steadily(partial(membership.result, record), max(_GRACE, self._left(deadline)))
                 left = self._left(deadline)
                 if left <= 0:
-                    raise self._timeout_error(seat)
-                seat.wait(self._ask_who_is_here(seat, left))
+                    raise self._timeout_error(membership)
+                membership.wait(self._ask_who_is_here(membership, left))
         except RendezvousError:
-            self._drop_seat(_GRACE)
+            self._drop_membership(_GRACE)
             raise
         except OSError as error:
-            self._drop_seat(_GRACE)
+            self._drop_membership(_GRACE)
             raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {error}") from error
 
     def num_nodes_waiting(self) -> int:
@@ -168,35 +123,35 @@ class FileRendezvousHandler:
 
         Where there is room for them the round ends by itself: `round_is_over`.
         """
-        record = self._look(self._seat) if self._seat is not None else None
+        record = self._look(self._membership) if self._membership is not None else None
         return record.waiting if record is not None and record.status is Status.FINAL else 0
 
     def round_is_over(self) -> bool:
         """Whether the round that `next_rendezvous` returned has ended: its workers are to be stopped, and
         `next_rendezvous` called again. True also where the run was closed."""
-        if self._seat is None:
+        if self._membership is None:
             return False
-        record = self._look(self._seat)
-        if record is None or self._seat.round < 0:
+        record = self._look(self._membership)
+        if record is None or self._membership.round < 0:
             return False
-        return record.status is Status.CLOSED or record.round > self._seat.round
+        return record.status is Status.CLOSED or record.round > self._membership.round
 
     def report_done(self) -> None:
         """All workers of this node have ended well: it stays in the round, and is not missed if it is lost now.
 
         When all nodes have said so the run is closed, as one that succeeded.
         """
-        if self._seat is not None:
-            self._seat.report_done()
+        if self._membership is not None:
+            self._membership.report_done()
 
     def has_succeeded(self) -> bool:
         """Whether the run is closed because the workers of all nodes have ended well."""
-        record = self._look(self._seat) if self._seat is not None else None
+        record = self._look(self._membership) if self._membership is not None else None
         return record is not None and record.status is Status.CLOSED and record.outcome is Outcome.SUCCEEDED
 
     def fileno(self) -> int:
         """Readable when there is news of the rounds, until somebody asks; -1 before `next_rendezvous`, and after."""
-        return self._seat.fileno() if self._seat is not None else -1
+        return self._membership.fileno() if self._membership is not None else -1
 
     def is_closed(self) -> bool:
         """Whether the run is closed for good; False while nothing exists yet."""
@@ -213,12 +168,13 @@ class FileRendezvousHandler:
         self._close(Outcome.FAILED, reason[:_LONGEST_REASON])
 
     def store_extra_data(self, version: int, key: str, value: Any) -> None:
-        """Keep a JSON value with the round `version` (`RoundResult.version`)."""
+        """Keep a JSON value with the round `version` (`RoundResult.version`): the last write of a key holds.
 
-        def store() -> None:
-            ExtraData(self._folder.enter(self._epoch()), self._clock).store(version, key, value)
-
-        self._steadily(store, self._config.settings.timeout)
+        Raises:
+            TypeError, ValueError: it can't be written as JSON.
+        """
+        raw = json.dumps(value).encode()
+        self._steadily(lambda: self._extra().set(f"{version}/{key}", raw), self._config.settings.timeout)
 
     def load_extra_data(self, version: int, key: str, timeout: float | None = None) -> Any:
         """What was stored; waited for up to `timeout` seconds, the handler's own where left out.
@@ -227,14 +183,14 @@ class FileRendezvousHandler:
             ExtraDataTimeoutError: a `RendezvousTimeoutError`.
         """
         seconds = self._config.settings.timeout if timeout is None else timeout
-
-        def load() -> Any:
-            return ExtraData(self._folder.enter(self._epoch()), self._clock).load(version, key, seconds)
-
         try:
-            return self._steadily(load, seconds + _GRACE)
+            name = f"{version}/{key}"
+            return json.loads(self._steadily(lambda: self._extra().get_waiting(name, seconds), seconds + _GRACE))
         except KeyValueTimeoutError:
             raise ExtraDataTimeoutError(run_id=self._config.run_id, key=key, version=version, timeout=seconds) from None
+
+    def _extra(self) -> KeyValueStore:
+        return KeyValueStore(self._folder.enter(self._epoch()), "extra", clock=self._clock)
 
     def shutdown(self, *, workers_done: bool = False) -> bool:
         """Withdraw this node. The last one of the job to do so closes the run.
@@ -247,14 +203,14 @@ class FileRendezvousHandler:
             Whether the others could be told.
         """
         self._stop_sweep.set()
-        seat, self._seat = self._seat, None
-        if seat is None:
+        membership, self._membership = self._membership, None
+        if membership is None:
             return True
         try:
-            if not seat.leave(within=_SHUTDOWN_SECONDS, workers_done=workers_done):
+            if not membership.leave(within=_SHUTDOWN_SECONDS, workers_done=workers_done):
                 logger.warning("run %r: %s does not answer; not waited for", self._config.run_id, self._folder.path)
                 return False
-            self._steadily(lambda: close_if_last(seat.store, self._config.run_id), _SHUTDOWN_SECONDS)
+            self._steadily(lambda: close_if_last(membership.store, self._config.run_id), _SHUTDOWN_SECONDS)
         except Exception as error:
             logger.warning("run %r: the rendezvous could not be left in good order: %s", self._config.run_id, error)
             return False
@@ -262,11 +218,11 @@ class FileRendezvousHandler:
 
     def withdraw(self) -> None:
         """Take this node out without closing anything: for an agent that was told to end while others go on."""
-        self._drop_seat(_SHUTDOWN_SECONDS)
+        self._drop_membership(_SHUTDOWN_SECONDS)
 
     def reached_addresses(self) -> list[str]:
         """This node's own addresses at which another node's packet has arrived, the first one first."""
-        return self._seat.reached_addresses() if self._seat is not None else []
+        return self._membership.reached_addresses() if self._membership is not None else []
 
     def _close(self, outcome: Outcome, reason: str) -> None:
         def close() -> None:
@@ -279,12 +235,12 @@ class FileRendezvousHandler:
             self._epoch_found = self._folder.current_epoch()
         return self._epoch_found
 
-    def _take_seat(self) -> Membership:
+    def _enter(self) -> Membership:
         return Membership.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
 
-    def _sweep(self, seat: Membership) -> None:
+    def _sweep(self, membership: Membership) -> None:
         """Let one node of the run remove what earlier runs of its id left."""
-        if seat.place == 0 and self._sweeper is None:
+        if membership.place == 0 and self._sweeper is None:
             sweep = partial(self._folder.remove_earlier_epochs, self._stop_sweep)
             self._sweeper = threading.Thread(target=sweep, name="sweep", daemon=True)
             self._sweeper.start()
@@ -301,27 +257,27 @@ class FileRendezvousHandler:
         if record is not None and record.status is Status.CLOSED:
             raise self._closed_error(record)
 
-    def _look(self, seat: Membership) -> RoundRecord | None:
+    def _look(self, membership: Membership) -> RoundRecord | None:
         try:
-            return seat.look()
+            return membership.look()
         except RendezvousError:
             raise
         except Exception as error:
             raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {error}") from error
 
-    def _drop_seat(self, within: float) -> None:
-        seat, self._seat = self._seat, None
-        if seat is not None:
-            seat.leave(within=within, workers_done=False)
+    def _drop_membership(self, within: float) -> None:
+        membership, self._membership = self._membership, None
+        if membership is not None:
+            membership.leave(within=within, workers_done=False)
 
     def _left(self, deadline: float) -> float:
         return deadline - self._clock.monotonic()
 
-    def _ask_who_is_here(self, seat: Membership, left: float) -> float:
+    def _ask_who_is_here(self, membership: Membership, left: float) -> float:
         """Just before the time is over. Returns how long to wait for news now."""
         early = min(1.0, self._config.settings.timeout / 4)
         if left <= early:
-            seat.ask_who_is_here()
+            membership.ask_who_is_here()
             return left
         return left - early
 
@@ -329,12 +285,12 @@ class FileRendezvousHandler:
         outcome = record.outcome.value if record.outcome else "unknown"
         return RendezvousClosedError(run_id=self._config.run_id, outcome=outcome, reason=record.reason)
 
-    def _timeout_error(self, seat: Membership) -> RendezvousTimeoutError:
+    def _timeout_error(self, membership: Membership) -> RendezvousTimeoutError:
         places, timeout = self._config.max_nodes, self._config.settings.timeout
-        record = self._look(seat)
+        record = self._look(membership)
         if record is not None and record.status is Status.FINAL and len(record.members) >= places:
             return NoPlaceError(run_id=self._config.run_id, places=places, timeout=timeout)
-        here = seat.who_is_here()
+        here = membership.who_is_here()
         if here is None:
             return FilesystemTimeoutError(
                 run_id=self._config.run_id,

@@ -13,7 +13,7 @@ import random
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.failure_detector import Heartbeat
+from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.store.base import Store, wiped
@@ -92,6 +92,34 @@ FEW_NODES = 64
 """As many may make their heartbeats' cells when they start."""
 
 
+class Heartbeat:
+    """A participant's cell in the store, which it alone changes. Times are seconds of its monotonic clock."""
+
+    def __init__(self, store: Store, uid: str) -> None:
+        self._store = store
+        self._key = f"{HEARTBEATS}/{uid}"
+        self._count = 0
+        self._nonce = os.urandom(4).hex()  # two agents with one name never write the same
+        self.beaten_at: float | None = None
+
+    def beat(self, now: float) -> None:
+        """Change the cell.
+
+        Args:
+            now: Taken before the write: a slow write ages the lease.
+
+        Raises:
+            OSError: the filesystem refused; the lease keeps ageing until a later call succeeds.
+        """
+        self._store.overwrite(self._key, f"{self._count} {self._nonce}")
+        self._count += 1
+        self.beaten_at = now
+
+    def age(self, now: float) -> float:
+        """Seconds since the last change began; infinite before the first."""
+        return float("inf") if self.beaten_at is None else now - self.beaten_at
+
+
 class HeartbeatSender:
     """One participant's. Every method that touches the store raises as `Participant.step` does."""
 
@@ -110,9 +138,10 @@ class HeartbeatSender:
         # A node's first claim says that it lives: thousands of nodes need not write at the same moment. But the cell
         # should be there before a disk fills up, which lets one be changed, and none be made.
         few = settings.expected_nodes <= FEW_NODES
-        first = now if few else now + rng.uniform(0.25, 1.0) * intervals.heartbeat
+        self._first = now if few else now + rng.uniform(0.25, 1.0) * intervals.heartbeat
+        self._interval = intervals.heartbeat
         self._uid = uid
-        self._heartbeat = Heartbeat(store, uid, interval=intervals.heartbeat, first=first)
+        self._heartbeat = Heartbeat(store, uid)
         self._store_id = store_id
         self._settings = settings
         self._intervals = intervals
@@ -129,9 +158,11 @@ class HeartbeatSender:
             self._store_id.check(now)
             self._doubts_store = False
 
-    def due(self, now: float) -> float:
+    @property
+    def due(self) -> float:
         """When the next beat is due."""
-        return self._heartbeat.due(now)
+        beaten_at = self._heartbeat.beaten_at
+        return self._first if beaten_at is None else beaten_at + self._interval
 
     def is_fresh(self, now: float) -> bool:
         """Whether nobody can think yet that this node is lost; a coordinator commits nothing without that."""
@@ -139,7 +170,7 @@ class HeartbeatSender:
 
     def beat(self, now: float) -> None:
         """At once, due or not."""
-        self._heartbeat.beat_now(now)
+        self._heartbeat.beat(now)
 
     def beat_if_due(self, now: float, *, leads: bool, connected: bool, look_due: float) -> None:
         """Beat where that is due, or soon is and the files are looked at now anyway.
@@ -151,23 +182,22 @@ class HeartbeatSender:
             look_due: When the files are to be looked at next.
         """
         if leads:
-            self._heartbeat.interval = self._settings.heartbeat_interval
+            self._interval = self._settings.heartbeat_interval
         else:
-            self._heartbeat.interval = self._intervals.heartbeat_connected if connected else self._intervals.heartbeat
-        due = self._heartbeat.due(now)
-        early = now >= look_due and due - now < self._intervals.early * self._heartbeat.interval
-        if not (now >= due or early):
+            self._interval = self._intervals.heartbeat_connected if connected else self._intervals.heartbeat
+        early = now >= look_due and self.due - now < self._intervals.early * self._interval
+        if not (now >= self.due or early):
             return
         if leads:
             self._store_id.check(now)
-        elif self._heartbeat.age(now) == float("inf"):
+        elif self._heartbeat.beaten_at is None:
             self._doubts_store = True  # once, as soon as a record has told which store it should be
         self.beat_to_files(now)
 
     def beat_to_files(self, now: float) -> None:
         """At once; a store that is missing is doubted."""
         try:
-            self._heartbeat.beat_now(now)
+            self._heartbeat.beat(now)
         except FileNotFoundError:
             self._doubts_store = True  # for a moment, or for good
             raise
@@ -185,6 +215,6 @@ class HeartbeatSender:
             return False
         if self._uid not in record.suspects and record.outcome is not Outcome.SUPERSEDED:
             return False
-        self._heartbeat.beat_now(now)
+        self._heartbeat.beat(now)
         self._answered_number = record.number
         return True

@@ -16,8 +16,9 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
 from hpc_elastic.rendezvous.participant import Participant
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.run_folder import RunFolder
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status, host_of, new_uid, node_of
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, host_of, new_uid, node_of
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from hpc_elastic.store.notifier import Notifier, open_notifier

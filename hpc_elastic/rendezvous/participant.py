@@ -14,23 +14,23 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
 from hpc_elastic.rendezvous.claims import ClaimKind, OwnClaims, round_to_join
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner, gone_key
-from hpc_elastic.rendezvous.coordinator import DecideRestart, Proposal, next_proposal, rests_on_absence
+from hpc_elastic.rendezvous.coordinator import DecideRestart, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
-from hpc_elastic.rendezvous.peers import BeatPlan, NotificationSender, Peers, addresses_of, notifier_of
+from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
-from hpc_elastic.rendezvous.proposals import consequences, link_event, move_event, to_event
+from hpc_elastic.rendezvous.proposals import EVENT_NAMES, Proposal, RequestsToAll, consequences, link_event, to_event
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, Outcome, RoundRecord, Status
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
-from hpc_elastic.rendezvous.to_all import WordsToAll
 from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)
@@ -82,13 +82,13 @@ class Participant:
         self._detector = FailureDetector(store, settings, self.intervals, clock)
         self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
         self._succession = Succession(store, info, settings, self.intervals, self._detector, rng)
-        self._watch = Schedule(self.intervals, rng, now, observes=self.observes)
+        self._schedule = Schedule(self.intervals, rng, now)
         self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
         self._heartbeat_sender = HeartbeatSender(
             store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
         )
         self._claims = OwnClaims(store, info.uid)
-        self._to_all = WordsToAll()
+        self._to_all = RequestsToAll()
         self._announced = False
         self._wants_in = False
         self._rests_until = 0.0
@@ -307,16 +307,16 @@ class Participant:
         if not self._announced:
             notified = self._announce(now)
         self._heartbeat_sender.beat_if_due(
-            now, leads=self._leads(), connected=self._is_connected(), look_due=self._watch.look_due
+            now, leads=self._leads(), connected=self._is_connected(), look_due=self._schedule.look_due
         )
-        self._watch.update(idle=self._is_idle())
+        self._schedule.update(idle=self._is_idle())
         looked = self._read_log(now, notified=notified)
         if self._heartbeat_sender.answer_if_asked(self._record, now):
             self._notify_coordinator()
         self._report_links(self._record)
         said = any([self._flush_claims(), self._join_if_wanted()])
         self._scanner.paused_for(self._detector.look_at(()))
-        survey = self._watch.survey_now(self._clock.monotonic(), notified=notified or said)
+        survey = self._schedule.survey_now(self._clock.monotonic(), notified=notified or said)
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._scanner.claims_seen
@@ -325,15 +325,16 @@ class Participant:
         now = self._clock.monotonic()
         self._sweep.step(self._record, joined=self._scanner.joining, now=now)
         if progress:
-            self._watch.hurry(now)
+            self._schedule.hurry(now)
             return 0.0
-        closed = self._ending if self._record is not None and self._record.status is Status.CLOSED else None
-        wait = self._watch.wait(
-            now, self._record, leads=self._leads(), connected=self._is_connected(), ending=closed, idle=self._is_idle()
+        closed = self._record is not None and self._record.status is Status.CLOSED
+        ending = self._ending.look_interval(self.intervals, observes=self.observes) if closed else None
+        wait = self._schedule.wait(
+            now, self._record, leads=self._leads(), connected=self._is_connected(), ending=ending, idle=self._is_idle()
         )
-        due = min(self._heartbeat_sender.due(now), self._succession.turn_due if closed is None else float("inf"))
-        until = min(self._watch.look_due, due, self._succession.next_look)
-        self._rests_until = 0.0 if self._leads() or closed is not None else until
+        due = min(self._heartbeat_sender.due, float("inf") if closed else self._succession.turn_due)
+        until = min(self._schedule.look_due, due, self._succession.next_look)
+        self._rests_until = 0.0 if self._leads() or closed else until
         return max(0.0, min(wait, due - now))
 
     def _invalidate_what_is_hidden(self, *, surveyed: bool) -> bool:
@@ -355,7 +356,7 @@ class Participant:
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
         if later:
             self._claims.join(0)
-            self._watch.look_later(now)
+            self._schedule.look_later(now)
         self._announced = True
         return not later
 
@@ -367,7 +368,7 @@ class Participant:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
         return (
             self._notifier is not None
-            and self._watch.may_rest
+            and self._schedule.may_rest
             and self._leads()
             and self._scanner.is_idle(self._record)
         )
@@ -385,7 +386,7 @@ class Participant:
         news = number > self._newest_number
         if notified and not news and self._notifications.keys and self._record is not None:
             notified = False  # for a record that is known, or for a claim, which the log says nothing about
-        if not self._watch.look_now(now, notified=notified or news, connected=self._is_connected()):
+        if not self._schedule.look_now(now, notified=notified or news, connected=self._is_connected()):
             return False
         self._take_newest(told=number if news else 0)
         if self._log.went_back:
@@ -413,7 +414,7 @@ class Participant:
             self._scanner.somebody_was_lost(now)
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
             self._scanner.notice_was_given(now)
-        self._watch.new_record(now)
+        self._schedule.new_record(now)
         self._detector.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
             self._detector.lost(m.uid for m in before.members if m.node in record.lost)
@@ -427,9 +428,9 @@ class Participant:
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
-        for event in self._detector.links_lost(to_the_end=record.status is Status.CLOSED):
-            if record.leader == self._info.uid and (info := self._peers.get(event[0])) is not None:
-                self._listener.on_event(*link_event(record, info, event, now=now, now_ns=now_ns))
+        for link in self._detector.links_lost(to_the_end=record.status is Status.CLOSED):
+            if record.leader == self._info.uid:
+                self._listener.on_event(*link_event(record, link, now=now, now_ns=now_ns))
 
     def _notify_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():
@@ -529,7 +530,8 @@ class Participant:
         self._store_id.check(now)  # the coordinator may have gone because of it
         self._heartbeat_sender.beat(now)
         successor = self._succession.successor(record, move, asks=self._notifier is not None)
-        if self._append(successor, *move_event(record, move)) and self._leads():
+        fields = {"round": record.round, "reason": move.why}
+        if self._append(successor, EVENT_NAMES[move.event], fields) and self._leads():
             self._succession.took_over(successor)
         return True
 
@@ -538,7 +540,7 @@ class Participant:
         before = self._record
         name, fields = to_event(proposal)
         if self._append(record, name, fields) and before is not None:
-            for event in consequences(before, proposal, self._peers, self._detector):
+            for event in consequences(before, proposal, self._detector.last_sign):
                 self._listener.on_event(*event)
             if record.number % 16 == 0:
                 self._log.compact()

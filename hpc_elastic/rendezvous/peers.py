@@ -11,15 +11,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from hpc_elastic.rendezvous.cache_invalidator import record_name
-from hpc_elastic.rendezvous.state import (
-    OBSERVER_PLACE,
-    NodeInfo,
-    RoundRecord,
-    decode_node,
-    host_of,
-    node_of,
-    supersedes,
-)
+from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of, supersedes
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address
 
@@ -30,6 +22,21 @@ _MOST_ADDRESSES = 8
 """In a name. The value has them all."""
 _MOST_READ = 256
 """Values that are read for that."""
+
+
+class NodeInfo(Struct, frozen=True, kw_only=True):
+    """What a node says about itself once, when its agent starts."""
+
+    uid: str
+    node: int
+    host: str
+    local_world_size: int
+    addresses: tuple[str, ...]
+    """Where its notifier may be reached, the likeliest first."""
+    port: int
+    """The notifier's."""
+    spare: bool = False
+    """Submitted as one: it takes a lost node's place, and waits otherwise."""
 
 
 class NotificationSender(Protocol):
@@ -61,7 +68,7 @@ class Peers:
 
     def announce(self) -> None:
         """Say who this is. Before any claim."""
-        value = json.dumps(self._own.to_json(), separators=(",", ":"))
+        value = json.dumps({"v": 1, "addrs": self._own.addresses}, separators=(",", ":"))
         self._store.put_if_absent(f"{_FOLDER}/{announcement(self._own)}", value)
 
     def all_uids(self) -> list[str]:
@@ -105,22 +112,21 @@ class Peers:
         cut = [node for node in known if node is not None and len(node.addresses) == _MOST_ADDRESSES]
         if len(cut) > _MOST_READ:
             return None
-        full = {node.uid: self._in_full(node) for node in cut}
         found: set[str] = set()
         for node in known:
-            node = node and full.get(node.uid, node)
-            if node is None or not node.addresses:
+            addresses = () if node is None else self._addresses_in_full(node) if node in cut else node.addresses
+            if not addresses:
                 return None
-            found.update(node.addresses)
+            found.update(addresses)
         return frozenset(found)
 
-    def _in_full(self, node: NodeInfo) -> NodeInfo | None:
-        """With the addresses for which its name has no room; None where they can't be read."""
+    def _addresses_in_full(self, node: NodeInfo) -> Sequence[str]:
+        """With those for which its name has no room; none where they can't be read."""
         try:
             value = json.loads(self._store.get(f"{_FOLDER}/{announcement(node)}") or "null")
-        except ValueError:
-            return None
-        return decode_node(node.uid, value) if isinstance(value, dict) else None
+            return [str(address) for address in value["addrs"]]
+        except (ValueError, TypeError, KeyError):
+            return ()
 
     def names(self) -> dict[int, str]:
         """Node index → host name."""

@@ -1,72 +1,147 @@
-"""Closing a run from outside its participants: whoever creates the next record of the log does it.
+"""Records that may follow the newest one, before the log has taken them, and the events that they are reported as.
 
-Events of a coordinator's decisions. docs/reference/events.md lists them.
+The coordinator proposes what `coordinator` decides. Any participant may close the run, give a notice of its end, or
+report a signal (`RequestsToAll`). The log takes one record of each number.
 """
 
 from __future__ import annotations
 
-import errno
-import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from signal import Signals
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import Struct, field
+from msgspec.structs import replace
+
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.claims import read_claims
-from hpc_elastic.rendezvous.coordinator import Proposal, closed_after
-from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.state import Member, NodeInfo, RoundEvent, RoundRecord, Status, node_of
-from hpc_elastic.rendezvous.succession import Move
-from hpc_elastic.store.base import Store
+from hpc_elastic.rendezvous.failure_detector import LostLink
+from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.state import (
+    FailureMemory,
+    Member,
+    RoundEvent,
+    RoundRecord,
+    Status,
+    host_of,
+    next_status,
+    node_of,
+)
 
 
-def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
-    """Append the closing record, also where nothing was there yet. The first one to close wins.
+class Proposal(Struct, frozen=True, kw_only=True):
+    """A record to append, and what it stands for."""
 
-    Raises:
-        OSError: a passing fault; the call may be repeated.
-        RendezvousStateError: the log can't be understood.
+    event: RoundEvent
+    record: RoundRecord
+    reason: str
+    left: Mapping[int, str] = field(default_factory=dict)
+    """Nodes that took themselves out, with their reason."""
+    replaced: Sequence[tuple[Member, Member]] = ()
+    """(gone, come): whose place is taken by whom."""
+    missing: Collection[int] = ()
+    """Nodes that had not come in time, where this closes the run."""
+    dead_spares: Sequence[str] = ()
+    """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
+
+
+def closed_after(
+    record: RoundRecord,
+    outcome: Outcome,
+    reason: str,
+    *,
+    memory: FailureMemory | None = None,
+    retryable: bool = True,
+) -> RoundRecord:
+    """The record that closes the run after `record`."""
+    return record.successor(
+        status=next_status(record.status, RoundEvent.CLOSE),
+        outcome=outcome,
+        reason=reason,
+        memory=memory or record.memory,
+        retryable=retryable,
+    )
+
+
+def noticed_after(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
+    """The record that tells all of a notice. Anybody may write it, as a closing one.
+
+    One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.
     """
-    log = RoundLog(store, run_id)
-    while True:
-        record = log.latest()
-        if record is None:
-            closed = _closed_at_once(store, outcome, reason)
-        elif record.status is Status.CLOSED:
-            return
-        else:
-            closed = closed_after(record, outcome, reason)
-        if log.append(closed):
-            return
+    if record.notice is not None:
+        notice = replace(notice, step=record.notice.step)
+    return Proposal(
+        event=RoundEvent.NOTICE,
+        record=record.successor(status=next_status(record.status, RoundEvent.NOTICE), notice=notice),
+        reason=f"notice {notice.reason}",
+    )
 
 
-def close_if_last(store: Store, run_id: str) -> None:
-    """Close where all that take part, or wait, have said goodbye.
+class RequestsToAll:
+    """Those of one participant that the log has not taken yet.
 
-    Each node says its own goodbye before it looks, so at least the last one sees all.
+    The first end holds, the notice that leaves the least time, and a SIGTERM before any other signal: it may mean that
+    there is less time than was thought.
     """
-    record = RoundLog(store, run_id).latest()
-    if record is None or record.status is Status.CLOSED:
-        return
-    here, following = read_claims(store, record.round), read_claims(store, record.round + 1)
-    everyone = {m.uid for m in record.members} | {*here.get("join", ()), *following.get("join", ())}
-    if not everyone <= set(store.list("bye")):
-        return
-    done = record.status is Status.FINAL and {m.uid for m in record.members} <= set(here.get("done", ()))
-    if done:
-        close_run(store, run_id, Outcome.SUCCEEDED, "all workers ended with 0")
-    else:
-        close_run(store, run_id, Outcome.FAILED, "all nodes left")
+
+    def __init__(self) -> None:
+        self._closing: tuple[Outcome, str] | None = None
+        self._notice: PreemptionNotice | None = None
+        self._heard = ""
+
+    def __bool__(self) -> bool:
+        return self._closing is not None or self._notice is not None or bool(self._heard)
+
+    def close(self, outcome: Outcome, reason: str) -> None:
+        self._closing = self._closing or (outcome, reason)
+
+    def give_notice(self, notice: PreemptionNotice) -> None:
+        if self._notice is None or notice.seconds < self._notice.seconds:
+            self._notice = notice
+
+    def heard(self, what: str) -> None:
+        if not self._heard or (_is_end(what) and not _is_end(self._heard)):
+            self._heard = what
+
+    def next(self, record: RoundRecord, *, noticed_for: float = 0.0) -> Proposal | None:
+        """The next of them to append after `record`; None where it says all of it, and nothing waits any more.
+
+        Args:
+            record: The newest.
+            noticed_for: Seconds since this participant read the record's notice, where it has one.
+        """
+        if record.status is not Status.CLOSED:
+            if self._closing is not None:
+                outcome, reason = self._closing
+                closed = closed_after(record, outcome, reason)
+                return Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason)
+            known = record.notice
+            if self._notice is not None and (known is None or self._notice.leaves_less_than(known, since=noticed_for)):
+                return noticed_after(record, self._notice)
+            if self._heard and _is_news(self._heard, record):
+                return heard_after(record, self._heard)
+        self._closing = self._notice = None
+        self._heard = ""
+        return None
 
 
-def _closed_at_once(store: Store, outcome: Outcome, reason: str) -> RoundRecord:
-    store.put_if_absent("epoch/id", os.urandom(8).hex())
-    epoch = store.get("epoch/id")
-    if epoch is None:
-        raise OSError(errno.EIO, "the store's epoch can't be read yet")
-    return RoundRecord(
-        number=1, epoch=epoch, term=1, leader="", round=0, status=Status.CLOSED, outcome=outcome, reason=reason
+def _is_end(heard: str) -> bool:
+    return heard.startswith(Signals.SIGTERM.name)
+
+
+def _is_news(heard: str, record: RoundRecord) -> bool:
+    """Who knows of a notice may still learn that a preemption begins, which leaves less time."""
+    if _is_end(heard):
+        return not _is_end(record.heard)
+    return not record.heard and record.notice is None
+
+
+def heard_after(record: RoundRecord, what: str) -> Proposal:
+    """The record that tells all, and the supervisor above all, of a signal that may mean the end."""
+    return Proposal(
+        event=RoundEvent.HEARD,
+        record=record.successor(status=next_status(record.status, RoundEvent.HEARD), heard=what),
+        reason=what,
     )
 
 
@@ -104,78 +179,64 @@ def to_event(proposal: Proposal) -> tuple[str, dict[str, Any]]:
     return EVENT_NAMES[proposal.event], fields
 
 
-def move_event(record: RoundRecord, move: Move) -> tuple[str, dict[str, Any]]:
-    """As `to_event`, for what a participant that is not the coordinator did about it."""
-    return EVENT_NAMES[move.event], {"round": record.round, "reason": move.why}
-
-
-def link_event(
-    record: RoundRecord, info: NodeInfo, lost: tuple[str, float, float, bool], *, now: float, now_ns: int
-) -> tuple[str, dict[str, Any]]:
-    """As `to_event`, for packets that did not come through: `FailureDetector.links_lost`."""
-    _, since, seconds, over = lost
-    again = "" if over else ", and none has since"
+def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) -> tuple[str, dict[str, Any]]:
+    """As `to_event`, for packets that did not come through. `now` and `now_ns`: the same moment by both clocks."""
+    again = "" if lost.over else ", and none has since"
     return "link_lost", {
         "round": record.round,
-        "node": info.node,
-        "host": info.host,
-        "since_ns": now_ns - round((now - since) * 1e9),
-        "seconds": round(seconds, 3),
-        "over": over,
-        "reason": f"no packet of it came through for {seconds:.1f} s{again}; it answered through the files",
+        "node": node_of(lost.uid),
+        "host": host_of(lost.uid),
+        "since_ns": now_ns - round((now - lost.since) * 1e9),
+        "seconds": round(lost.seconds, 3),
+        "over": lost.over,
+        "reason": f"no packet of it came through for {lost.seconds:.1f} s{again}; it answered through the files",
     }
 
 
 def consequences(
-    before: RoundRecord, proposal: Proposal, peers: Peers, detector: FailureDetector
+    before: RoundRecord, proposal: Proposal, last_sign: Callable[[str], float]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What a committed decision means for single nodes: who is lost, who left, and who took whose place.
+    """As `to_event`, for what a committed decision means for single nodes: lost, left, missing, replaced.
 
     Args:
         before: The record that it followed.
         proposal: What was committed.
-        peers: Knows the hosts' names.
-        detector: Knows who was silent for how long.
+        last_sign: Uid → seconds since its last sign of life.
     """
-
-    def host(member: Member | None) -> str:
-        known = peers.get(member.uid) if member is not None else None
-        return known.host if known else ""
-
     record = proposal.record
+    members = {m.node: m.uid for m in before.members}
     events: list[tuple[str, dict[str, Any]]] = []
-    for node, member in newly_lost(before, record):
-        fields: dict[str, Any] = {"round": before.round, "node": node, "host": host(member)}
+    for node in sorted(set(record.lost) - set(before.lost)):
+        uid = members.get(node)
+        fields: dict[str, Any] = {"round": before.round, "node": node, "host": host_of(uid) if uid else ""}
+        spare = next((uid for uid in proposal.dead_spares if node_of(uid) == node), None)
         if node in proposal.left:
             events.append(("node_left", {**fields, "reason": proposal.left[node]}))
-            continue
-        spare = next((uid for uid in proposal.dead_spares if node_of(uid) == node), None)
-        if spare is not None:
-            known = peers.get(spare)
-            fields["host"] = known.host if known else ""
-            events.append(("spare_lost", {**fields, **_silence(detector.last_sign(spare))}))
+        elif spare is not None:
+            events.append(("spare_lost", {**fields, "host": host_of(spare), **_silence(last_sign(spare))}))
         elif proposal.event is RoundEvent.CLOSE:
             pass  # its workers were done: the run is closed without it, and not because of it
-        elif member is None:
+        elif uid is None:
             reason = "it has not come" if before.round == 0 else "it was no member, and nothing is heard of it"
             events.append(("node_missing", {**fields, "reason": reason}))
         else:
-            events.append(("node_lost", {**fields, **_silence(detector.last_sign(member.uid))}))
+            events.append(("node_lost", {**fields, **_silence(last_sign(uid))}))
     for node in sorted(proposal.missing):
         events.append(("node_missing", {"round": record.round, "node": node, "host": "", "reason": "it has not come"}))
     for gone, come in proposal.replaced:
-        fields = {"round": record.round, "group_rank": record.rank(come.uid), "node": come.node, "host": host(come)}
-        fields["reason"] = f"{host(gone) or f'node {gone.node}'} is no member any more, and {host(come) or 'it'} waited"
-        events.append(("node_replaced", {**fields, "replaces_node": gone.node, "replaces_host": host(gone)}))
+        fields = {
+            "round": record.round,
+            "group_rank": record.rank(come.uid),
+            "node": come.node,
+            "host": host_of(come.uid),
+            "reason": f"{host_of(gone.uid)} is no member any more, and {host_of(come.uid)} waited",
+            "replaces_node": gone.node,
+            "replaces_host": host_of(gone.uid),
+        }
+        events.append(("node_replaced", fields))
     return events
 
 
 def _silence(seconds: float) -> dict[str, Any]:
     seconds = max(0.0, seconds)  # a process that was held up counts less than what has passed
     return {"age": round(seconds, 3), "reason": f"no sign of it for {seconds:.1f} s"}
-
-
-def newly_lost(before: RoundRecord, after: RoundRecord) -> list[tuple[int, Member | None]]:
-    """Nodes that `after` calls lost and `before` did not, with what they were in the round."""
-    members = {m.node: m for m in before.members}
-    return [(node, members.get(node)) for node in sorted(set(after.lost) - set(before.lost))]

@@ -21,10 +21,9 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from msgspec import Struct
-
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir, why_replaceable
+from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -47,50 +46,21 @@ _STORE_FOLDERS = ("node", "hb", "bye", "gone", "place", "end", "round", "kv", "e
 """A store's folders, in the order in which they go: by its log one tells for certain what it was."""
 
 
-class EpochFacts(Struct, frozen=True, kw_only=True):
-    """What is known of an earlier epoch."""
+def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
+    """Why an earlier epoch may go, or None where it has to stay.
 
-    closed: bool
-    followers: int
-    """Epochs after it."""
-    unchanged: float
-    """Seconds for which neither its log nor any heartbeat in it has changed, on the observer's clock."""
-
-
-def why_remove(facts: EpochFacts) -> str | None:
-    """Why an epoch may go, or None where it has to stay."""
-    if facts.followers < 1:
+    Args:
+        closed: Whether its run was closed.
+        followers: Epochs after it.
+        unchanged: Seconds for which neither its log nor any heartbeat in it has changed, on the observer's clock.
+    """
+    if followers < 1:
         return None
-    if facts.closed and facts.unchanged >= CLOSED_SECONDS:
+    if closed and unchanged >= CLOSED_SECONDS:
         return "closed"
-    if facts.closed and facts.followers >= KEPT_EPOCHS and facts.unchanged >= OUTLIVED_SECONDS:
-        return f"closed, and {facts.followers} have followed it"
-    if facts.unchanged >= ABANDONED_SECONDS:
-        return "abandoned"
-    return None
-
-
-class EpochAges:
-    """For how long each epoch has looked the same."""
-
-    def __init__(self) -> None:
-        self._seen: dict[int, tuple[object, float]] = {}
-        self._looked_at: float | None = None
-
-    def look(self, states: dict[int, object], now: float) -> dict[int, float]:
-        """Args:
-        states: Epoch → what changes when something happens in it.
-        now: Seconds, monotonic.
-        """
-        gap = 0.0 if self._looked_at is None else now - self._looked_at
-        self._looked_at = now
-        if gap > 4 * WATCH_SECONDS:  # this process was stopped: nothing has aged meanwhile
-            self._seen = {epoch: (state, since + gap) for epoch, (state, since) in self._seen.items()}
-        self._seen = {
-            epoch: before if (before := self._seen.get(epoch)) is not None and before[0] == state else (state, now)
-            for epoch, state in states.items()
-        }
-        return {epoch: now - since for epoch, (_, since) in self._seen.items()}
+    if closed and followers >= KEPT_EPOCHS and unchanged >= OUTLIVED_SECONDS:
+        return f"closed, and {followers} have followed it"
+    return "abandoned" if unchanged >= ABANDONED_SECONDS else None
 
 
 class EpochSweep:
@@ -114,7 +84,7 @@ class EpochSweep:
         self._state = state
         self._path = path
         self._clock = clock
-        self._watch = EpochAges()
+        self._ages: Staleness[int] = Staleness(longest_gap=4 * WATCH_SECONDS)
         self._tried: set[int] = set()
 
     def run(self, stop: threading.Event) -> None:
@@ -135,12 +105,12 @@ class EpochSweep:
         """
         epochs = sorted(self._epochs())
         states = {epoch: self._state(epoch) for epoch in epochs[:-1]}
-        unchanged = self._watch.look({epoch: state for epoch, (_, state) in states.items()}, self._clock.monotonic())
+        unchanged = self._ages.observe_all(
+            {epoch: state for epoch, (_, state) in states.items()}, self._clock.monotonic()
+        )
         for position, epoch in enumerate(epochs[:-1]):
-            facts = EpochFacts(
-                closed=states[epoch][0], followers=len(epochs) - 1 - position, unchanged=unchanged[epoch]
-            )
-            why = why_remove(facts)
+            followers = len(epochs) - 1 - position
+            why = why_remove(closed=states[epoch][0], followers=followers, unchanged=unchanged[epoch])
             if why is None or epoch in self._tried:
                 continue
             self._tried.add(epoch)  # what is in use now is left to the next user

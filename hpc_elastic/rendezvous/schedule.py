@@ -16,7 +16,6 @@ import random
 from msgspec import Struct
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.ending import Ending
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 
 OPERATIONS_PER_PERIOD = 12.5
@@ -138,14 +137,13 @@ notify of."""
 class Schedule:
     """One participant's next looks, on its monotonic clock."""
 
-    def __init__(self, intervals: PollIntervals, rng: random.Random, now: float, *, observes: bool) -> None:
+    def __init__(self, intervals: PollIntervals, rng: random.Random, now: float) -> None:
         self._intervals = intervals
         self._early = EARLY * intervals.stride
         self._idle_stride = max(intervals.stride, min(2 * intervals.stride, CALM_SECONDS))
         self._is_idle = False
         """Whether the next looks are due so late because all was idle."""
         self._rng = rng
-        self._observes = observes
         self._looked_at = now
         self.look_due = now
         """When the log is to be looked at without a notification."""
@@ -214,7 +212,7 @@ class Schedule:
         *,
         leads: bool,
         connected: bool,
-        ending: Ending | None,
+        ending: float | None = None,
         idle: bool = False,
     ) -> float:
         """Seconds until the next step.
@@ -224,28 +222,23 @@ class Schedule:
             record: The newest.
             leads: Whether this node coordinates.
             connected: Whether it and the coordinator hear each other.
-            ending: Where the run is closed: what there is to be waited for.
+            ending: Where the run is closed and something is waited for: seconds between two looks for it.
             idle: Whether it coordinates a round that runs, and hears all who take part, and they it.
         """
         self._is_idle = idle
         if self.look_due == float("inf"):
-            self.look_due = self._looked_at + self._spread(self._until_look(now, record, leads, connected, ending))
+            self.look_due = self._looked_at + self._spread(self._until_look(now, leads, connected, ending))
         due = self.look_due
-        if leads and ending is None:
+        if leads and record is not None and record.status is not Status.CLOSED:
             if self._survey_due == float("inf"):
-                assert record is not None
                 gathers = record.status in (Status.JOINABLE, Status.FROZEN)
                 self._survey_due = self._surveyed_at + (self._intervals.gathering if gathers else self._stride)
             due = min(due, max(self._survey_due, self._surveyed_at + self._intervals.coordinator))
         return min(self._intervals.stride, max(0.0, due - now))
 
-    def _until_look(
-        self, now: float, record: RoundRecord | None, leads: bool, connected: bool, ending: Ending | None
-    ) -> float:
-        if ending is not None and self._observes:
-            return self._intervals.stride if ending.all_departed else 0.1 * self._intervals.ending
-        if ending is not None and ending.awaits:
-            return 0.05 * self._intervals.ending
+    def _until_look(self, now: float, leads: bool, connected: bool, ending: float | None) -> float:
+        if ending is not None:
+            return ending
         if leads:
             return self._stride
         if connected:

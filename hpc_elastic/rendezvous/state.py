@@ -75,8 +75,6 @@ that chose them has the list."""
 MOST_PLAIN = 64
 """Members of a list that is written as it is; a longer one is compressed."""
 
-__all__ = ["FailureMemory", "HangMark", "Member", "NodeFailure", "NodeInfo", "Outcome", "RoundRecord", "Status"]
-
 
 class Status(str, Enum):
     """Where a round stands."""
@@ -316,48 +314,6 @@ def decode_record(
         )
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None
-
-
-class NodeInfo(Struct, frozen=True, kw_only=True):
-    """What a node says about itself once, when its agent starts."""
-
-    uid: str
-    node: int
-    host: str
-    local_world_size: int
-    addresses: tuple[str, ...]
-    """Where its notifier may be reached, the likeliest first."""
-    port: int
-    """The notifier's."""
-    spare: bool = False
-    """Submitted as one: it takes a lost node's place, and waits otherwise."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "v": VERSION,
-            "node": self.node,
-            "host": self.host,
-            "lws": self.local_world_size,
-            "addrs": list(self.addresses),
-            "port": self.port,
-            "spare": self.spare,
-        }
-
-
-def decode_node(uid: str, value: Mapping[str, Any]) -> NodeInfo | None:
-    """A node's own words, or None where they make no sense."""
-    try:
-        return NodeInfo(
-            uid=uid,
-            node=int(value["node"]),
-            host=str(value["host"]),
-            local_world_size=int(value["lws"]),
-            addresses=tuple(str(a) for a in value["addrs"]),
-            port=int(value["port"]),
-            spare=bool(value.get("spare", False)),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
 
 
 class NodeFailure(Struct, frozen=True, kw_only=True):

@@ -11,9 +11,9 @@ from msgspec import Struct
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
-from hpc_elastic.rendezvous.peers import notifier_of
+from hpc_elastic.rendezvous.peers import NodeInfo, notifier_of
 from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
-from hpc_elastic.rendezvous.state import NodeInfo, RoundEvent, RoundRecord, supersedes
+from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, supersedes
 from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
+from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_folder, claim_key
+from hpc_elastic.rendezvous.failure_detector import HEARTBEATS
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.base import Store, StoreError
@@ -58,28 +60,6 @@ class Allowance:
         return True
 
 
-class GoneAgents:
-    """Which agents outside the round have not changed their heartbeat for `GONE_SECONDS` of this process' clock."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, tuple[str | None, float]] = {}
-        self._looked_at = 0.0
-
-    def look(self, versions: dict[str, str | None], now: float) -> list[str]:
-        """Args:
-        versions: Uid → what `Store.version` says of its heartbeat.
-        now: Seconds, monotonic.
-        """
-        if now - self._looked_at > 4 * SWEEP_SECONDS:
-            self._seen.clear()  # this process did not look, was frozen, or was not coordinator: nobody aged meanwhile
-        self._looked_at = now
-        self._seen = {
-            uid: before if (before := self._seen.get(uid)) is not None and before[0] == version else (version, now)
-            for uid, version in versions.items()
-        }
-        return sorted(uid for uid, (_, since) in self._seen.items() if now - since >= GONE_SECONDS)
-
-
 class Sweep:
     """One participant's part in it: a `step` at the end of each of its machine's steps."""
 
@@ -101,7 +81,9 @@ class Sweep:
         """Rounds on which this node may have made claims that are still there."""
         self._keys: Iterator[str] = iter(())
         self._swept_at = now
-        self._gone = GoneAgents()
+        self._outside: Staleness[str] = Staleness(longest_gap=4 * SWEEP_SECONDS)
+        """Heartbeats of agents outside the round. They do not age while this process does not look: frozen, or not the
+        coordinator."""
 
     def step(self, record: RoundRecord | None, *, joined: AbstractSet[str], now: float) -> None:
         """Remove a little, where there is something and nobody waits. Raises nothing of the filesystem's.
@@ -167,7 +149,8 @@ class Sweep:
             yield folder
         inside = {member.uid for member in record.members} | joined | {self._uid}
         announced = {name.partition("+")[0]: name for name in self._store.list("node")}
-        outside = {*announced, *self._store.list("hb")} - inside
-        for uid in self._gone.look({uid: self._store.version(f"hb/{uid}") for uid in outside}, now):
+        outside = {*announced, *self._store.list(HEARTBEATS)} - inside
+        ages = self._outside.observe_all({uid: self._store.version(f"{HEARTBEATS}/{uid}") for uid in outside}, now)
+        for uid in sorted(uid for uid, age in ages.items() if age >= GONE_SECONDS):
             # In this order: who has announced itself and said no goodbye is waited for at the end of the run.
-            yield from (f"node/{announced.get(uid, uid)}", f"hb/{uid}", f"bye/{uid}")
+            yield from (f"node/{announced.get(uid, uid)}", f"{HEARTBEATS}/{uid}", f"bye/{uid}")

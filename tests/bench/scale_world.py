@@ -23,8 +23,9 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import round_log
 from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.schedule import poll_intervals
-from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, RoundRecord, Status, new_uid
+from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.store import file_store
 from tests.bench.scale_server import Client, ClientClock, ModelOs, Server
 

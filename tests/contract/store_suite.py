@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.rendezvous.failure_detector import Heartbeat, HeartbeatAges
+from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
+from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
 from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.key_value import KeyValueStore
@@ -260,13 +261,13 @@ class StoreSuite:
     def test_a_lease_lasts_as_long_as_it_is_renewed(self, subject: Subject) -> None:
         """The observer's own clock here is a number, so that only what it sees can decide."""
         owner, observer = subject.open(), subject.open()
-        heartbeat, ages = Heartbeat(owner, "node", interval=1.0), HeartbeatAges(observer)
+        heartbeat, ages = Heartbeat(owner, "node"), HeartbeatAges(observer)
         ages.look("node", 0.0)
         ages.look("node", 5.0)
         assert ages.age("node") == 5.0, "nobody has seen it yet"
         for now in (10.0, 20.0, 30.0):
             subject.tick()
-            heartbeat.beat_if_due(now)
+            heartbeat.beat(now)
 
             def looked(now: float = now) -> bool:
                 ages.look("node", now)

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
-from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.run_folder import RunFolder, remove_epoch
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS, Sweep

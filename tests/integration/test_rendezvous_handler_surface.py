@@ -24,11 +24,11 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import errors, handler, run_folder
+from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_keys, config_from_url
 from hpc_elastic.rendezvous.membership import Membership
-from hpc_elastic.rendezvous.proposals import close_run
 from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store import file_store

@@ -15,7 +15,8 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status, new_uid
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.state import RoundRecord, Status, new_uid
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.rendezvous_world import settle_always_restarting

@@ -16,12 +16,12 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import (
     OBSERVER_PLACE,
     FailureMemory,
     NodeFailure,
-    NodeInfo,
     RoundRecord,
     Status,
     decode_record,

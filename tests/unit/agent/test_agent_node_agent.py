@@ -25,8 +25,9 @@ from hpc_elastic.base.outcome import UNCONFIRMED_CODE, Outcome
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
-from hpc_elastic.rendezvous.state import HangMark, Member, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.files import make_private_dir, write_json
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli.status_text import duration, status_json, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, read_status, state_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.state import Member, Outcome, RoundRecord, Status
+from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult

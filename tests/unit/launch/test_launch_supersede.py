@@ -22,12 +22,11 @@ from hpc_elastic.launch.supersede import (
     agent_state,
     why_safe,
 )
-from hpc_elastic.rendezvous.ending import claim_end, goodbye_key
-from hpc_elastic.rendezvous.failure_detector import Heartbeat
-from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.ending import claim_end, close_run, goodbye_key
+from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
+from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult, load_result
@@ -88,7 +87,7 @@ class Stage:
         for node, uid in enumerate(uids):
             own = NodeInfo(uid=uid, node=node, host=f"n{node + 1}", local_world_size=1, addresses=(), port=0)
             Peers(store, own, None).announce()
-            Heartbeat(store, uid, interval=1).beat_now(0)
+            Heartbeat(store, uid).beat(0)
         record = RoundRecord(number=1, epoch="e", term=1, leader=uids[0], round=0, status=Status.JOINABLE)
         store.put_if_absent("epoch/id", "e")
         assert RoundLog(store, "r").append(record)
@@ -147,10 +146,10 @@ def test_a_living_attempt_is_closed_and_waited_for_until_its_agents_have_ended(t
     assert stored is not None
     assert stored.outcome == "superseded"
     stage.leave(first)
-    beat = Heartbeat(stage.store(), second, interval=1)
+    beat = Heartbeat(stage.store(), second)
     for _ in range(120):
         stage.clock.now += 0.25
-        beat.beat_if_due(stage.clock.now)
+        beat.beat(stage.clock.now)
         assert not earlier.look(), "it answers: its workers may still run"
     assert earlier.awaited_nodes == ["n2"]
     stage.leave(second)
@@ -196,12 +195,12 @@ def test_an_agent_that_lives_and_does_not_end_keeps_the_next_attempt_from_starti
     [uid] = stage.train(1)
     earlier = stage.earlier(stage.begin("n2"))
     earlier.supersede()
-    beat = Heartbeat(stage.store(), uid, interval=1)
+    beat = Heartbeat(stage.store(), uid)
     began = stage.clock.now
     with pytest.raises(EarlierAttemptRunsError, match="attempt 0 of this run still runs on n1") as caught:
         while stage.clock.now < began + 500:
             stage.clock.now += 0.25
-            beat.beat_if_due(stage.clock.now)
+            beat.beat(stage.clock.now)
             earlier.look()
     assert stage.clock.now - began == pytest.approx(SPEC.shutdown_timeout + END_SECONDS, abs=0.5)
     assert "pkill" in str(caught.value)

@@ -30,11 +30,11 @@ from hpc_elastic.launch.supervisor import (
 )
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Coordination, Refusal
-from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end
+from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
+from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
-from hpc_elastic.rendezvous.proposals import close_run
-from hpc_elastic.rendezvous.state import FailureMemory, NodeInfo, RoundRecord, Status, new_uid
+from hpc_elastic.rendezvous.state import FailureMemory, RoundRecord, Status, new_uid
 from hpc_elastic.store.base import StoreError, StoreWipedError
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting

@@ -9,17 +9,18 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import Proposal, RestartDecision, closed_after, next_proposal
+from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.proposals import Proposal, closed_after
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
     Member,
     NodeFailure,
-    NodeInfo,
-    Outcome,
     RoundEvent,
     RoundRecord,
     Status,

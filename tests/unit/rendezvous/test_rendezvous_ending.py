@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.ending import (
     END_ASKED,
     END_PATIENCE,
@@ -15,11 +16,13 @@ from hpc_elastic.rendezvous.ending import (
     claim_end,
     goodbye_key,
 )
-from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.state import NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.peers import NodeInfo, Peers
+from hpc_elastic.rendezvous.schedule import poll_intervals
+from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
 
+INTERVALS = poll_intervals(RendezvousSettings())
 CLOSED = RoundRecord(
     number=9, epoch="e", term=1, leader="x", round=0, status=Status.CLOSED, outcome=Outcome.FAILED, lost=(2,)
 )
@@ -61,12 +64,12 @@ def test_the_supervisor_claims_the_end_and_the_agents_leave_it_to_it() -> None:
     agent.begin(0, confirmed=True)
     agent.step_of_agent()
     assert heard.names == []
-    assert agent.awaits
+    assert agent.look_interval(INTERVALS, observes=False) is not None
     boss.may_claim()
     boss.step_of_supervisor(CLOSED, stage.peers(0))
     agent.step_of_agent()
     assert heard.events == [("end_claimed", {"by": "boss"})]
-    assert not agent.awaits
+    assert agent.look_interval(INTERVALS, observes=False) is None
     assert heard_boss.names == ["end_claimed"]
 
 
@@ -179,4 +182,4 @@ def test_the_supervisor_hears_once_when_the_last_living_agent_has_gone() -> None
     for _ in range(3):
         boss.step_of_supervisor(CLOSED, peers)
     assert heard.names == ["agents_departed"]
-    assert boss.all_departed
+    assert boss.look_interval(INTERVALS, observes=True) == INTERVALS.stride

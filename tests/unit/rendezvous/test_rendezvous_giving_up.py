@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
-from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeInfo, Outcome, RoundRecord, Status
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.state import FailureMemory, Member, RoundRecord, Status
 from tests.rigs.rendezvous_world import World
 
 A, B = "00000-a-0000000000000001-0000", "00001-b-0000000000000001-0000"

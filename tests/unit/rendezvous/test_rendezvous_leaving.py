@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from hpc_elastic.rendezvous.claims import ClaimKind, ClaimReader, claim_key, decode_reason, read_claims
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
+from hpc_elastic.rendezvous.cluster_view import ClaimScanner
 from hpc_elastic.rendezvous.coordinator import next_proposal
-from hpc_elastic.rendezvous.state import Outcome, RoundEvent, Status
+from hpc_elastic.rendezvous.failure_detector import FailureDetector
+from hpc_elastic.rendezvous.peers import Peers
+from hpc_elastic.rendezvous.schedule import poll_intervals
+from hpc_elastic.rendezvous.state import RoundEvent, Status
 from hpc_elastic.store.memory_store import MemoryStore
-from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, record, uid, view
+from tests.rigs.fake_clock import FakeClock
+from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, info, record, uid, view
 
 ALL = tuple(uid(node) for node in range(4))
 WHY = "health check failed: GPU 2 has 3 uncorrectable ECC errors"
@@ -50,12 +56,13 @@ def test_too_few_are_left_at_once_with_the_reason() -> None:
     assert f"nid003 (left: {WHY})" in proposal.reason
 
 
-def test_the_reason_is_read_once() -> None:
-    store = MemoryStore()
-    store.put_if_absent(claim_key(2, ClaimKind.LEAVE, uid(3)), '{"reason":"no GPU"}')
-    store.put_if_absent(claim_key(2, ClaimKind.LEAVE, uid(1)), "nonsense")
-    reader = ClaimReader(store, ClaimKind.LEAVE, decode_reason, unreadable="")
-    assert reader.read(2, read_claims(store, 2)) == {uid(3): "no GPU", uid(1): ""}
-    store.delete(claim_key(2, ClaimKind.LEAVE, uid(3)))
-    assert reader.read(2, {"leave": [uid(3)]}) == {uid(3): "no GPU"}
-    assert reader.read(3, {}) == {}
+def test_the_reason_is_read_once_and_who_gives_none_leaves_too() -> None:
+    store, clock = MemoryStore(), FakeClock()
+    detector = FailureDetector(store, SETTINGS, poll_intervals(SETTINGS), clock)
+    scanner = ClaimScanner(store, ALL[0], Peers(store, info(ALL[0]), None), detector)
+    store.put_if_absent(claim_key(BROKEN.round, ClaimKind.LEAVE, uid(3)), '{"reason":"no GPU"}')
+    store.put_if_absent(claim_key(BROKEN.round, ClaimKind.LEAVE, uid(1)), "nonsense")
+    assert scanner.look(BROKEN).leaving == {uid(3): "no GPU", uid(1): ""}
+    store.delete(claim_key(BROKEN.round, ClaimKind.LEAVE, uid(3)))
+    store.overwrite(claim_key(BROKEN.round, ClaimKind.LEAVE, uid(3)), '{"reason":"another"}')
+    assert scanner.look(BROKEN).leaving[uid(3)] == "no GPU"

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordinator import RestartDecision
+from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
-from hpc_elastic.rendezvous.proposals import close_run
-from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, NodeInfo, Outcome, RoundRecord, Status, new_uid
+from hpc_elastic.rendezvous.peers import NodeInfo, announcement
+from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.store.base import StoreWipedError
 from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
@@ -188,7 +190,7 @@ def test_it_says_who_it_is_and_that_it_lives_before_it_claims_anything(store: Sp
     assert store.get(f"hb/{seat.info.uid}") is not None
     (name,) = store.list("node")
     assert name == f"{seat.info.uid}+1.7000.0.0a000001.0a010001", "one listing tells all about all"
-    assert json.loads(store.get(f"node/{name}") or "")["host"] == "n0"
+    assert json.loads(store.get(f"node/{name}") or "")["addrs"] == list(seat.info.addresses)
 
 
 def test_the_first_node_opens_the_log_and_the_others_give_it_time(store: SpyStore, clock: FakeClock) -> None:
@@ -983,7 +985,7 @@ def test_the_coordinator_does_not_notify_itself(store: SpyStore, clock: FakeCloc
 def test_a_node_without_a_notifier_is_not_notified(store: SpyStore, clock: FakeClock) -> None:
     silent = Seat(store, clock, 0)
     info = replace(silent.info, uid="00005-n5-0000000000000001-abcd", node=5, port=0)
-    store.put_if_absent(f"node/{info.uid}", json.dumps(info.to_json()))
+    store.put_if_absent(f"node/{announcement(info)}", "{}")
     first, _ = frozen(store, clock)
     assert all(port for _, port in first.notified)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hpc_elastic.rendezvous.peers import DIRECT_NOTIFICATIONS, Peers, addresses_of, announcement, notifier_of
-from hpc_elastic.rendezvous.state import NodeInfo
+from hpc_elastic.rendezvous.peers import DIRECT_NOTIFICATIONS, NodeInfo, Peers, addresses_of, announcement, notifier_of
 from hpc_elastic.store.base import fits_key
 from hpc_elastic.store.memory_store import MemoryStore
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address

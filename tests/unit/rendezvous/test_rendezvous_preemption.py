@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.rendezvous.coordinator import next_proposal, noticed_after
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.preemption import (
     PreemptionNotice,
     PreemptionStatus,
@@ -19,8 +20,8 @@ from hpc_elastic.rendezvous.preemption import (
     notice_to_json,
     seconds_to_save,
 )
-from hpc_elastic.rendezvous.state import NodeFailure, Outcome, RoundEvent, Status, decode_record
-from hpc_elastic.rendezvous.to_all import WordsToAll
+from hpc_elastic.rendezvous.proposals import RequestsToAll, noticed_after
+from hpc_elastic.rendezvous.state import NodeFailure, RoundEvent, Status, decode_record
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
 
@@ -161,7 +162,7 @@ def test_every_record_after_it_carries_the_notice() -> None:
 
 
 def test_a_signal_that_was_heard_is_on_disk_and_told_once() -> None:
-    words = WordsToAll()
+    words = RequestsToAll()
     assert not words
     words.heard("SIGTERM on n1")
     words.heard("SIGTERM on n2")
@@ -181,7 +182,7 @@ def test_a_signal_that_was_heard_is_on_disk_and_told_once() -> None:
 
 @pytest.mark.parametrize("known", ["a notice", "another's word", "the end"])
 def test_nobody_tells_of_a_signal_when_all_know_more(known: str) -> None:
-    words = WordsToAll()
+    words = RequestsToAll()
     words.heard("SIGUSR2 on n1" if known == "a notice" else "SIGTERM on n1")
     there = {
         "a notice": replace(FINAL, notice=NOTICE),
@@ -194,7 +195,7 @@ def test_nobody_tells_of_a_signal_when_all_know_more(known: str) -> None:
 
 @pytest.mark.parametrize("first", ["", "SIGUSR2 on n2"])
 def test_a_sigterm_after_a_notice_is_told_once_since_it_may_leave_less_time(first: str) -> None:
-    words = WordsToAll()
+    words = RequestsToAll()
     words.heard("SIGUSR2 on n1")
     words.heard("SIGTERM on n1")
     words.heard("SIGTERM on n3")
@@ -210,7 +211,7 @@ def test_a_sigterm_after_a_notice_is_told_once_since_it_may_leave_less_time(firs
     ("seconds", "since", "is_told"), [(20.0, 0.0, True), (84.5, 0.0, False), (20.0, 64.5, False), (85.0, 10.0, False)]
 )
 def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since: float, is_told: bool) -> None:
-    words = WordsToAll()
+    words = RequestsToAll()
     words.give_notice(PreemptionNotice("later", 99.0))
     words.give_notice(PreemptionNotice("sooner", seconds, left=seconds + 5))
     words.give_notice(PreemptionNotice("last", 98.0))
@@ -230,7 +231,7 @@ def test_a_second_notice_is_told_where_it_leaves_less_time(seconds: float, since
 
 
 def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
-    words = WordsToAll()
+    words = RequestsToAll()
     words.heard("SIGTERM on n1")
     words.give_notice(NOTICE)
     words.close(Outcome.CANCELLED, "first")
@@ -242,7 +243,7 @@ def test_an_end_goes_before_a_notice_and_a_notice_before_a_signal() -> None:
         Outcome.CANCELLED,
         "first",
     )
-    other = WordsToAll()
+    other = RequestsToAll()
     other.heard("SIGTERM on n1")
     other.give_notice(NOTICE)
     notice = other.next(FINAL)

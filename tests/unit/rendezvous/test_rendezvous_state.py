@@ -11,18 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
     Member,
     NodeFailure,
-    NodeInfo,
-    Outcome,
     RoundRecord,
     Status,
     decode_failure,
-    decode_node,
     decode_record,
 )
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
@@ -133,23 +131,6 @@ def test_a_successor_has_the_next_number_and_the_changes() -> None:
     assert (after.number, after.round, after.members) == (8, 4, RECORD.members)
 
 
-INFOS = st.builds(
-    NodeInfo,
-    uid=TEXT,
-    node=SMALL,
-    host=TEXT,
-    local_world_size=SMALL,
-    addresses=st.lists(TEXT, max_size=3).map(tuple),
-    port=SMALL,
-    spare=st.booleans(),
-)
-
-
-@given(info=INFOS)
-def test_a_nodes_own_words_come_back(info: NodeInfo) -> None:
-    assert decode_node(info.uid, through_disk(info.to_json())) == info
-
-
 FAILURE = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=True, message="boom", step=9, seconds=2)
 
 
@@ -176,19 +157,10 @@ def test_a_long_message_is_cut() -> None:
     assert 100 < len(found.message) < 900
 
 
-@given(garbage=st.dictionaries(st.sampled_from([*FAILURE.to_json(), "port", "host", "lws", "addrs"]), JSON))
+@given(garbage=st.dictionaries(st.sampled_from([*FAILURE.to_json()]), JSON))
 def test_claims_that_make_no_sense_are_none(garbage: dict[str, object]) -> None:
-    decode_node("00000-a", garbage)
     decode_failure(garbage)
-    assert decode_node("00000-a", {}) is None
     assert decode_failure({}) is None
-
-
-@pytest.mark.parametrize("key", ["node", "port", "lws"])
-@pytest.mark.parametrize("value", [None, "x", [], float("inf")])
-def test_a_node_without_sensible_numbers_is_none(key: str, value: object) -> None:
-    info = NodeInfo(uid="00000-a", node=0, host="n0", local_world_size=1, addresses=(), port=1)
-    assert decode_node("00000-a", {**info.to_json(), key: value}) is None
 
 
 @pytest.mark.parametrize("key", ["node", "step", "seconds"])

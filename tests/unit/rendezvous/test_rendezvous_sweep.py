@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.state import NodeFailure, NodeInfo, RoundRecord, Status
+from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.sweep import (
     GONE_SECONDS,
     MOST_AT_ONCE,
     REMOVALS_PER_SECOND,
     SWEEP_SECONDS,
     Allowance,
-    GoneAgents,
     Sweep,
     old_rounds,
 )
@@ -48,17 +48,6 @@ def test_an_allowance_is_a_rate_and_a_bound() -> None:
     assert [allowance.take() for _ in range(6)] == [True] * 5 + [False]
     allowance.renew(1000.0)
     assert sum(allowance.take() for _ in range(1000)) == MOST_AT_ONCE
-
-
-def test_who_is_gone_has_been_watched_all_the_time() -> None:
-    gone = GoneAgents()
-    now = 0.0
-    while now < GONE_SECONDS:
-        assert gone.look({"a": "1", "b": f"{now}", "c": None}, now) == []
-        now += SWEEP_SECONDS
-    assert gone.look({"a": "1", "b": f"{now}", "c": None}, now) == ["a", "c"]
-    now += 10 * SWEEP_SECONDS  # this process was frozen
-    assert gone.look({"a": "1", "b": "x", "c": None}, now) == []
 
 
 class Counting(MemoryStore):

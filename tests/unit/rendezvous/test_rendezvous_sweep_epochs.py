@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.proposals import close_run
+from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.run_folder import (
     ABANDONED_SECONDS,
     CLOSED_SECONDS,
@@ -17,8 +17,6 @@ from hpc_elastic.rendezvous.run_folder import (
     OUTLIVED_SECONDS,
     REMOVALS_PER_SECOND,
     WATCH_SECONDS,
-    EpochAges,
-    EpochFacts,
     EpochSweep,
     RunFolder,
     remove_epoch,
@@ -46,17 +44,7 @@ STOP = threading.Event()
     ],
 )
 def test_when_an_epoch_may_go(closed: bool, followers: int, unchanged: float, goes: bool) -> None:
-    facts = EpochFacts(closed=closed, followers=followers, unchanged=unchanged)
-    assert (why_remove(facts) is not None) is goes
-
-
-def test_a_change_and_an_absence_start_the_watch_anew() -> None:
-    watch = EpochAges()
-    assert watch.look({1: "a"}, 100.0) == {1: 0.0}
-    assert watch.look({1: "a"}, 100.0 + WATCH_SECONDS) == {1: WATCH_SECONDS}
-    assert watch.look({1: "b"}, 100.0 + 2 * WATCH_SECONDS) == {1: 0.0}
-    assert watch.look({1: "b"}, 100.0 + 3 * WATCH_SECONDS) == {1: WATCH_SECONDS}
-    assert watch.look({1: "b"}, 100.0 + 999 * WATCH_SECONDS) == {1: WATCH_SECONDS}, "this process was stopped"
+    assert (why_remove(closed=closed, followers=followers, unchanged=unchanged) is not None) is goes
 
 
 class Runs:

@@ -16,10 +16,10 @@ FINAL = RoundRecord(number=3, epoch="e", term=1, leader="a", notifier="", round=
 
 def asleep() -> Schedule:
     """A coordinator's that has just looked at everything, at 100.0, while workers run."""
-    watch = Schedule(PACE, random.Random(1), 0.0, observes=False)
+    watch = Schedule(PACE, random.Random(1), 0.0)
     assert watch.look_now(100.0, notified=False, connected=False)
     assert watch.survey_now(100.0, notified=False)
-    assert watch.wait(100.0, FINAL, leads=True, connected=False, ending=None) == pytest.approx(1.0)
+    assert watch.wait(100.0, FINAL, leads=True, connected=False) == pytest.approx(1.0)
     return watch
 
 
@@ -29,7 +29,7 @@ def test_what_is_due_in_a_moment_is_done_with_the_beat_that_comes_before_it(afte
     watch = asleep()
     assert watch.look_now(100.0 + after, notified=False, connected=False) == looks
     assert watch.survey_now(100.0 + after, notified=False) == looks
-    left = watch.wait(100.0 + after, FINAL, leads=True, connected=False, ending=None)
+    left = watch.wait(100.0 + after, FINAL, leads=True, connected=False)
     assert left == pytest.approx(1.0 if looks else 1.0 - after)
 
 
@@ -43,10 +43,10 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
     watch = asleep()
     assert watch.look_now(101.0, notified=False, connected=False)
     assert watch.survey_now(101.0, notified=False)
-    assert watch.wait(101.0, FINAL, leads=True, connected=False, ending=None, idle=True) == pytest.approx(1.0)
+    assert watch.wait(101.0, FINAL, leads=True, connected=False, idle=True) == pytest.approx(1.0)
     assert not watch.look_now(102.0, notified=False, connected=False)
     assert not watch.survey_now(102.0, notified=False)
-    assert watch.wait(102.0, FINAL, leads=True, connected=False, ending=None, idle=True) == pytest.approx(1.0)
+    assert watch.wait(102.0, FINAL, leads=True, connected=False, idle=True) == pytest.approx(1.0)
     watch.update(idle=True)
     assert not watch.survey_now(102.0, notified=False)
     watch.update(idle=False)
@@ -57,7 +57,7 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
 def test_many_nodes_are_looked_at_as_rarely_as_their_number_asks_for() -> None:
     def worth(nodes: int) -> bool:
         intervals = poll_intervals(RendezvousSettings(expected_nodes=nodes))
-        return Schedule(intervals, random.Random(1), 0.0, observes=False).may_rest
+        return Schedule(intervals, random.Random(1), 0.0).may_rest
 
     assert worth(2)
     assert worth(2048)

@@ -7,9 +7,9 @@ import itertools
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import GrowPolicy, GrowthFacts, decide_growth
+from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
-from hpc_elastic.rendezvous.cluster_view import GrowthSigns
+from hpc_elastic.rendezvous.growth import GrowthFacts, GrowthSigns, decide_growth
 from hpc_elastic.store.memory_store import MemoryStore
 
 NEVER_SAVED = float("inf")

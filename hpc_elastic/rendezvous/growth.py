@@ -1,0 +1,150 @@
+"""Whether a round that goes well is ended so that nodes that wait come in.
+
+`decide_growth` is the decision; `GrowthSigns` reads what members report about their checkpoints while nodes wait.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from hpc_elastic.options.rendezvous_settings import GrowPolicy
+from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, decode_object
+from hpc_elastic.store.base import Store, get_many
+
+SETTLE_SECONDS = 2.5
+"""From the word that one node's checkpoint is complete until the others', which still write theirs, must have said so:
+an agent looks at its workers once a second."""
+
+
+class GrowthFacts(Struct, frozen=True, kw_only=True):
+    """What the coordinator of a final round knows. Times in seconds, on its own monotonic clock."""
+
+    newcomers: int
+    """Nodes that wait, without those that were submitted as spares."""
+    spares: int
+    """Nodes that wait and were submitted as spares."""
+    free: int
+    """Places up to MAX."""
+    vacant: int
+    """Of them, those of lost members that nobody has taken since."""
+    since_final: float
+    """How long the round has run."""
+    since_waiting: float
+    """For how long nodes have waited."""
+    since_saved: float
+    """Since a checkpoint was completed in this round, on any node; infinite where none was."""
+    is_saving: bool
+    """Whether a node is still writing its part of one."""
+
+
+class Growth(Struct, frozen=True, kw_only=True):
+    """What is decided about nodes that wait."""
+
+    takes_in: bool
+    why: str
+    """Follows their names."""
+
+
+def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, answer: float) -> Growth:
+    """Whether a new round is begun so that nodes that wait come in.
+
+    One that replaces a lost node comes in at once; spares come in for no other reason.
+
+    Args:
+        facts: What is known.
+        policy: ``--grow``.
+        patience: After so long without a checkpoint, CHECKPOINT waits for none any more.
+        answer: How long it may take until the members, asked by the record that says that nodes wait, have told of the
+            checkpoints that they completed before.
+    """
+    several = facts.newcomers + facts.spares > 1
+    waits, as_a_spare = ("wait", "wait as spares") if several else ("waits", "waits as a spare")
+    if facts.newcomers + facts.spares == 0 or facts.free <= 0:
+        return Growth(takes_in=False, why=as_a_spare)
+    if facts.vacant > 0:
+        return Growth(takes_in=True, why=f"came for {'lost nodes' if several else 'a lost node'}")
+    if facts.newcomers == 0:
+        return Growth(takes_in=False, why=as_a_spare)
+    if policy is GrowPolicy.NOW:
+        return Growth(takes_in=True, why="came")
+    if policy is GrowPolicy.NEVER:
+        return Growth(takes_in=False, why=f"{waits} for a new round to begin (--grow never)")
+    idle = min(facts.since_saved, facts.since_final)
+    if idle >= patience and facts.since_waiting >= answer:
+        return Growth(takes_in=True, why=f"came, and no checkpoint was reported for {idle:.0f} s")
+    is_fresh = SETTLE_SECONDS <= facts.since_saved < facts.since_waiting
+    if is_fresh and not facts.is_saving:
+        return Growth(takes_in=True, why="came, and a checkpoint is complete")
+    return Growth(takes_in=False, why=f"{waits} for the next checkpoint (--grow checkpoint)")
+
+
+class GrowthSigns:
+    """One coordinator's, on its monotonic clock. Claims never change: what was read once is not read again."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._round = -1
+        self._waiting_since: float | None = None
+        self._saved_at: dict[tuple[str, str], float] = {}
+        """(uid, serial) → when its checkpoint was complete."""
+        self._saving: set[tuple[str, str]] = set()
+        self._now = 0.0
+
+    def look(self, round_index: int, claims: Claims, *, waiting: bool, now: float) -> None:
+        """Take in what the listing of a final round's folder gave.
+
+        Args:
+            round_index: The round.
+            claims: Kind → uids.
+            waiting: Whether a node waits that lives.
+            now: The moment that the decision is about.
+        """
+        if round_index != self._round:
+            self._round, self._waiting_since = round_index, None
+            self._saved_at, self._saving = {}, set()
+        self._now = now
+        if not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+        self._saving = {(uid, serial) for uid, serial, _ in _words(claims, ClaimKind.SAVING)}
+        unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
+        keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]
+        for (uid, serial, _), raw in zip(unread, get_many(self._store, keys), strict=True):
+            self._saved_at[uid, serial] = now - _age(decode_object(raw))
+
+    def paused_for(self, seconds: float) -> None:
+        """This process was, for so long: that is nobody's time."""
+        self._now += seconds
+        if self._waiting_since is not None:
+            self._waiting_since += seconds
+        self._saved_at = {key: at + seconds for key, at in self._saved_at.items()}
+
+    @property
+    def since_waiting(self) -> float:
+        return 0.0 if self._waiting_since is None else self._now - self._waiting_since
+
+    @property
+    def since_saved(self) -> float:
+        """Since a checkpoint was complete; infinite where nobody has told of one."""
+        return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a node has begun one, and not said that it is complete."""
+        return bool(self._saving - self._saved_at.keys())
+
+
+def _words(claims: Claims, kind: ClaimKind) -> list[tuple[str, str, str]]:
+    """(uid, serial, kind as listed) of every claim of this kind."""
+    found = []
+    for name, uids in claims.items():
+        word, dot, serial = name.partition(".")
+        if dot and word == kind.value:
+            found += [(uid, serial, name) for uid in uids]
+    return found
+
+
+def _age(value: dict[str, object] | None) -> float:
+    age = value.get("age") if value is not None else None
+    return max(0.0, float(age)) if isinstance(age, (int, float)) and age < 1e9 else 0.0
