@@ -17,8 +17,7 @@ from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnded, Allocation, SiteFacts, agent_command, describe_code, node_mark
+from hpc_elastic.launch.site import AgentEnded, Site, agent_command, attempt_facts, describe_code, node_mark
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -222,20 +221,16 @@ class LocalLauncher:
             self.take()
 
 
-class LocalSite:
+class LocalSite(Site):
     """This machine as a cluster: nodes are agents side by side, and a requeue is the next attempt at once."""
 
     def __init__(self, env: Mapping[str, str], *, umask: int) -> None:
         self._env = dict(env)
         self._umask = umask
 
-    @property
-    def cluster_name(self) -> str:
-        return ""
-
-    def facts(self, spec: RunSpec) -> SiteFacts:
+    def facts(self, spec: RunSpec) -> AttemptInfo:
         armed = spec.requeue and spec.max_requeues > 0
-        return SiteFacts(
+        return attempt_facts(
             cluster="local",
             nodes=tuple(f"node{index}" for index in range(spec.max_nodes + spec.spares)),
             requeue_armed=armed,
@@ -250,27 +245,6 @@ class LocalSite:
             environment=lambda node: {**self._env, NODE_TAG_VARIABLE: node_mark(spec, "local", node)},
             umask=self._umask,
         )
-
-    def ask(self, *, near: float) -> SlurmAnswer:
-        return SlurmAnswer(JobCondition.NO_SLURM)
-
-    def allocation(self) -> Allocation:
-        return Allocation.HELD
-
-    def nodes_up(self) -> frozenset[str]:
-        return frozenset()  # agents here end with their launcher; an earlier one may still be at it
-
-    def job_nodes(self) -> tuple[str, ...]:
-        return ()
-
-    def is_running(self, job_id: str) -> bool:
-        return False
-
-    def eligible_nodes(self) -> None:
-        return None
-
-    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
-        return None
 
     def requeue(self, plan: NextAttempt) -> Requeued:
         return Requeued(summary="the next attempt starts at once")

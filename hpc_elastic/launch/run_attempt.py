@@ -12,17 +12,19 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.conclude import conclude
@@ -30,7 +32,7 @@ from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.output import HUNG_SECONDS, JobOutput, log_plain
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.signals import SignalResolver
-from hpc_elastic.launch.site import Site, SiteFacts
+from hpc_elastic.launch.site import Site
 from hpc_elastic.launch.supersede import EarlierAttempts, StartInterruptedError
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.rendezvous.coordination import Coordination
@@ -39,7 +41,8 @@ from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.workers.linux import SignalQueue
 
@@ -157,7 +160,7 @@ class _AttemptRun:
         except FilesystemHangsError:
             raise FilesystemSilentError(path=self._paths.root, seconds=self._files.stuck_for()) from None
 
-    def _begin(self, facts: SiteFacts) -> AttemptInfo:
+    def _begin(self, facts: AttemptInfo) -> AttemptInfo:
         """Claim the next attempt's directory, and write down what the attempt is."""
         folder = claim_attempt(self._paths)
         give_way(
@@ -168,20 +171,14 @@ class _AttemptRun:
             is_running=self._site.is_running,
             clock=self._clock,
         )
-        attempt = AttemptInfo(
+        (own,) = facts.slurm_job_ids or ("",)
+        attempt = replace(
+            facts,
             number=folder.number,
-            cluster=facts.cluster,
-            nodes=facts.nodes,
             batch_host=os.uname().nodename,
             started_ns=self._clock.time_ns(),
-            job_id=facts.job_id,
-            slurm_job_ids=slurm_job_ids(self._paths, folder.number, facts.slurm_job_id),
-            restart_count=facts.restart_count,
-            requeue_armed=facts.requeue_armed,
-            requeue_reason=facts.requeue_reason,
-            requeue_way=facts.requeue_way.value,
-            kill_wait=facts.kill_wait,
-            versions=_versions(facts),
+            slurm_job_ids=slurm_job_ids(self._paths, folder.number, own),
+            versions=_versions(facts.versions),
         )
         attempt.save(folder.attempt_json)
         return attempt
@@ -232,12 +229,10 @@ class _AttemptRun:
         )
 
 
-def _versions(facts: SiteFacts) -> dict[str, str]:
+def _versions(site: Mapping[str, str]) -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
-    found = {"hpc_elastic": __version__, "python": ".".join(str(part) for part in sys.version_info[:3])}
-    if facts.version:
-        found["slurm"] = facts.version
+    found = {"hpc_elastic": __version__, "python": ".".join(map(str, sys.version_info[:3])), **site}
     try:
         found["torch"] = version("torch")
     except PackageNotFoundError:
@@ -258,7 +253,7 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
         armed = "yes, by a follow-on job: "
     armed += attempt.requeue_reason
     lines = [
-        f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes}: {_shortened(attempt.nodes)}",
+        f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes}: {compress(attempt.nodes)}",
         f"command: {spec.entrypoint}",
         f"versions: {versions}",
         f"run directory: {paths.root}",
@@ -270,12 +265,6 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
     ]
     for line in lines:
         log_plain(f"[hpc-elastic] {line}")
-
-
-def _shortened(nodes: tuple[str, ...]) -> str:
-    from hpc_elastic.slurm.notation import compress
-
-    return compress(nodes)
 
 
 def log_to_stdout() -> JobOutput:
@@ -291,9 +280,6 @@ def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:
     Raises:
         UsageError: it is not visible from this host, or no run directory.
     """
-    from hpc_elastic.errors import UsageError
-    from hpc_elastic.run.spec import UnreadableRunError, load_run_spec
-
     paths = RunPaths(run_dir.absolute())
     try:
         return paths, load_run_spec(paths.run_json)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.self_command import own_command
-from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
-from hpc_elastic.launch.signals import SlurmAnswer
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -107,22 +106,6 @@ class Launcher(Protocol):
         ...
 
 
-class SiteFacts(Struct, frozen=True, kw_only=True):
-    """What the site says at an attempt's start."""
-
-    cluster: str
-    nodes: tuple[str, ...]
-    job_id: str | None = None
-    slurm_job_id: str = ""
-    """SLURM_JOB_ID, which an array task's `job_id` is not; empty outside Slurm."""
-    restart_count: int = 0
-    requeue_armed: bool = False
-    requeue_reason: str = ""
-    requeue_way: RequeueWay = RequeueWay.REQUEUE
-    kill_wait: float | None = None
-    version: str = ""
-
-
 class EligibleNodes(Struct, frozen=True, kw_only=True):
     """The nodes that the job may get, by Slurm's names."""
 
@@ -133,6 +116,11 @@ class EligibleNodes(Struct, frozen=True, kw_only=True):
     """Those that the job asks for by name."""
     excluded: tuple[str, ...] = ()
     """Those that it does without now, for whatever reason."""
+
+
+def attempt_facts(**facts: Any) -> AttemptInfo:
+    """An attempt as far as its site knows it: `run_attempt` fills in the rest."""
+    return AttemptInfo(number=-1, batch_host="", started_ns=0, **facts)
 
 
 class Allocation(Enum):
@@ -146,40 +134,36 @@ class Allocation(Enum):
     """Slurm can't be asked from here."""
 
 
-class Site(Protocol):
-    """Slurm's allocation, or this machine."""
+class Site:
+    """Where an attempt runs. What is not overridden is the answer of a machine without Slurm."""
 
     @property
     def cluster_name(self) -> str:
         """Slurm's name of the cluster; empty where it is not known, or there is none."""
-        ...
+        return ""
 
-    def facts(self, spec: RunSpec) -> SiteFacts:
-        """Ask what an attempt's start needs to know."""
-        ...
+    def facts(self, spec: RunSpec) -> AttemptInfo:
+        """Ask what an attempt's start needs to know: its facts, but for what only `run_attempt` knows."""
+        raise NotImplementedError
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> Launcher:
         """What starts the agents."""
-        ...
+        raise NotImplementedError
 
     def ask(self, *, near: float) -> SlurmAnswer:
-        """What Slurm says of the job, within seconds.
-
-        Args:
-            near: The time limit is near when it is so many seconds away.
-        """
-        ...
+        """Ask Slurm about the job; within seconds. The time limit is near when it is `near` seconds away."""
+        return SlurmAnswer(JobCondition.NO_SLURM)
 
     def allocation(self) -> Allocation:
         """Ask whether this node still belongs to the job; it may take a minute."""
-        ...
+        return Allocation.HELD
 
     def nodes_up(self) -> frozenset[str]:
         """Ask which nodes are up; within seconds. Empty where Slurm can't be asked.
 
         Slurm ends all of a job's processes on a node that it reaches before it starts the job again.
         """
-        ...
+        return frozenset()
 
     def job_nodes(self) -> Sequence[str]:
         """Ask which nodes the job has now; it may take a minute. None: it does not run, or there is no job.
@@ -187,31 +171,24 @@ class Site(Protocol):
         Raises:
             SlurmError: it could not be asked.
         """
-        ...
+        return ()
 
     def is_running(self, job_id: str) -> bool:
         """Ask whether a job runs; within seconds. False too where Slurm can't be asked."""
-        ...
+        return False
 
     def eligible_nodes(self) -> EligibleNodes | None:
         """Ask which nodes the next attempt may get; within seconds. None: not known, or there is no choice."""
-        ...
+        return None
 
     def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> str | None:
-        """Ask whether the run could never begin without these nodes; within seconds.
-
-        Returns:
-            Why not; None where nothing speaks against it.
-        """
-        ...
+        """Ask why the run could never begin without these nodes; within seconds. None: nothing speaks against it."""
+        return None
 
     def requeue(self, plan: NextAttempt) -> Requeued:
-        """Have the next attempt queued.
-
-        Returns:
-            What was done.
+        """Have the next attempt queued. Returns what was done.
 
         Raises:
             HpcElasticError: it could not be; the message says why.
         """
-        ...
+        raise NotImplementedError

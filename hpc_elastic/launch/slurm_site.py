@@ -19,7 +19,7 @@ from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.requeue import Arming, ArmingFacts, RequeueWay, decide_arming
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import Allocation, EligibleNodes, SiteFacts, agent_command, node_mark
+from hpc_elastic.launch.site import Allocation, EligibleNodes, Site, agent_command, attempt_facts, node_mark
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.options.job_options import RequeueChoice
 from hpc_elastic.run import index
@@ -86,7 +86,7 @@ CONFIRM_SECONDS = 15.0
 """A controller that is there may take as long; without munge a command would try for a minute."""
 
 
-class SlurmSite:
+class SlurmSite(Site):
     """The allocation that this process is in."""
 
     def __init__(
@@ -133,26 +133,26 @@ class SlurmSite:
     def cluster_name(self) -> str:
         return self._job.cluster or ""
 
-    def facts(self, spec: RunSpec) -> SiteFacts:
-        kill_wait, version, site_allows = None, "", True
+    def facts(self, spec: RunSpec) -> AttemptInfo:
+        kill_wait, versions, site_allows = None, {}, True
         try:
             config = self._client.config()
-            kill_wait, version = float(config.kill_wait), ".".join(str(part) for part in config.version)
+            kill_wait, versions = float(config.kill_wait), {"slurm": ".".join(map(str, config.version))}
             site_allows, self._requeuer.has_epilog = config.job_requeue, config.has_epilog
         except SlurmError as error:
             logger.warning("Slurm's settings can't be read: %s", error)
         arming = self._arm(spec, site_allows=site_allows)
-        return SiteFacts(
+        return attempt_facts(
             cluster="slurm",
             nodes=self._nodes,
             job_id=self._job.requeue_id,
-            slurm_job_id=self._job.job_id,
+            slurm_job_ids=(self._job.job_id,),
             restart_count=self._job.restart_count,
             requeue_armed=arming.is_armed,
             requeue_reason=arming.reason,
-            requeue_way=arming.way,
+            requeue_way=arming.way.value,
             kill_wait=kill_wait,
-            version=version,
+            versions=versions,
         )
 
     def _arm(self, spec: RunSpec, *, site_allows: bool) -> Arming:

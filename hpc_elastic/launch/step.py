@@ -24,7 +24,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.site import SiteFacts, agent_command, node_mark
+from hpc_elastic.launch.site import agent_command, node_mark
 from hpc_elastic.launch.slurm_site import HURRIED_SECONDS, SlurmSite
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
@@ -175,7 +175,7 @@ class StepSite(SlurmSite):
         self.nodes = step_nodes(job)
         self.host = job.task.node.name or job.task.step_nodes[0]
 
-    def facts(self, spec: RunSpec) -> SiteFacts:
+    def facts(self, spec: RunSpec) -> AttemptInfo:
         return replace(super().facts(spec), nodes=self.nodes)
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> StepLauncher:  # type: ignore[override]

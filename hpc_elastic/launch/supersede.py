@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 from hpc_elastic.agent.rendezvous_session import open_session_notifier, rendezvous_settings, session_addresses
@@ -86,20 +86,34 @@ def agent_state(
 class EarlierAttempt:
     """One earlier attempt, as the supervisor sees it that takes the run over. Every method may raise OSError."""
 
-    def __init__(self, store: Store, *, run_id: str, intervals: PollIntervals, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        run_id: str,
+        intervals: PollIntervals,
+        clock: Clock,
+        number: int = 0,
+        nodes: Sequence[str] = (),
+    ) -> None:
         """Args:
         store: The attempt's.
         run_id: The run's.
         intervals: How often its agents look.
         clock: For the silence.
+        number: The attempt's.
+        nodes: Slurm's names of its nodes; none where they are not known.
         """
         self._store = store
         self._run_id = run_id
         self._intervals = intervals
         self._clock = clock
+        self._nodes = nodes
         self._heartbeats = HeartbeatAges(store)
         self._answered: set[str] = set()
         self._closed_at = 0.0
+        self._states: dict[str, AgentState] = {}
+        self.number = number
         self.record: RoundRecord | None = None
         """The log's last one, once `supersede` has been called."""
         self.had_begun = False
@@ -140,11 +154,11 @@ class EarlierAttempt:
         self._heartbeats.paused_for(seconds, now=self._clock.monotonic())
         self._closed_at += seconds
 
-    def look(self, is_node_up: Callable[[str], bool]) -> dict[str, AgentState]:
+    def look(self, up: Collection[str] = ()) -> dict[str, AgentState]:
         """What has become of the agents, by uid.
 
         Args:
-            is_node_up: Whether Slurm reaches the node of the agent with this uid.
+            up: Slurm's names of the nodes that it reaches.
         """
         ended = departed(self._store)
         found = {}
@@ -157,11 +171,20 @@ class EarlierAttempt:
                 has_ended=uid in ended,
                 has_answered=uid in self._answered,
                 silent_for=self._heartbeats.age(uid),
-                is_node_up=is_node_up(uid),
+                is_node_up=self._name(uid) in up,
                 answer=self._intervals.answer_unheard,
                 lease=self._intervals.lease,
             )
+        self._states = found
         return found
+
+    def nodes(self, *states: AgentState) -> list[str]:
+        """Slurm's names of the nodes whose agents were in one of these states at the last look."""
+        return [self._name(uid) for uid, state in sorted(self._states.items()) if state in states]
+
+    def _name(self, uid: str) -> str:
+        node = node_of(uid)
+        return self._nodes[node] if 0 <= node < len(self._nodes) else host_of(uid)
 
 
 class EarlierAttemptRunsError(HpcElasticError):
@@ -210,10 +233,9 @@ class EarlierAttempts:
         self._events = events
         self._clock = clock
         self._began_at = self._looked_at = clock.monotonic()
-        self._open: list[tuple[int, tuple[str, ...], EarlierAttempt]] = []
-        """Those whose agents are waited for: number, Slurm's names of its nodes, and the attempt."""
+        self._open: list[EarlierAttempt] = []
+        """Those whose agents are waited for."""
         self._up: frozenset[str] = frozenset()
-        self._states: dict[int, dict[str, AgentState]] = {}
 
     @property
     def look_seconds(self) -> float:
@@ -223,7 +245,7 @@ class EarlierAttempts:
     @property
     def awaited_nodes(self) -> list[str]:
         """Slurm's names of the nodes whose agents are waited for."""
-        return [node for number, nodes, _ in self._open for node in self._nodes(number, nodes, *_AWAITED)]
+        return [name for earlier in self._open for name in earlier.nodes(*_AWAITED)]
 
     def end(self, on_disk: Callable[[Callable[[], bool]], bool], *, is_interrupted: Callable[[], bool]) -> None:
         """Close all earlier attempts, and wait until no worker of theirs runs any more.
@@ -259,8 +281,14 @@ class EarlierAttempts:
                 continue  # one that gave way
             info = _attempt_info(folder)
             intervals = poll_intervals(rendezvous_settings(self._spec, info or self._attempt))
-            store = FileStore(folder.store, clock=self._clock)
-            earlier = EarlierAttempt(store, run_id=self._spec.run_id, intervals=intervals, clock=self._clock)
+            earlier = EarlierAttempt(
+                FileStore(folder.store, clock=self._clock),
+                run_id=self._spec.run_id,
+                intervals=intervals,
+                clock=self._clock,
+                number=number,
+                nodes=info.nodes if info else (),
+            )
             reason = f"superseded by attempt {self._attempt.number} on {self._attempt.batch_host}"
             try:
                 was_open = earlier.supersede(self._uid, reason)
@@ -270,17 +298,17 @@ class EarlierAttempts:
                 break
             if was_open and not folder.result_json.exists():
                 self._record_end(folder, reason, step=earlier.record.memory.step if earlier.record else -1)
-            self._open.append((number, info.nodes if info else (), earlier))
+            self._open.append(earlier)
             if earlier.had_begun:
                 break  # its own supervisor has ended those before it
         if not self._look():
             self._up = self._site.nodes_up()
             self._notify()
-            for number, nodes, _ in self._open:
-                if awaited := self._nodes(number, nodes, *_AWAITED):
+            for earlier in self._open:
+                if awaited := earlier.nodes(*_AWAITED):
                     logger.warning(
                         "attempt %d may still run on %s: it was superseded, and this attempt waits until it has ended",
-                        number,
+                        earlier.number,
                         compress(awaited),
                     )
         return self._is_over()
@@ -300,26 +328,26 @@ class EarlierAttempts:
         paused = apart if apart > self.look_seconds + HELD_UP_SECONDS else 0.0
         self._looked_at = now
         self._began_at += paused
-        for number, nodes, earlier in self._open:
+        for earlier in self._open:
             if paused:  # by a filesystem that hung for the agents too, say
                 earlier.paused_for(paused)
-            self._states[number] = earlier.look(lambda uid, nodes=nodes: _name(uid, nodes) in self._up)  # type: ignore[misc]
+            earlier.look(self._up)
         return not self.awaited_nodes
 
     def _is_over(self) -> bool:
         seconds = self._clock.monotonic() - self._began_at
-        for number, nodes, _ in list(self._open):
-            alive = self._nodes(number, nodes, AgentState.ALIVE)
+        for earlier in list(self._open):
+            alive = earlier.nodes(AgentState.ALIVE)
             if alive and seconds > self._spec.shutdown_timeout + END_SECONDS:
-                raise EarlierAttemptRunsError(attempt=number, nodes=compress(alive), seconds=seconds)
-            if not self._nodes(number, nodes, *_AWAITED):
-                self._open = [entry for entry in self._open if entry[0] != number]
-                self._report(number, nodes, seconds)
+                raise EarlierAttemptRunsError(attempt=earlier.number, nodes=compress(alive), seconds=seconds)
+            if not earlier.nodes(*_AWAITED):
+                self._open.remove(earlier)
+                self._report(earlier, seconds)
         return not self._open
 
-    def _report(self, number: int, nodes: tuple[str, ...], seconds: float) -> None:
+    def _report(self, earlier: EarlierAttempt, seconds: float) -> None:
         """Write down how an earlier attempt ended, unless it had ended long before."""
-        ended, silent = self._nodes(number, nodes, AgentState.ENDED), self._nodes(number, nodes, AgentState.SILENT)
+        number, ended, silent = earlier.number, earlier.nodes(AgentState.ENDED), earlier.nodes(AgentState.SILENT)
         if not silent and seconds < LOOK_SECONDS:
             return
         rule = why_safe(silent, self._up, seconds=seconds) if silent else ""
@@ -330,15 +358,11 @@ class EarlierAttempts:
         self._events.write(
             "attempt_superseded",
             superseded=number,
-            ended=list(ended),
-            silent=list(silent),
+            ended=ended,
+            silent=silent,
             seconds=round(seconds, 3),
             reason=rule,
         )
-
-    def _nodes(self, number: int, nodes: tuple[str, ...], *states: AgentState) -> list[str]:
-        found = self._states.get(number, {})
-        return [_name(uid, nodes) for uid, state in sorted(found.items()) if state in states]
 
     def _record_end(self, folder: AttemptPaths, reason: str, *, step: int) -> None:
         """Write the end of an attempt that was still open, where commands and the report look for it."""
@@ -374,7 +398,7 @@ class EarlierAttempts:
         addresses = session_addresses(self._attempt, self._attempt.batch_host)
         notifier = open_session_notifier(self._spec, self._attempt, secret=secret, uid=self._uid, addresses=addresses)
         if notifier is not None:
-            for _, _, earlier in self._open:
+            for earlier in self._open:
                 earlier.notify(notifier, self._uid)
             notifier.close()
 
@@ -400,11 +424,6 @@ def why_safe(silent: Collection[str], up: Collection[str], *, seconds: float) ->
             "use the run directory; its workers are ended as soon as it can"
         )
     return "; ".join(parts)
-
-
-def _name(uid: str, nodes: tuple[str, ...]) -> str:
-    node = node_of(uid)
-    return nodes[node] if 0 <= node < len(nodes) else host_of(uid)
 
 
 def _attempt_info(folder: AttemptPaths) -> AttemptInfo | None:

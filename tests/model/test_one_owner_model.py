@@ -48,7 +48,7 @@ def supersede(world: AgentWorld, rng: random.Random, *, crash_after: int | None 
         if crash_after is not None:
             raise Crash("later")
         waiting = {AgentState.ALIVE, AgentState.AWAITED}
-        while waiting & set(earlier.look(lambda uid: False).values()):
+        while waiting & set(earlier.look().values()):
             world.run(lambda: False, seconds=0.2, tick=0.25, rng=rng)
     except Crash:
         return False

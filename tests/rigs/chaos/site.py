@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,8 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch import agents
 from hpc_elastic.launch.local import LocalLauncher
-from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnded, Allocation, SiteFacts
+from hpc_elastic.launch.site import AgentEnded, Site, attempt_facts
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -44,16 +42,16 @@ class ChaosLauncher(LocalLauncher):
             super().relaunch(node)
 
 
-class ChaosSite:
+class ChaosSite(Site):
     """Nodes that see the shared folder each by a path of its own, each with a wall clock of its own."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._stage = Path(config["stage"])
         self._runs: list[str] = config["runs"]
 
-    def facts(self, spec: RunSpec) -> SiteFacts:
+    def facts(self, spec: RunSpec) -> AttemptInfo:
         names = tuple(f"n{node}" for node in range(len(self._runs)))
-        return SiteFacts(cluster="local", nodes=names, requeue_reason="no requeue here")
+        return attempt_facts(cluster="local", nodes=names, requeue_reason="no requeue here")
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> ChaosLauncher:
         def environment(node: int) -> dict[str, str]:
@@ -66,34 +64,6 @@ class ChaosSite:
             return own_command("agent", *place, "--launcher-pid", str(os.getpid()))
 
         return ChaosLauncher(self._stage, len(self._runs), command, environment=environment, umask=0o022)
-
-    def ask(self, *, near: float) -> SlurmAnswer:
-        return SlurmAnswer(JobCondition.NO_SLURM)
-
-    @property
-    def cluster_name(self) -> str:
-        return ""
-
-    def allocation(self) -> Allocation:
-        return Allocation.HELD
-
-    def nodes_up(self) -> frozenset[str]:
-        return frozenset()
-
-    def job_nodes(self) -> tuple[str, ...]:
-        return ()
-
-    def is_running(self, job_id: str) -> bool:
-        return False
-
-    def eligible_nodes(self) -> None:
-        return None
-
-    def why_not_without(self, paths: RunPaths, nodes: Sequence[str]) -> None:
-        return None
-
-    def requeue(self, plan: NextAttempt) -> Requeued:
-        raise NotImplementedError
 
 
 def main() -> int:

@@ -102,7 +102,7 @@ def test_a_follow_on_job_is_tried_out_before_it_is_promised() -> None:
     assert not facts.requeue_armed
     assert "jobs can't be submitted from compute nodes" in facts.requeue_reason
     facts = site(Client(state=FORBIDDEN, would_run=LIMIT)).facts(SPEC)
-    assert facts.requeue_way is RequeueWay.CHAIN, (
+    assert facts.requeue_way == RequeueWay.CHAIN, (
         "this script was taken once: at this job's end there may be room again"
     )
     assert LIMIT in facts.requeue_reason
