@@ -16,7 +16,7 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.result import load_result
 from hpc_elastic.slurm.client import SlurmClient
@@ -103,7 +103,8 @@ class RunWatch:
         if self._client is None or now < self._ask_at:
             return None
         self._ask_at = now + _ASK_SECONDS
-        status = run_job.status_now(self._paths, self._client, clock=self._clock, is_quiet=True)
+        before = read_status(self._paths, clock=self._clock)
+        ((status, _),) = ends_by_slurm(self._client, [before], clock=self._clock, warn=lambda sentence: None)
         if status.state is not RunState.ENDED or self._attempt not in (None, status.attempt):
             return None
         return RunEnd(code=status.exit_code or 0, why=f"{status.reason} (exit code {status.exit_code})")

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,10 +14,9 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.cli.status_text import status_json
+from hpc_elastic.cli.status import status_json, status_line
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.run_status import RunState, RunStatus, read_status
-from hpc_elastic.output.terminal import one_line
+from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR, array_tasks
 from hpc_elastic.run.paths import RunPaths
 
@@ -69,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         statuses = [
             status for status in _statuses(some, clock) if (args.name or "") in status.name + "\n" + status.run_id
         ]
-        for status, _ in run_job.ends_by_slurm(client, statuses, clock=clock):
+        for status, _ in ends_by_slurm(client, statuses, clock=clock, warn=print_note):
             if wanted and status.state not in wanted:
                 continue
             if shown == most:
@@ -97,24 +95,6 @@ def _runs(folder: str, names: Sequence[str]) -> Iterator[RunPaths]:
         if paths.run_json.is_file():
             tasks = array_tasks(paths)
             yield from map(paths.task, tasks) if tasks else (paths,)
-
-
-def status_line(status: RunStatus) -> str:
-    """A run's state in one line."""
-    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
-    parts = [f"{status.state.value:<9}", created, status.run_id]
-    if status.job_id:
-        parts.append(f"job {status.job_id}")
-    if status.state is RunState.ENDED:
-        parts.append(status.outcome.replace("_", " "))
-    elif status.members:
-        parts.append(f"{len(status.members)} nodes, round {status.round}")
-    if status.steps is not None and status.state is not RunState.ENDED:
-        parts.append(f"step {status.steps.least}")
-    reason = status.reason or status.opened_because
-    if reason and status.outcome != "succeeded":
-        parts.append(reason)
-    return one_line("  ".join(parts))
 
 
 def _as_json(status: RunStatus) -> str:

@@ -139,13 +139,13 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     if history.attempts and history.attempts[-1].exit_code not in (None, ExitCode.REQUEUED):
         return history
     from hpc_elastic.base.clock import SystemClock
-    from hpc_elastic.launch.run_status import RunState, read_status
+    from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
     from hpc_elastic.report.subject import with_end
 
     clock = SystemClock()
     before = read_status(asked.paths, clock=clock)
     client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
-    ((status, _),) = run_job.ends_by_slurm(client, [before], clock=clock)
+    ((status, _),) = ends_by_slurm(client, [before], clock=clock, warn=print_note)
     if before.state is RunState.ENDED or status.state is not RunState.ENDED:
         return history
     if status.attempt is None or before.state is RunState.REQUEUED:

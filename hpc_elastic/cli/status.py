@@ -6,20 +6,29 @@ import argparse
 import json
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.cli import bad_nodes, run_job
-from hpc_elastic.cli.screen import is_terminal, output_failed
-from hpc_elastic.cli.status_text import status_json, status_lines
+from hpc_elastic.cli.screen import is_terminal, output_failed, print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.run_status import RunState, RunStatus, read_status
+from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
+from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
+from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.run.index import array_tasks, jobs_of
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.job_state import JobState, seconds_until_end
+from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
+from hpc_elastic.slurm.notation import HostlistError, compress
 
+JSON_VERSION = 1
+_MOST_BEHIND = 8
 WATCH_SECONDS = 5.0
 """Between two looks of ``--watch``: some file operations, and one squeue."""
 _CLEAR = "\x1b[H\x1b[J"
@@ -53,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
             if tasks := array_tasks(paths):
                 has_ended = _show_array(paths, tasks, client, clock, as_json=args.json, clears=clears)
             else:
-                ((status, job),) = run_job.ends_by_slurm(client, [read_status(paths, clock=clock)], clock=clock)
+                ((status, job),) = ends_by_slurm(
+                    client, [read_status(paths, clock=clock)], clock=clock, warn=print_note
+                )
                 _print(status, job, clock, as_json=args.json, clears=clears)
                 has_ended = status.state is RunState.ENDED
         except OSError as error:
@@ -68,19 +79,17 @@ def run(args: argparse.Namespace) -> int:
 def _show_array(
     paths: RunPaths, tasks: Sequence[int], client: SlurmClient | None, clock: Clock, *, as_json: bool, clears: bool
 ) -> bool:
-    from hpc_elastic.cli import status_array
-
-    runs = status_array.read_tasks(paths, tasks, clock=clock)
-    found = run_job.ends_by_slurm(client, list(runs.values()), clock=clock)
+    runs = {task: read_status(paths.task(task), clock=clock) for task in tasks}
+    found = ends_by_slurm(client, list(runs.values()), clock=clock, warn=print_note)
     runs = {task: status for task, (status, _) in zip(runs, found, strict=True)}
     jobs = {task: job for task, (_, job) in zip(runs, found, strict=True) if job is not None}
     told = [status.job_id.partition("_")[0] for status in runs.values() if status.job_id]
     known = [entry.job_id for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
     number = next(iter((*known, *told)), "")
     if as_json:
-        text = json.dumps(status_array.array_json(paths, runs, jobs))
+        text = json.dumps(array_json(paths, runs, jobs))
     else:
-        text = "\n".join(map(one_line, status_array.array_lines(paths, runs, jobs, number)))
+        text = "\n".join(map(one_line, array_lines(paths, runs, jobs, number)))
     sys.stdout.write((_CLEAR if clears and not as_json else "") + text + "\n")
     sys.stdout.flush()
     return all(status.state is RunState.ENDED for status in runs.values())
@@ -100,3 +109,162 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
         lines = map(one_line, status_lines(status, job, seconds_left=left))
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float | None) -> list[str]:
+    """The lines, the headline first.
+
+    Args:
+        status: From the files.
+        job: What Slurm says; None: it was not asked, or knows nothing.
+        seconds_left: Until the job's time limit.
+    """
+    where = f", attempt {status.attempt}" if status.attempt is not None else ""
+    job_id = status.job_id or (job.job_id if job is not None else None)
+    where += f", job {job_id}" if job_id else ""
+    lines = [f"run {status.run_id}: {status.state.value}{where}"]
+
+    def put(name: str, text: str) -> None:
+        lines.append(f"  {name:<9}: {one_line(text)}")
+
+    if job is not None:
+        put("slurm", _slurm(job, seconds_left))
+    if status.state is RunState.ENDED:
+        put("ended", f"{status.outcome.replace('_', ' ')} (exit code {status.exit_code}){_because(status.reason)}")
+    elif status.state is RunState.REQUEUED:
+        put("requeued", f"{status.outcome.replace('_', ' ')}{_because(status.reason)}")
+        if job is not None and job.phase is JobPhase.FINISHED:
+            put("but", f"the job has ended: the requeue never came about; hpc-elastic requeue {job_id} makes up for it")
+    elif status.state is RunState.ENDING:
+        put("ending", status.reason)
+    if status.round is not None and status.members:
+        put("round", f"{status.round}: {len(status.members)} nodes, {status.workers} workers: {_names(status.members)}")
+    elif status.round is not None and status.state is RunState.MEETING:
+        put("round", f"{status.round}: nodes are meeting")
+    if status.lost:
+        put("lost", _names(status.lost))
+    if status.bad_nodes:
+        put("left out", _names(status.bad_nodes))
+    if differ := _differ(status, job):
+        put("differs", str(differ))
+    if status.waiting:
+        put("waiting", f"{status.waiting} nodes for a place")
+    if status.opened_because:
+        put("because", status.opened_because)
+    if status.steps is not None:
+        put("steps", _steps(status.steps))
+    put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "
+        f"{status.requeues_used} of {status.max_requeues} requeues")  # fmt: skip
+    put("directory", status.run_dir)
+    if status.problem:
+        put("problem", status.problem)
+    return lines
+
+
+def status_json(status: RunStatus, job: JobState | None, *, seconds_left: float | None) -> dict[str, Any]:
+    """The same as an object: docs/reference/status-json.md."""
+    slurm: dict[str, Any] | None = None
+    if job is not None:
+        slurm = {
+            "state": job.state,
+            "reason": job.reason,
+            "nodes": list(job.nodes),
+            "seconds_left": seconds_left,
+        }
+        if differ := _differ(status, job):
+            slurm["differs"] = str(differ)
+    return {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
+
+
+def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
+    """Where Slurm and the run disagree about the job's nodes."""
+    if job is None or job.phase is not JobPhase.RUNNING or status.state is RunState.ENDED:
+        return NodesDiffer()
+    return nodes_differ(used=status.members, lost=status.lost, job=job.nodes)
+
+
+def duration(seconds: float) -> str:
+    """``3:41:20``, ``2-03:00:00``."""
+    whole = int(max(0.0, seconds))
+    days, rest = divmod(whole, 86400)
+    clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
+    return f"{days}-{clock:0>8}" if days else clock
+
+
+def _slurm(job: JobState, seconds_left: float | None) -> str:
+    text = job.state + (f" ({job.reason})" if job.reason else "")
+    if job.phase is JobPhase.RUNNING and seconds_left is not None:
+        text += f", {duration(seconds_left)} left"
+    elif job.way_out:
+        text += f", {job.way_out}"
+    elif job.phase is JobPhase.PENDING and job.start_time:
+        text += f", expected to start {job.start_time.replace('T', ' ')}"
+    return text
+
+
+def _steps(steps: StepStatus) -> str:
+    text = f"{steps.least}" if steps.least == steps.most else f"{steps.least} to {steps.most}"
+    if steps.behind:
+        more = ", …" if len(steps.behind) > _MOST_BEHIND else ""
+        text += f" (behind: rank {rank_ranges(steps.behind[:_MOST_BEHIND])}{more})"
+    return f"{text}; told {duration(steps.told_seconds)} ago by {steps.ranks} workers"
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _names(names: tuple[str, ...]) -> str:
+    try:
+        return compress(names)
+    except HostlistError:
+        return ", ".join(names)
+
+
+def status_line(status: RunStatus) -> str:
+    """A run's state in one line."""
+    created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
+    parts = [f"{status.state.value:<9}", created, status.run_id]
+    if status.job_id:
+        parts.append(f"job {status.job_id}")
+    if status.state is RunState.ENDED:
+        parts.append(status.outcome.replace("_", " "))
+    elif status.members:
+        parts.append(f"{len(status.members)} nodes, round {status.round}")
+    if status.steps is not None and status.state is not RunState.ENDED:
+        parts.append(f"step {status.steps.least}")
+    reason = status.reason or status.opened_because
+    if reason and status.outcome != "succeeded":
+        parts.append(reason)
+    return one_line("  ".join(parts))
+
+
+def array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState], job: str) -> list[str]:
+    """The lines, the headline first.
+
+    Args:
+        paths: The array's.
+        runs: By task.
+        jobs: What Slurm says, by task.
+        job: The array's job id, where it is known.
+    """
+    counts = Counter(status.state for status in runs.values())
+    said = ", ".join(f"{counts[state]} {state.value}" for state in RunState if counts[state])
+    lines = [f"array {paths.run_id}{f', job {job}' if job else ''}: {len(runs)} runs: {said}"]
+    for task, status in runs.items():
+        state = jobs.get(task)
+        shows = state is not None and status.state is not RunState.ENDED
+        slurm = f"  [{state.state}{f': {state.reason}' if state.reason else ''}]" if shows and state else ""
+        lines.append(f"  {status_line(status)}{slurm}")
+    lines.append(f"  directory: {paths.root}")
+    return lines
+
+
+def array_json(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState]) -> dict[str, Any]:
+    """The same as an object."""
+    return {
+        "version": JSON_VERSION,
+        "run_id": paths.run_id,
+        "run_dir": str(paths.root),
+        "tasks": {str(task): status_json(status, jobs.get(task), seconds_left=None) for task, status in runs.items()},
+    }

@@ -1,4 +1,8 @@
-"""Where a run stands, from its files alone: a handful of them, however many nodes and rounds it has.
+"""Where a run stands now: by its files and, where they hold no end, by Slurm.
+
+`read_status` reads a handful of files, however many nodes and rounds a run has: its state is the newest record of the
+rendezvous' log, and its end is result.json. (The events say the same with all that was before, in a file of each node:
+that is the report's story, too much to read for a line of `list`.) `ends_by_slurm` asks Slurm about all runs at once.
 
 Ages are by this host's wall clock against those that wrote them: for people, not for decisions.
 """
@@ -6,8 +10,9 @@ Ages are by this host's wall clock against those that wrote them: for people, no
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -16,18 +21,26 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_json
 from hpc_elastic.base.outcome import ExitCode, Outcome
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, is_job_id, load_attempt
+from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.result import load_result
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.store.file_store import FileStore
 
 _LARGEST_RECORD = 16 << 20
 """Bytes."""
+_JOBS_AT_ONCE = 500
+"""That one call asks Slurm about."""
 FORGOTTEN_SECONDS = 300.0
 """A run whose job Slurm does not know, and of which no file has changed for so long, has ended: agents write signs of
 life every half minute at most. (Slurm forgets an ended job after MinJobAge, 300 s on most sites.)"""
@@ -261,15 +274,125 @@ def _round(record: RoundRecord, nodes: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _result(attempt: AttemptPaths) -> dict[str, Any]:
-    value = read_json(attempt.result_json)
-    if isinstance(value, str) or type(value.get("exit_code")) is not int:
+    result = load_result(attempt.result_json)
+    if result is None:
         return {}
-    found = {
-        "outcome": str(value.get("outcome", "")),
-        "reason": str(value.get("reason", "")),
-        "exit_code": value["exit_code"],
-    }
-    next_job = value.get("next_job")
-    if value["exit_code"] == ExitCode.REQUEUED and is_job_id(next_job):
-        found["job_id"] = next_job  # the run goes on in another job
+    found = {"outcome": result.outcome, "reason": result.reason, "exit_code": result.exit_code}
+    if result.exit_code == ExitCode.REQUEUED and result.next_job:
+        found["job_id"] = result.next_job  # the run goes on in another job
+    return found
+
+
+def newest_job(status: RunStatus, known: Sequence[JobEntry] | None = None) -> JobId | None:
+    """The run's newest job; None where this account knows of none. `known`: as for `jobs_of`."""
+    if status.job_id is not None:
+        return JobId(status.job_id)
+    known = jobs_of(status.run_dir, known=known)
+    if array_tasks(RunPaths(Path(status.run_dir))):
+        known = [entry for entry in known if "_" not in entry.job_id]  # not a task's follow-on job
+    return JobId(known[0].job_id) if known else None
+
+
+def whole_job(states: Sequence[JobState]) -> JobState | None:
+    """One state of what Slurm says of a job: of a het job, the first component's with the nodes of all."""
+    if not states:
+        return None
+    first = min(states, key=lambda state: state.het_offset)
+    nodes = tuple(node for state in sorted(states, key=lambda state: state.het_offset) for node in state.nodes)
+    return replace(first, nodes=nodes) if first.het_leader_id is not None else states[0]
+
+
+def query_job_states(
+    client: SlurmClient, jobs: Sequence[JobId], *, warn: Callable[[str], None]
+) -> dict[str, JobState | None]:
+    """What Slurm says of jobs, by their ids: the controller, and of those that it has forgotten the accounting.
+
+    Args:
+        client: This cluster's.
+        jobs: Which.
+        warn: Is given a sentence where Slurm can't be asked.
+
+    Returns:
+        None for a job that neither knows. A job that could not be asked about is not in it.
+    """
+    found: dict[str, JobState | None] = {}
+    groups: dict[str, list[JobId]] = {}
+    for job in jobs:
+        groups.setdefault(job.number.partition("_")[0], []).append(job)
+    # An array is asked about as one.
+    all_asked = [(group[0] if len(group) == 1 else JobId(base), group) for base, group in groups.items()]
+    try:
+        for begin in range(0, len(all_asked), _JOBS_AT_ONCE):
+            asked = all_asked[begin : begin + _JOBS_AT_ONCE]
+            some = [job for _, group in asked for job in group]
+            here = _by_job(client.queue_states([job for job, _ in asked]), some)
+            forgotten = [job for job, group in asked if any(str(one) not in here for one in group)]
+            if forgotten:
+                here = _by_job(client.accounted(forgotten), some) | here
+            found |= {str(job): here.get(str(job)) for job in some}
+    except SlurmMissingError:
+        pass
+    except SlurmError as error:
+        warn(f"Slurm can't be asked: {error}")
+    return found
+
+
+def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[str, JobState]:
+    """States by the ids that were asked for: an array's tasks that wait share a state, a het job has several."""
+    of_base: dict[str, list[JobState]] = {}
+    for state in states:
+        base = state.array_job_id or state.het_leader_id or state.job_id
+        of_base.setdefault(base, []).append(state)
+    found: dict[str, JobState] = {}
+    for job in jobs:
+        base, _, task = job.number.partition("_")
+        own = of_base.get(base, [])
+        # Of a long list of tasks that wait an older squeue shows the beginning alone.
+        rest = next((one for one in own if (one.array_task_id or "").rstrip("]").endswith("...")), None)
+        match = states_by_task(own).get(int(task), rest) if task.isdecimal() else whole_job(own)
+        if match is None and len(jobs) == 1 and own:
+            match = own[0]
+        if match is not None:
+            found[str(job)] = match
+    return found
+
+
+def states_by_task(states: Sequence[JobState]) -> dict[int, JobState]:
+    """What Slurm says of an array's job, by task; tasks that wait have one line for all, as in ``70_[3-5,7%2]``."""
+    found: dict[int, JobState] = {}
+    for state in states:
+        try:
+            tasks = parse_array((state.array_task_id or "").strip("[]"))
+        except UsageError:
+            continue  # a long list is cut: "[0-7,…]"
+        found.update(dict.fromkeys(tasks, state))
+    return found
+
+
+def ends_by_slurm(
+    client: SlurmClient | None, statuses: Sequence[RunStatus], *, clock: Clock, warn: Callable[[str], None]
+) -> list[tuple[RunStatus, JobState | None]]:
+    """Each run with what Slurm says of its job, asked about all at once, and with the end that only Slurm knows.
+
+    Args:
+        client: This cluster's; None: Slurm is not asked.
+        statuses: The runs, from their files.
+        clock: For how long their files have not changed.
+        warn: Is given a sentence where Slurm can't be asked.
+    """
+    asked: dict[int, JobId] = {}
+    if client is not None:
+        open_runs = [status for status in statuses if status.cluster == "slurm" and status.state is not RunState.ENDED]
+        known = known_jobs() if any(status.job_id is None for status in open_runs) else ()
+        asked = {id(status): job for status in open_runs if (job := newest_job(status, known)) is not None}
+    says = query_job_states(client, list(asked.values()), warn=warn) if client is not None and asked else {}
+    found = []
+    for status in statuses:
+        job = asked.get(id(status))
+        state = None if job is None else says.get(str(job))
+        is_known = job is None or str(job) not in says or state is not None
+        silent = None
+        if not is_known and status.attempt is not None:
+            silent = silent_for(RunPaths(Path(status.run_dir)), status.attempt, now_ns=clock.time_ns())
+        found.append((with_slurms_end(status, state, is_known=is_known, silent_seconds=silent), state))
     return found

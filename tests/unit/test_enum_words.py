@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 import hpc_elastic
 from hpc_elastic.base.outcome import GivenUp, Outcome
-from hpc_elastic.cli.list_runs import status_line
-from hpc_elastic.cli.status_text import status_json, status_lines
+from hpc_elastic.cli.status import status_json, status_line, status_lines
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.launch.requeue import RequeueAction

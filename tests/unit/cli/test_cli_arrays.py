@@ -13,10 +13,11 @@ from types import ModuleType
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.cli import cancel, list_runs, requeue, run_job, status, status_array, submit
+from hpc_elastic.cli import cancel, list_runs, requeue, run_job, status, submit
 from hpc_elastic.cli.run_argument import argument_parser, asked_run, find_run_dir
 from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import RunState
 from hpc_elastic.run.index import UnknownRunError, find, record
@@ -167,7 +168,7 @@ def test_a_list_that_squeue_cut_short_is_no_error() -> None:
     states = parse_squeue(
         "48_[0-2,4%2]|PENDING|None|0:00|5:00|1||(None)|N/A|N/A|1|N/A\n48_[7,...]|PENDING|||||||||| \n"
     )
-    assert sorted(run_job.states_by_task(states)) == [0, 1, 2, 4]
+    assert sorted(run_status.states_by_task(states)) == [0, 1, 2, 4]
 
 
 def test_the_list_has_a_line_for_each(array: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +202,7 @@ def test_who_waits_for_an_array_gets_the_worst_code_of_all(array: RunPaths) -> N
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_het_job_shows_the_nodes_of_all_components(version: str) -> None:
-    whole = run_job.whole_job(parse_squeue(captured(version, "squeue-running-het")[1]))
+    whole = run_status.whole_job(parse_squeue(captured(version, "squeue-running-het")[1]))
     assert whole is not None
     assert whole.nodes == ("n1", "n2", "n3")
     leader, other = parse_show_job(captured(version, "scontrol-show-job-running-het")[1])
@@ -289,5 +290,5 @@ def test_where_there_is_no_slurm_that_is_no_news(
 
 
 def test_states_without_files(array: RunPaths) -> None:
-    runs = status_array.read_tasks(array, TASKS, clock=SystemClock())
+    runs = {task: run_status.read_status(array.task(task), clock=SystemClock()) for task in TASKS}
     assert [runs[task].state for task in TASKS] == [RunState.MEETING, RunState.REQUEUED] + [RunState.SUBMITTED] * 3

@@ -10,10 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.run_job import ends_by_slurm
-from hpc_elastic.cli.status import seconds_left
-from hpc_elastic.cli.status_text import status_lines
-from hpc_elastic.launch.run_status import RunState, RunStatus
+from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.status import seconds_left, status_lines
+from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm
 from hpc_elastic.run.index import jobs_of, record
 from hpc_elastic.slurm.errors import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
@@ -97,7 +96,7 @@ def status(**changes: object) -> RunStatus:
 
 def ask(client: Client, *statuses: RunStatus) -> list[tuple[RunStatus, JobState | None]]:
     clock = FakeClock()
-    return ends_by_slurm(client, statuses, clock=clock)  # type: ignore[arg-type]
+    return ends_by_slurm(client, statuses, clock=clock, warn=print_note)  # type: ignore[arg-type]
 
 
 def test_slurm_is_asked_once_and_only_where_it_can_know(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +170,7 @@ def test_a_job_that_slurm_has_forgotten(tmp_path: Path) -> None:
     written = paths.attempt(0).attempt_json.stat().st_mtime
     for seconds, state in ((100, RunState.TRAINING), (400, RunState.ENDED)):
         clock = FakeClock(written + seconds)
-        ((seen, _),) = ends_by_slurm(Client(), [running], clock=clock)  # type: ignore[arg-type]
+        ((seen, _),) = ends_by_slurm(Client(), [running], clock=clock, warn=print_note)  # type: ignore[arg-type]
         assert seen.state is state
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.cli.status_text import duration, status_json, status_lines
+from hpc_elastic.cli.status import duration, status_json, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, read_status, state_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
