@@ -1,18 +1,87 @@
-"""``hpc-elastic agent``: one node's agent."""
+"""``srun … hpc-elastic agent SCRIPT``: a run whose agents are the tasks of a step of the user's own.
+
+The agents of our own launchers do not pass here: `cli.main` starts them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
-_OF_LAUNCHERS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.run import create_run_in_job, nodes_of
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import why_not_shared
+from hpc_elastic.launch.step import (
+    StepRendezvous,
+    StepRun,
+    become_agent,
+    check_one_task_per_node,
+    run_first_task,
+    step_nodes,
+)
+from hpc_elastic.options.run_request import build_spec, notice_seconds, runs_directory, working_directory
+from hpc_elastic.options.table import Parsed, explaining
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
+
+DESCRIPTION = (
+    "One node's agent, as a task of an srun step in a batch script of your own: one task on each node. Task 0 also "
+    "does what the batch side does elsewhere: the report, and the requeue. What follows the script is the script's own."
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run this node's agent to the end of the attempt: as a launcher of ours calls it, or as a user's srun does."""
-    if not (argv and argv[0].partition("=")[0] in _OF_LAUNCHERS):
-        from hpc_elastic.cli import step_agent
+    """Be an agent. Returns the run's exit code in task 0, the agent's in others."""
+    env = without_run_variables(os.environ)
+    parsed = read_command_line(argv, subcommand="agent", description=DESCRIPTION, env=env)
+    if parsed is None:
+        return 0
+    job = JobEnvironment.from_env(env) if in_job(env) else None
+    if job is None or job.task is None:
+        raise UsageError(
+            "agent is for srun in a batch script of your own (srun --ntasks-per-node=1 hpc-elastic agent SCRIPT); "
+            "here use hpc-elastic run, or submit"
+        )
+    try:
+        check_one_task_per_node(job.task)
+    except UsageError:
+        if job.task.procid == 0:
+            raise
+        return ExitCode.USAGE  # task 0 says why, once
+    with explaining(parsed):
+        return _take_part(parsed, job, env)
 
-        return step_agent.main(argv)
-    from hpc_elastic.agent.main import agent_main
 
-    return agent_main(list(argv))
+def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> int:
+    assert job.task is not None
+    is_first = job.task.procid == 0
+    cwd = working_directory(parsed, env)
+    runs_dir = runs_directory(parsed, cwd)
+    nodes = step_nodes(job)
+    why = why_not_shared(runs_dir) if len(nodes) > 1 else None
+    try:
+        rendezvous = StepRendezvous(runs_dir, job, env, SystemClock())
+    except OSError as error:
+        raise UsageError(f"can't write in {runs_dir}: {error.strerror}; choose another with --runs-dir") from None
+    if not is_first:
+        run = rendezvous.wait()
+        return ExitCode.USAGE if run.refused else become_agent(run, env)
+    try:
+        if why is not None:
+            raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
+        rendezvous.clean()
+        spec = build_spec(
+            parsed,
+            cluster="slurm",
+            nodes=nodes_of(parsed, len(nodes), what="step"),
+            cwd=cwd,
+            env=env,
+            grace=notice_seconds(parsed),
+        )
+        run_dir = create_run_in_job(job, spec, runs_dir, env)
+    except BaseException:
+        rendezvous.publish(StepRun(refused=True))
+        raise
+    return run_first_task(run_dir, env, rendezvous=rendezvous)

@@ -12,14 +12,14 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.text import time_text
 from hpc_elastic.cli.follow import follow_to_end
-from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run, node_names
+from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.follow import FollowedFiles
-from hpc_elastic.output.log_streams import read_layouts
 from hpc_elastic.output.terminal import harmless
-from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event, describe_time
+from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event
 from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.event_reader import Event, EventFile, event_files, merged_events
 
@@ -123,11 +123,7 @@ def _nodes(asked: AskedRun, number: int, choice: EventChoice) -> frozenset[int] 
         return None
     if choice.nodes == "batch":
         return frozenset({BATCH_NODE})
-    attempt = asked.paths.attempt(number)
-    hosts = dict(enumerate(node_names(attempt)))
-    if not hosts:
-        hosts = {node: host for part in read_layouts(attempt).values() for node, host in part.hosts.items()}
-    return asked_nodes(choice.nodes, hosts)
+    return asked_nodes(choice.nodes, asked.paths.attempt(number))
 
 
 def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Iterator[Event]:
@@ -166,7 +162,7 @@ class _Printer:
         role = str(value.get("role", ""))
         host = "batch" if role == "supervisor" else str(value.get("host", ""))
         colour = "" if not self._colours else RED if name in _BAD else BOLD if name in _DECISIONS else ""
-        time = painted(describe_time(event.time_ns), DIM if self._colours else "")
+        time = painted(time_text(event.time_ns, fine=True), DIM if self._colours else "")
         head = f"{host:<{_HOST_WIDTH}} {name:<19}"
         line = f"{time} {painted(head, colour)} {describe_event(value)}".rstrip()
         return harmless((line + "\n").encode("utf-8", "backslashreplace"))[:-1].decode("utf-8", "replace")

@@ -11,11 +11,11 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from msgspec import Struct
 
-from hpc_elastic.cli.log_around import LINES, SECONDS, first_failure, nearest_lines
+from hpc_elastic.base.text import ranks_text, time_text
 from hpc_elastic.cli.run_argument import (
     AskedRun,
     NumberSet,
@@ -24,7 +24,6 @@ from hpc_elastic.cli.run_argument import (
     asked_run,
     check_ranks,
     check_rounds,
-    node_names,
     parse_numbers,
     whole_number,
 )
@@ -34,10 +33,10 @@ from hpc_elastic.output.lines import with_prefix
 from hpc_elastic.output.log_streams import (
     LogStream,
     Piece,
-    RoundLayout,
     RoundMarks,
     last_of,
     merged,
+    nearest_lines,
     rank_numbers,
     read_layouts,
     read_round_marks,
@@ -49,10 +48,11 @@ from hpc_elastic.output.log_streams import (
 )
 from hpc_elastic.output.log_times import STDERR, STDOUT
 from hpc_elastic.output.terminal import harmless, one_line
-from hpc_elastic.report.event_text import describe_time
-from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
+
+if TYPE_CHECKING:
+    from hpc_elastic.report.history import RunHistory
 
 ALL_STREAMS = (STDOUT, STDERR)
 
@@ -86,11 +86,11 @@ class LogChoice(Struct, frozen=True, kw_only=True):
         """
         if self.ranks is None and self.nodes is None:
             return
-        layouts = read_layouts(attempt)
         if self.nodes is not None:
-            self._node_indices(attempt, layouts)
+            asked_nodes(self.nodes, attempt)
         if self.ranks is None or not rounds:
             return
+        layouts = read_layouts(attempt)
         world = max((layouts[index].world_size for index in rounds if index in layouts), default=0)
         world = max([world, *(1 + rank for index in rounds for rank in rank_numbers(attempt, index)[-1:])])
         name = f"round {rounds[-1]}" if len(rounds) == 1 else f"rounds {rounds[0]}-{rounds[-1]}"
@@ -103,8 +103,7 @@ class LogChoice(Struct, frozen=True, kw_only=True):
             return streams_of(
                 attempt, round_number, wanted=lambda rank: ranks is None or rank in ranks, streams=self.streams
             )
-        layouts = read_layouts(attempt)
-        indices = self._node_indices(attempt, layouts)
+        layouts, indices = read_layouts(attempt), asked_nodes(self.nodes, attempt)
         places = layouts[round_number].nodes if round_number in layouts else {}
         return streams_of(
             attempt,
@@ -112,13 +111,6 @@ class LogChoice(Struct, frozen=True, kw_only=True):
             wanted=lambda rank: (ranks is None or rank in ranks) and places.get(rank) in indices,
             streams=self.streams,
         )
-
-    def _node_indices(self, attempt: AttemptPaths, layouts: dict[int, RoundLayout]) -> frozenset[int]:
-        hosts = {index: name for layout in layouts.values() for index, name in layout.hosts.items()}
-        hosts.update(enumerate(node_names(attempt)))
-        if not hosts:
-            raise UsageError(f"--node {self.nodes}: attempt {attempt.number} does not tell its nodes; use --rank")
-        return asked_nodes(self.nodes or "", hosts)
 
 
 _NO_TIME = "-"
@@ -167,7 +159,7 @@ class LogPrinter:
     def _prefix(self, rank: int, time_us: int | None) -> str:
         prefix = ""
         if self._style.times:
-            prefix = f"{describe_time(time_us * 1000) if time_us is not None else _NO_TIME:<{_TIME_WIDTH}} "
+            prefix = f"{time_text(time_us * 1000, fine=True) if time_us is not None else _NO_TIME:<{_TIME_WIDTH}} "
         if not self._style.prefix:
             return prefix
         label = self._prefixes.get(rank)
@@ -179,6 +171,8 @@ class LogPrinter:
 
 _FOLLOWED_LINES = 10
 _ALL = "all"
+SECONDS = 10
+LINES = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -349,9 +343,58 @@ def _around(args: argparse.Namespace, asked: AskedRun, choice: LogChoice, printe
     _show(after, printer)
     quiet = sorted({one.rank for one in streams} - {piece.stream.rank for piece in (*before, *after)})
     if quiet:
-        printer.note(f"--- nothing of rank{'s' if len(quiet) > 1 else ''} {rank_ranges(quiet)} in that time ---")
+        printer.note(f"--- nothing of {ranks_text(quiet)} in that time ---")
     printer.flush()
     return 0
+
+
+class Moment(Struct, frozen=True, kw_only=True):
+    """The first failure, as the report's verdict has it."""
+
+    attempt: int
+    round: int
+    node: int
+    """By whose clock; -1: not known."""
+    time_ns: int
+    rank: int | None
+    """Who failed; None: a node did."""
+    caption: str
+    evidence: str
+
+
+def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
+    """When it was.
+
+    Raises:
+        UsageError: nothing has failed.
+    """
+    from hpc_elastic.report.subject import choose_subject
+    from hpc_elastic.report.verdict import Cause
+
+    subject = choose_subject(history, attempt=attempt)
+    verdict = subject.verdict
+    if verdict.cause is Cause.NONE or subject.round is None or subject.attempt is None:
+        where = f"attempt {attempt} of run {history.run_id}" if attempt is not None else f"run {history.run_id}"
+        raise UsageError(f"--around-failure: nothing has failed in {where}; hpc-elastic logs --tail 100 shows its end")
+    if verdict.lost_node is not None:
+        loss = verdict.lost_node
+        node, rank, when = -1, None, loss.gone_ns
+        caption = loss.summary if loss.left or loss.broke else f"{loss.summary} (last sign of it)"
+    elif verdict.failure is not None:
+        failure = verdict.failure
+        node, rank, when = failure.node, failure.global_rank, failure.ended_ns
+        caption = f"rank {failure.global_rank} on {failure.host} failed: {failure.headline}"
+    else:
+        raise UsageError(f"--around-failure: the report of run {history.run_id} names no failure")
+    return Moment(
+        attempt=subject.attempt.number,
+        round=subject.round.index,
+        node=node,
+        time_ns=when,
+        rank=rank,
+        caption=f"{time_text(when, fine=True)} {caption}",
+        evidence=verdict.evidence,
+    )
 
 
 def _show(pieces: Sequence[Piece], printer: LogPrinter) -> None:
@@ -366,10 +409,7 @@ def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None
         if marks.of(one.rank, one.stream).first_us is None and _has_anything(one):
             found.append(one.rank)
     if found:
-        ranks = sorted(set(found))
-        print_note(
-            f"no times are kept for rank{'s' if len(ranks) > 1 else ''} {rank_ranges(ranks)}: one after the other"
-        )
+        print_note(f"no times are kept for {ranks_text(found)}: one after the other")
 
 
 def _has_anything(stream: LogStream) -> bool:

@@ -32,6 +32,8 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
 _HIDDEN: dict[str, str] = {"batch": "batch"}
+_AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
+"""With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""
 
 
 def console_main() -> NoReturn:
@@ -85,6 +87,10 @@ def _dispatch(argv: list[str]) -> int:
     if name in ("-V", "--version"):
         sys.stdout.write(f"{PROGRAM} {__version__}\n")
         return 0
+    if name == "agent" and rest and rest[0].partition("=")[0] in _AGENT_OPTIONS:
+        from hpc_elastic.agent.main import agent_main
+
+        return agent_main(rest)
     if name in _SUBCOMMANDS:
         return _run(_SUBCOMMANDS[name][0], name, rest)
     if name in _HIDDEN:

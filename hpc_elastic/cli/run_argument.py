@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from msgspec import Struct
 
 from hpc_elastic.base.files import read_json
+from hpc_elastic.base.text import ranges
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number
 
@@ -167,9 +168,7 @@ def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> lis
     """
     found = rounds.within(numbers)
     if not found:
-        from hpc_elastic.report.fold import rank_ranges
-
-        there = f"has {rank_ranges(numbers)}" if numbers else "has none yet"
+        there = f"has {ranges(numbers)}" if numbers else "has none yet"
         raise UsageError(f"--round {rounds.text}: attempt {attempt} {there}")
     return found
 
@@ -268,23 +267,26 @@ def node_names(attempt: AttemptPaths) -> tuple[str, ...]:
     return tuple(str(node) for node in nodes) if isinstance(nodes, list) else ()
 
 
-def asked_nodes(text: str, hosts: Mapping[int, str], *, option: str = "--node") -> frozenset[int]:
-    """``n1,n[3-4]`` or ``0,2``: the nodes' indices.
+def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
+    """``--node n1,n[3-4]`` or ``0,2``: the indices of nodes of an attempt.
 
     Args:
         text: Names as in a hostlist of Slurm's, or indices in Slurm's node order.
-        hosts: Index → name.
-        option: For the message.
+        attempt: Whose nodes they are: by attempt.json, or where it is missing by the events.
 
     Raises:
         UsageError: one is no node of the attempt.
     """
+    from hpc_elastic.output.log_streams import read_layouts
     from hpc_elastic.slurm.notation import HostlistError, compress, expand
 
     try:
         wanted = expand(text)
     except HostlistError as error:
-        raise UsageError(f"{option} {text}: {error.why}") from None
+        raise UsageError(f"--node {text}: {error.why}") from None
+    hosts = dict(enumerate(node_names(attempt)))
+    if not hosts:
+        hosts = {node: host for layout in read_layouts(attempt).values() for node, host in layout.hosts.items()}
     found: set[int] = set()
     for name in wanted:
         indices = [index for index, host in hosts.items() if host == name]
@@ -295,10 +297,10 @@ def asked_nodes(text: str, hosts: Mapping[int, str], *, option: str = "--node") 
                 there = compress(hosts[index] for index in sorted(hosts))
             except HostlistError:
                 there = ", ".join(hosts[index] for index in sorted(hosts))
-            raise UsageError(f"{option} {name}: its nodes are {there or 'not known'}")
+            raise UsageError(f"--node {name}: its nodes are {there or 'not known'}")
         found.update(indices)
     if not found:
-        raise UsageError(f"{option} {text!r} names no node")
+        raise UsageError(f"--node {text!r} names no node")
     return frozenset(found)
 
 

@@ -14,13 +14,13 @@ from typing import Any
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.text import ranges
 from hpc_elastic.cli import bad_nodes, run_job
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
-from hpc_elastic.report.fold import rank_ranges
 from hpc_elastic.run.index import array_tasks, jobs_of
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
@@ -206,7 +206,7 @@ def _steps(steps: StepStatus) -> str:
     text = f"{steps.least}" if steps.least == steps.most else f"{steps.least} to {steps.most}"
     if steps.behind:
         more = ", …" if len(steps.behind) > _MOST_BEHIND else ""
-        text += f" (behind: rank {rank_ranges(steps.behind[:_MOST_BEHIND])}{more})"
+        text += f" (behind: rank {ranges(steps.behind[:_MOST_BEHIND])}{more})"
     return f"{text}; told {duration(steps.told_seconds)} ago by {steps.ranks} workers"
 
 

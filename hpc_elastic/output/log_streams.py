@@ -379,3 +379,40 @@ def first_lines(piece: Piece, count: int) -> Piece:
         if at in (0, len(data)):
             return piece
     return Piece(piece.stream, Block(piece.block.time_us, data[:at], piece.block.after_gap))
+
+
+def nearest_lines(
+    pieces: Iterable[Piece], *, at_us: int, count: int, ended: int | None = None
+) -> tuple[list[Piece], list[Piece]]:
+    """The last `count` lines of each output before a moment, and the first `count` after it, each in time order.
+
+    Args:
+        pieces: In time order.
+        at_us: The moment.
+        count: Lines of each output, before and after.
+        ended: The rank that ended at that moment: what it printed was before it, also where its agent read it later.
+    """
+    before: dict[LogStream, deque[tuple[int, Piece]]] = {}
+    lines: dict[LogStream, int] = {}
+    after: list[Piece] = []
+    left: dict[LogStream, int] = {}
+    for order, piece in enumerate(pieces):
+        if piece.block.time_us is not None and piece.block.time_us > at_us and piece.stream.rank != ended:
+            room = left.get(piece.stream, count)
+            first = first_lines(piece, room)
+            left[piece.stream] = room - first.block.data.count(b"\n")
+            if first.block.data:
+                after.append(first)
+            continue
+        kept = before.setdefault(piece.stream, deque())
+        kept.append((order, piece))
+        lines[piece.stream] = lines.get(piece.stream, 0) + piece.block.data.count(b"\n")
+        while kept and lines[piece.stream] - (number := kept[0][1].block.data.count(b"\n")) >= count:
+            lines[piece.stream] -= number
+            kept.popleft()
+    found: list[tuple[int, Piece]] = []
+    for kept in before.values():
+        # The first one may have lines beyond the last `count` of all.
+        found += zip((order for order, _ in kept), last_of((piece for _, piece in kept), count), strict=True)
+    found.sort(key=lambda item: item[0])
+    return [piece for _, piece in found], after

@@ -6,24 +6,14 @@ An event that this version does not know, or whose fields are not as they should
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import datetime
 from typing import Any
 
+from hpc_elastic.base.text import plural, ranks_text
 from hpc_elastic.failures.traceback_text import clean_text
-from hpc_elastic.report.fold import rank_ranges
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
 _LONGEST_VALUE = 200
 Fields = Mapping[str, Any]
-
-
-def describe_time(time_ns: int) -> str:
-    """Local time to the millisecond, as in the report."""
-    try:
-        text = datetime.fromtimestamp(time_ns // 1_000_000_000).isoformat(sep="_")
-    except (OverflowError, OSError, ValueError):
-        return "?"
-    return f"{text}.{time_ns // 1_000_000 % 1000:03d}"
 
 
 def describe_event(event: Fields) -> str:
@@ -51,7 +41,7 @@ def _short(value: object) -> str:
 
 def _ranks(value: object) -> str:
     ranks = [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []
-    return f"rank{'s' if len(ranks) != 1 else ''} {rank_ranges(ranks)}"
+    return ranks_text(ranks)
 
 
 def _code(value: object) -> str:
@@ -61,7 +51,7 @@ def _code(value: object) -> str:
 def _bytes_lost(e: Fields) -> str:
     streams = e["streams"]
     ranks = sorted({one["rank"] for one in streams if isinstance(one, dict) and isinstance(one.get("rank"), int)})
-    whose = f" of rank{'s' if len(ranks) > 1 else ''} {rank_ranges(ranks)}" if ranks else ""
+    whose = f" of {ranks_text(ranks)}" if ranks else ""
     return f"{e['not_in_files']} bytes{whose} are in no file, {e['not_in_job_log']} not in the job log"
 
 
@@ -73,7 +63,7 @@ def _armed(e: Fields) -> str:
     nodes = e["nodes"]
     job = f", job {e['job_id']}" if e.get("job_id") else ""
     armed = "requeue armed" if e["requeue_armed"] else f"requeue not armed: {e.get('requeue_reason') or 'no reason'}"
-    return f"attempt {e['attempt']}{job}, {len(nodes)} node{'s' if len(nodes) != 1 else ''}; {armed}"
+    return f"attempt {e['attempt']}{job}, {plural(len(nodes), 'node')}; {armed}"
 
 
 def _round(e: Fields) -> str:
@@ -94,7 +84,7 @@ def _restarts(e: Fields) -> str:
 
 _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "attempt_started": _armed,
-    "agents_launched": lambda e: f"{e['nodes']} agent{'s' if e['nodes'] != 1 else ''} launched",
+    "agents_launched": lambda e: f"{plural(e['nodes'], 'agent')} launched",
     "agent_ended": lambda e: (
         f"the agent on {e['name']} ended, exit code {e['code']}"
         + (f" ({e['detail']})" if e.get("detail") not in ("", None, f"exit code {e['code']}") else "")
@@ -125,7 +115,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
         f"{_round(e)}: {_ranks(e['ranks'])} of {e['world_size']}, node {e['group_rank']} of {e['group_world_size']}, "
         f"master {e['master']}, {_restarts(e)}"
     ),
-    "workers_started": lambda e: f"{_round(e)}: {len(e['pids'])} worker{'s' if len(e['pids']) != 1 else ''} started",
+    "workers_started": lambda e: f"{_round(e)}: {plural(len(e['pids']), 'worker')} started",
     "worker_failed": lambda e: (
         f"{_round(e)}: rank {e['rank']} failed, {_code(e['exitcode'])} ({str(e['failure_class']).replace('_', ' ')}): "
         f"{e['message']}"
@@ -173,7 +163,7 @@ _SENTENCES: dict[str, Callable[[Fields], str]] = {
     "health_check_failed": lambda e: f"this node leaves the run ({', '.join(e['checks'])})",
     "health_warning": lambda e: f"{e['check']}",
     "round_opened": lambda e: f"{_round(e)} opened",
-    "round_frozen": lambda e: f"{_round(e)}: {len(e['nodes'])} node{'s' if len(e['nodes']) != 1 else ''} are in",
+    "round_frozen": lambda e: f"{_round(e)}: {plural(len(e['nodes']), 'node')} are in",
     "round_confirmed": lambda e: f"{_round(e)} confirmed by all",
     "node_lost": lambda e: f"{_name(e)} is taken out of {_round(e)}{_silence(e)}",
     "node_left": lambda e: f"{_name(e)} left",

@@ -72,7 +72,7 @@ def after(code: str) -> set[str]:
 
 NOT_AN_AGENTS = ("hpc_elastic.report", "hpc_elastic.options.table", "tomllib")
 """Reports come later; what is configured comes with run.json, and is not read on every node anew."""
-AGENT = "import hpc_elastic.cli.agent, hpc_elastic.agent.main"
+AGENT = "import hpc_elastic.cli.main, hpc_elastic.agent.main"
 
 
 def test_an_agent_starts_without_what_it_may_never_need() -> None:

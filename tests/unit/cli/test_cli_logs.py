@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.base.text import time_text
 from hpc_elastic.cli import logs as logs_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.output.log_files import LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, TimesFile, times_path
-from hpc_elastic.report.event_text import describe_time
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 
@@ -88,7 +88,7 @@ def test_all_rounds_each_with_its_title(run: LogRun, capsys: pytest.CaptureFixtu
 def test_times(run: LogRun, capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = shown(capsys, str(run.root), "--tail", "1", "--timestamps")
     stamp, rest = line.split(" ", 1)
-    assert stamp == describe_time(START_NS + 26 * 10**9)
+    assert stamp == time_text(START_NS + 26 * 10**9, fine=True)
     assert rest == "[rank 0] again 0"
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event, describe_time
+from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event
 from hpc_elastic.run.event_reader import merged_events, read_events
 from hpc_elastic.run.paths import AttemptPaths
 
@@ -105,11 +105,6 @@ def test_whatever_a_file_holds_there_is_a_line(name: str, fields: dict[str, obje
     line = describe_event({**event(name, 1), **fields})
     assert "\n" not in line
     assert "\x1b" not in line
-
-
-def test_a_time_that_is_none() -> None:
-    assert describe_time(10**30) == "?"
-    assert describe_time(1_795_000_000_123_000_000).endswith(".123")
 
 
 def test_lines_and_files_have_bounds_and_what_they_leave_out_is_told(tmp_path: Path) -> None:
