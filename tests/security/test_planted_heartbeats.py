@@ -76,11 +76,11 @@ def test_a_worker_maps_no_strangers_page(attacker: User, victim: User, shared: P
         """
         import os, sys
         import hpc_elastic
-        from hpc_elastic import worker_heartbeat
+        from hpc_elastic.worker_api import heartbeat
         hpc_elastic.heartbeat(step=1)
         os.truncate(sys.argv[1], 0)
         hpc_elastic.heartbeat(step=2)
-        print("mapped", sys.argv[1] in open("/proc/self/maps").read(), worker_heartbeat.notice_is_there())
+        print("mapped", sys.argv[1] in open("/proc/self/maps").read(), heartbeat.notice_is_there())
         """,
         page,
         env={"HPC_ELASTIC_HEARTBEAT": page},

@@ -10,7 +10,7 @@ from tests.rigs.two_users import User
 
 _REMEMBER = """
 from pathlib import Path
-from hpc_elastic import node_records, run_index
+from hpc_elastic.run import index as run_index, node_records
 print(run_index.entries("1"))
 print(run_index.record(cluster="none", job_id="2", submitted_ns=1, run_dir=Path("/nowhere")))
 print(node_records.remember([], cluster="none", run_id="r", attempt=0, now_ns=1, env=__import__("os").environ))
