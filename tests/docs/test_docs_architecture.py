@@ -47,6 +47,12 @@ def test_every_package_has_its_row() -> None:
     assert set().union(*layers()) == packages
 
 
+def test_every_module_of_the_glossary_is_there() -> None:
+    named = re.findall(r"`(\w+/(?:\w+\.py)?)`", (PAGES / "glossary.md").read_text(encoding="utf-8"))
+    assert len(named) > 50
+    assert not [path for path in named if path != "hpc_elastic/" and not (ROOT / "hpc_elastic" / path).exists()]
+
+
 def test_it_fits_a_page() -> None:
     assert len(ARCHITECTURE.splitlines()) < 100
 
