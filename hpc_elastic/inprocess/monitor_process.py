@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.base.files import open_own
+from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch, ProgressPage, StallWatch
@@ -454,12 +455,11 @@ class _Monitor:
         Args:
             base: The call's part of it.
         """
-        pulse, since = -1, time.monotonic()
+        ages: Staleness[str] = Staleness()
         patience = self._barrier_timeout + self._heartbeat_timeout
         while base.get_base_terminated_count() < self._unplaced.world_size:
-            if (count := int(base.add(PULSE, 0))) != pulse:
-                pulse, since = count, time.monotonic()
-            if time.monotonic() - since >= patience:
+            now = time.monotonic()
+            if ages.observe(PULSE, int(base.add(PULSE, 0)), now) >= patience:
                 return
             time.sleep(min(0.1, self._interval))
 

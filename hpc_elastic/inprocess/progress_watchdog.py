@@ -1,4 +1,4 @@
-"""Whether a process gets on: two counters that another thread, and another process, watch change.
+"""Whether a process makes progress: two counters that another thread, and another process, watch change.
 
 The automatic one counts on when the main thread executes bytecode. Nothing of ours runs there: a *pending call* of the
 interpreter, which the main thread makes between two bytecodes, is libc's ``sem_post`` itself. So no Python code of ours
@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Mapping
 
 from msgspec import Struct
+
+from hpc_elastic.base.staleness import Staleness
 
 _FIELDS = struct.Struct("=qqqq")
 _SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
@@ -56,16 +58,14 @@ class ProgressPage:
 
 
 class StallWatch:
-    """Says when a counter has stood still for too long, by the observer's monotonic clock alone."""
+    """Judges whether a counter has stood still for too long, by the observer's monotonic clock alone."""
 
     def __init__(self, limit: float) -> None:
         """Args:
         limit: Seconds.
         """
         self._limit = limit
-        self._last: Reading | None = None
-        self._automatic_since = 0.0
-        self._manual_since = 0.0
+        self._ages: Staleness[str] = Staleness()
 
     def is_stalled(self, reading: Reading, now: float) -> bool:
         """Look once more.
@@ -74,23 +74,15 @@ class StallWatch:
             reading: As it is now.
             now: Monotonic seconds.
         """
-        last = self._last
-        if last is None or reading.epoch != last.epoch:
-            self._automatic_since = self._manual_since = now
-        else:
-            if reading.automatic != last.automatic:
-                self._automatic_since = now
-            if reading.manual != last.manual:
-                self._manual_since = now
-        self._last = reading
-        if now - self._automatic_since >= self._limit:
-            return True
-        return reading.armed and now - self._manual_since >= self._limit
+        # The epoch is part of what is compared: both counters start anew with it.
+        automatic = self._ages.observe("automatic", (reading.epoch, reading.automatic), now)
+        manual = self._ages.observe("manual", (reading.epoch, reading.manual), now)
+        return automatic >= self._limit or (reading.armed and manual >= self._limit)
 
 
 class _BytecodeProbe:
-    """Counts the pending calls that the main thread has made. One for the process, and never freed: the interpreter may
-    hold on to a call for as long as the main thread is away."""
+    """Counts the pending calls that the main thread has made. A process has one, which is never freed: the interpreter
+    may hold on to a call for as long as the main thread is away."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -154,7 +146,7 @@ class ProgressWatchdog:
         self._look = look
 
     def ping(self) -> None:
-        """The function gets on. The first one of an iteration arms the manual timeout."""
+        """The function makes progress. The first one of an iteration arms the manual timeout."""
         self._manual += 1
         self._armed = True
         self._write()
@@ -200,16 +192,16 @@ class HeartbeatWatch:
         rank, count: This rank, and how many there are.
         timeout: Seconds of silence after which a rank is dead.
         """
-        self._ring = [(rank + step) % count for step in range(1, count)]
+        self._successors = [(rank + step) % count for step in range(1, count)]
         self._timeout = timeout
-        self._last: dict[int, tuple[int, float]] = {}
+        self._ages: Staleness[int] = Staleness()
         self._dead: set[int] = set()
         self._is_suspicious = False
 
     @property
     def watched(self) -> list[int]:
         """Whose counters to read now."""
-        left = [rank for rank in self._ring if rank not in self._dead]
+        left = [rank for rank in self._successors if rank not in self._dead]
         return left if self._is_suspicious else left[:1]
 
     def look(self, counts: Mapping[int, int], now: float) -> list[int]:
@@ -219,12 +211,7 @@ class HeartbeatWatch:
             counts: Of those `watched`.
             now: Monotonic seconds.
         """
-        silent = {}
-        for rank, count in counts.items():
-            before = self._last.get(rank)
-            if before is None or before[0] != count:
-                self._last[rank] = (count, now)
-            silent[rank] = now - self._last[rank][1]
+        silent = {rank: self._ages.observe(rank, count, now) for rank, count in counts.items()}
         found = sorted(rank for rank, seconds in silent.items() if seconds >= self._timeout)
         self._dead.update(found)
         self._is_suspicious = any(seconds >= self._timeout / 2 for seconds in silent.values())

@@ -21,6 +21,7 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.base.codec import dumps, loads
+from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.inprocess.state import InternalError, State
 from hpc_elastic.inprocess.store import LONGEST_PAUSE, pause_after, read_value
 from hpc_elastic.worker_api.restart_group import REPLACES, REPORTS, WAIT, RestartGroupEvent, RestartGroupReport
@@ -171,20 +172,18 @@ class Newcomer:
             InternalError: the restart group is gone.
         """
         base.append_item(JOINERS, f"{self.uid} {self.initial_rank}")
-        seen, since, pulse = "", time.monotonic(), -1
-        pause = 0.002
+        seen, pause = "", 0.002
+        ages: Staleness[str] = Staleness()
         while True:
-            decided = read_value(base, DECIDED)
+            now, decided = time.monotonic(), read_value(base, DECIDED)
             if decided != seen:
-                seen, since = decided, time.monotonic()
+                seen = decided
                 if (found := self.place_in(base, decided)) is not None:
                     base.append_item(SEATED, self.uid)
                     return found
             if read_value(base, FINISHED):
                 return None
-            if (count := int(base.add(PULSE, 0))) != pulse:
-                pulse, since = count, time.monotonic()
-            if time.monotonic() - since >= patience:
+            if ages.observe("group", (decided, int(base.add(PULSE, 0))), now) >= patience:
                 raise InternalError(
                     f"the restart group that this process was to join has shown no life for {patience:g} s"
                 )
