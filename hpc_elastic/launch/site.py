@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.workers.tags import node_key
 
 
 class AgentEnded(Struct, frozen=True, kw_only=True):

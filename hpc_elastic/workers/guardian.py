@@ -2,20 +2,13 @@
 
 It is forked when the agent starts and does nothing but wait at a pipe whose other end only the agent has. At the end of
 file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
-below them, removes the agent's node-local folder, and leaves. On a clean end the agent tells it so and it just leaves.
+below them, removes the agent's node-local folder, and leaves. At a clean end the agent writes to the pipe, and the
+guardian just leaves. The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it.
 
-Workers get a parent-death signal too, but what *they* started does not: that is what the guardian is for. A process
-that cleared its environment is found by the guardian's last snapshot of the children (`child_snapshot`), a second
-before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and such
-a one stays until Slurm ends the step.
-
-What an agent's children were when it was seen last: so are those found who carry no mark of it any more.
-
-A process that has cleared its environment is found by whom it hangs on, as long as its agent lives. When the agent dies
-it hangs on nobody. What it had from the agent then is that it was a worker's descendant in the worker's session, or
-that it had become the agent's own child (as that of a subreaper). Both can be read from one small file a second.
-
-When an agent counts as stopped: the others go on without it, and its workers must not run beside theirs.
+Workers get a parent-death signal as well, but what *they* started does not: that is what the guardian is for. A process
+that cleared its environment is found by the guardian's last snapshot of the children (`ChildSnapshot`), taken two
+seconds before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and
+a process without it stays until Slurm ends the step.
 """
 
 from __future__ import annotations
@@ -63,16 +56,16 @@ class Guardian:
         self._control_fd = control_fd
 
     def release(self, *, timeout: float = 1.0) -> bool:
-        """Tell it to leave, with nothing ended and nothing removed, and wait for it (`timeout` in seconds).
+        """Have it leave, with nothing ended and nothing removed, and wait for it (`timeout` in seconds).
 
         Returns:
-            Whether it has gone. It was told in any case, and needs no help of ours.
+            Whether it has gone. Where it has not, it still will.
         """
         if self._control_fd >= 0:
             try:
                 os.write(self._control_fd, _LEAVE)
             except OSError:
-                pass  # it is gone: somebody killed it
+                pass  # it is gone: it was killed
             os.close(self._control_fd)
             self._control_fd = -1
         return _wait_for_child(self.pid, timeout)
@@ -143,14 +136,14 @@ def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stoppe
 
 
 def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None, children: ChildSnapshot) -> bool:
-    """Wait until the agent dies (True) or says goodbye (False). Meanwhile, end the workers of one that is stopped."""
+    """Wait until the agent dies (True) or lets the guardian leave (False); end the workers of a stopped one."""
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
     watch = StoppedWatch(limit=stopped_limit or float("inf"), longest_gap=2 * pause + 0.5)
     poll = select.poll()
     poll.register(control, select.POLLIN)
     try:
-        # The second way to see its death, should some process hold the pipe's other end by mistake.
+        # The second way to see its death, should another process hold the pipe's other end by mistake.
         pidfd = linux.pidfd_open(agent)
     except OSError:
         return True
@@ -166,7 +159,7 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
             return True
         children.look()
         stays_stopped = watch.look(proc.state, clock.monotonic())
-        if stays_stopped and ended != children.pids:  # once: who is stopped starts no more
+        if stays_stopped and ended != children.pids:  # once: a stopped agent starts no more
             end_tagged(tag, clock=clock, children=children)
         ended = children.pids if stays_stopped else None
     os.set_blocking(control, False)
@@ -214,7 +207,7 @@ def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_
         bound: Seconds to keep trying. Where there is nothing to end, it takes one look.
 
     Returns:
-        What still runs after `bound` seconds (D state): tell of it, since it may hold memory and devices.
+        What still runs after `bound` seconds (D state): it may hold memory and devices.
     """
     me = tree.look_at(os.getpid())
     born = (me.starttime, me.pid) if me is not None else (0, 0)
@@ -247,7 +240,7 @@ _Found = tuple[list[Proc], list[Proc]]  # what to end, and what will end by itse
 
 
 def _with_descendants(roots: Sequence[Proc], *, protected: AbstractSet[int]) -> list[Proc]:
-    # A protected root's other descendants are no prey: they are our siblings.
+    # A protected root's other descendants are left alone: they are our siblings.
     roots = [proc for proc in roots if proc.pid not in protected]
     if not roots:
         return []
@@ -305,7 +298,12 @@ class _Child(Struct, frozen=True):
 
 
 class ChildSnapshot:
-    """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died."""
+    """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died.
+
+    A process that has cleared its environment is found by its parent, as long as its agent lives. When the agent dies
+    it has another parent. What it had from the agent then is that it was a worker's descendant in the worker's session,
+    or that it had become the agent's own child (a subreaper's). Both can be read from one small file now and then.
+    """
 
     def __init__(self, agent: int, *, leave_out: Iterable[int] = ()) -> None:
         """Args:
@@ -319,7 +317,7 @@ class ChildSnapshot:
         self._children: dict[int, _Child] = {}
 
     def look(self) -> None:
-        """Take in who is there now: one read where nobody has come or gone."""
+        """Take in the children of this moment: one read where none has come or gone."""
         pids = tree.main_children(self._agent)
         if pids is None:
             return  # it is dying, or this kernel doesn't tell
@@ -362,12 +360,12 @@ _STOPPED = "T"
 
 
 class StoppedWatch:
-    """What somebody who looks at the agent now and then makes of it. Pure."""
+    """Whether an agent stays stopped: the others go on without it, and its workers must not run beside theirs."""
 
     def __init__(self, *, limit: float, longest_gap: float) -> None:
         """Args:
         limit: Seconds for which it has to be seen stopped.
-        longest_gap: Between two looks; where more time has passed, the looker was stopped itself (the whole job was
+        longest_gap: Between two looks; where more time has passed, the guardian was stopped itself (the whole job was
             suspended), and begins anew.
         """
         self._limit = limit

@@ -1,21 +1,8 @@
-"""The few system calls that Python's `os` lacks, or lacks in some builds.
+"""What the rest of the package needs of Linux: system calls that `os` lacks, signals as events, hung threads.
 
 Python as conda builds it is compiled against a C library so old that `os.pidfd_open`, `signal.pidfd_send_signal` and a
 fast `os.closerange` are missing on a kernel that has them all, so these go through ``syscall(2)``. The numbers are the
 same on every architecture (Linux gave new calls one number for all from 424 on).
-
-Leaving a process of which a thread hangs in the kernel.
-
-A mount that does not answer can hold a thread so that not even the process' own end takes it. The process then stays in
-the table until the mount answers, and all its descriptors stay open: whoever waits for the end of file on its output
-would wait as long. So the output is let go by hand, and nothing else is waited for or cleaned up.
-
-A descriptor kept for the moment when there is none left.
-
-Who can open nothing can't look at ``/proc``, and a look that fails must not pass for "there is no process": workers
-would be taken for gone that still run. So one descriptor is held back, and lent to one look at a time.
-
-Signals as readable events: a handler that does nothing, and a socket on which the signal's number arrives.
 """
 
 from __future__ import annotations
@@ -131,7 +118,7 @@ def close_from(first: int) -> None:
 
 
 def output_pipes() -> list[int]:
-    """Which of stdout and stderr can be closed without asking any filesystem. To be asked early, while all answer."""
+    """Those of stdout and stderr that can be closed without asking a filesystem. To be called while all answer."""
     found = []
     for fd in (1, 2):
         try:
@@ -145,6 +132,10 @@ def output_pipes() -> list[int]:
 
 def leave_hung_threads(code: int, pipes: Sequence[int]) -> NoReturn:
     """End at once, whatever the other threads do.
+
+    A mount that does not answer can hold a thread so that not even the process' own end takes it. The process then
+    stays in the table until the mount answers, with all its descriptors open, and a reader of its output would wait as
+    long for the end of file. So the output is let go by hand, and nothing else is waited for or cleaned up.
 
     Args:
         code: The exit code.
@@ -164,22 +155,26 @@ OUT_OF_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 class SpareDescriptor:
-    """One descriptor, held by `hold` and given up while `lend` needs its number. For any thread."""
+    """One descriptor, kept for when there is none left: held by `hold`, given up while `lend` needs its number.
+
+    Without a descriptor ``/proc`` can't be read, and a look that fails must not pass for "there is no process": workers
+    would be taken for gone that still run. For any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
 
     def hold(self) -> None:
-        """Take it, where it is not held. To be called while there are descriptors; there may be none: no matter."""
+        """Take it, where it is not held. To be called while there are descriptors; else it does nothing."""
         with self._lock:
             self._take()
 
     def lend(self, action: Callable[[], T]) -> T:
-        """Do what needs a descriptor for a moment, with the spare one where there is no other.
+        """Carry out what needs a descriptor for a moment, with the spare one where there is no other.
 
         Raises:
-            OSError: what `action` raised; no descriptor, where the spare one was not held, or was snatched away.
+            OSError: what `action` raised; no descriptor, where the spare one was not held, or was taken meanwhile.
         """
         try:
             return action()

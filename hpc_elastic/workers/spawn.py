@@ -4,9 +4,7 @@ A worker leads its own session, has ``/dev/null`` as input and pipes as output, 
 finds signals, umask and core limit as the user's shell left them, whatever the batch script or the agent made of them.
 
 An ended worker stays a zombie until `WorkerProcess.release`: that keeps its pid, and so the number of its process
-group, from being given to a stranger while signals are still sent to the group.
-
-What file a command names, and what to tell a user whose command did not start. Pure.
+group, from being reused while signals are still sent to the group.
 """
 
 from __future__ import annotations
@@ -63,65 +61,63 @@ class ExitStatus(Struct, frozen=True, kw_only=True):
     observed_uptime_ns: int
     """The same moment by the clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`)."""
     lost: bool = False
-    """Somebody else took the status; `exitcode` is 255 then, so that an unknown end never passes for success."""
+    """Another part of this process took the status; `exitcode` is 255 then: an unknown end is no success."""
+
+
+def exit_status_now(exitcode: int, clock: Clock, *, core_dumped: bool = False, lost: bool = False) -> ExitStatus:
+    """The status of a worker whose end is seen now."""
+    return ExitStatus(
+        exitcode=exitcode,
+        core_dumped=core_dumped,
+        observed_ns=clock.time_ns(),
+        observed_uptime_ns=uptime_ns(clock),
+        lost=lost,
+    )
 
 
 class WorkerProcess:
     """One worker's process. `pidfd` is readable once it has ended; None on an old kernel: go by SIGCHLD then."""
 
-    __slots__ = ("_clock", "exit_status", "is_released", "pid", "pidfd", "started_ns", "stderr_fd", "stdout_fd")
+    __slots__ = ("_clock", "exit_status", "is_released", "pid", "pidfd", "stderr_fd", "stdout_fd")
 
-    def __init__(
-        self, *, pid: int, pidfd: int | None, stdout_fd: int, stderr_fd: int, started_ns: int, clock: Clock
-    ) -> None:
+    def __init__(self, *, pid: int, pidfd: int | None, stdout_fd: int, stderr_fd: int, clock: Clock) -> None:
         self.pid = pid
         self.pidfd = pidfd
         self.stdout_fd = stdout_fd
         self.stderr_fd = stderr_fd
-        self.started_ns = started_ns
         self.exit_status: ExitStatus | None = None
         self.is_released = False
         self._clock = clock
 
     def poll(self) -> ExitStatus | None:
-        """How it ended, or None while it runs. Leaves the zombie; may be called as often as one likes."""
+        """How it ended, or None while it runs. Leaves the zombie; may be called any number of times."""
         if self.exit_status is None:
             try:
                 info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                self.exit_status = ExitStatus(
-                    exitcode=_LOST_STATUS,
-                    core_dumped=False,
-                    observed_ns=self._clock.time_ns(),
-                    observed_uptime_ns=uptime_ns(self._clock),
-                    lost=True,
-                )
                 self.is_released = True
-                return self.exit_status
-            if info is not None:
-                exited = info.si_code == os.CLD_EXITED
-                self.exit_status = ExitStatus(
-                    exitcode=info.si_status if exited else -info.si_status,
-                    core_dumped=info.si_code == os.CLD_DUMPED,
-                    observed_ns=self._clock.time_ns(),
-                    observed_uptime_ns=uptime_ns(self._clock),
-                )
+                self.exit_status = exit_status_now(_LOST_STATUS, self._clock, lost=True)
+            else:
+                if info is not None:
+                    code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+                    is_dumped = info.si_code == os.CLD_DUMPED
+                    self.exit_status = exit_status_now(code, self._clock, core_dumped=is_dumped)
         return self.exit_status
 
     def signal_group(self, signal_number: int) -> None:
         """Signal its process group: the worker and what it started, whether it itself still runs or not.
 
-        Nothing happens after `release`: the group's number could be a stranger's then.
+        Nothing happens after `release`: the group's number could be another's then.
         """
         if self.is_released:
             return
         try:
             os.killpg(self.pid, signal_number)
         except (ProcessLookupError, PermissionError):
-            pass  # nobody left in it, or only set-user-id programs
+            pass  # no process left in it, or only set-user-id programs
 
     def take_output(self) -> tuple[int, int]:
-        """Hand over the read ends of stdout and stderr: who takes them closes them."""
+        """Hand over the read ends of stdout and stderr; the caller closes them."""
         taken = self.stdout_fd, self.stderr_fd
         self.stdout_fd = self.stderr_fd = -1
         return taken
@@ -205,7 +201,7 @@ def start_worker(
         env: The whole environment.
         cwd: Where it runs.
         inherited: What `prepare_agent_process` gave.
-        clock: For `started_ns` and `ExitStatus.observed_ns`.
+        clock: For `ExitStatus.observed_ns`.
         pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
         exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
 
@@ -221,7 +217,6 @@ def start_worker(
             stdout_r, stdout_w, stderr_r, stderr_w = _output_pipes(opened, pipe_bytes)
             error_r, error_w = os.pipe()
             opened += (error_r, error_w)
-            started_ns = clock.time_ns()
             pid = _fork_worker(argv, dict(env), cwd, inherited, stdout_w, stderr_w, error_w)
         except OSError as error:
             raise WorkerStartError(command=argv[0], reason=_shortage(error), errno=error.errno) from None
@@ -236,17 +231,15 @@ def start_worker(
     finally:
         for fd in opened:
             os.close(fd)
-    return WorkerProcess(
-        pid=pid, pidfd=pidfd, stdout_fd=stdout_r, stderr_fd=stderr_r, started_ns=started_ns, clock=clock
-    )
+    return WorkerProcess(pid=pid, pidfd=pidfd, stdout_fd=stdout_r, stderr_fd=stderr_r, clock=clock)
 
 
 def reap_orphans(known: Container[int]) -> list[int]:
     """Wait for the ended processes that came to this subreaper when their parents ended.
 
-    Never takes a status that somebody else waits for: neither that of a pid in `known` (workers, guardian, store
-    host), nor that of a child in the agent's own session: `subprocess` children are there, and no descendant
-    of a worker can be.
+    Never takes a status that is waited for elsewhere: neither that of a pid in `known` (workers, guardian, store
+    host), nor that of a child in the agent's own session: `subprocess` children are there, and no descendant of a
+    worker can be.
 
     Returns:
         The pids that were reaped.
@@ -268,7 +261,7 @@ def reap_orphans(known: Container[int]) -> list[int]:
 
 
 def _shortage(error: OSError) -> str:
-    """What there was not enough of, and whose limit it is."""
+    """What there was not enough of, with the limit."""
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{error.strerror}: an agent may have {limit} (ulimit -Hn), and needs five for each worker"
@@ -297,7 +290,7 @@ def _output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, in
 def _open_pidfd(pid: int, command: str) -> int | None:
     try:
         return linux.pidfd_open(pid)
-    except OSError as error:  # out of descriptors: a worker that nobody can watch must not run
+    except OSError as error:  # out of descriptors: a worker that can't be watched must not run
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         reason = f"pidfd: {_shortage(error)}"
@@ -346,7 +339,7 @@ def _become_worker(
         os.setsid()
         linux.set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != parent:
-            os._exit(127)  # the agent died before the line above could hear of it
+            os._exit(127)  # the agent died before the line above
         os.chdir(cwd)
         path = paths[0]
         os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -376,18 +369,18 @@ def _become_worker(
 
 
 def _exec_first(paths: list[str], argv: Sequence[str], env: dict[str, str]) -> tuple[int, str]:
-    """Run the first of `paths` that can be. Returns, with the errno and path to tell of, only where none can."""
-    told = (errno.ENOENT, paths[-1])
+    """Run the first of `paths` that can be. Returns, with the errno and path to report, only where none can."""
+    reported = (errno.ENOENT, paths[-1])
     for path in paths:
         try:
             os.execve(path, list(argv), env)
         except OSError as error:
             code = error.errno or errno.EIO
             if code == errno.EACCES:
-                told = (code, path)  # found, but not executable: better to tell than "not found in the last folder"
+                reported = (code, path)  # found, but not executable: says more than "not found in the last folder"
             elif code not in (errno.ENOENT, errno.ENOTDIR):
                 return code, path
-    return told
+    return reported
 
 
 def _check_started(error_r: int, pid: int, command: str, cwd: str, exec_wait: float) -> None:
@@ -431,7 +424,7 @@ def find_program(command: str, env: Mapping[str, str] | None = None) -> str | No
 
 
 def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: bool) -> WorkerStartError:
-    """Say why a command did not start.
+    """The error of a command that did not start.
 
     Args:
         command: As the user gave it.

@@ -1,17 +1,16 @@
 """Ending a worker group, in small steps that an event loop can take.
 
-The first signal goes to every worker's process group and to whatever left these groups; after the grace everything that
+SIGTERM goes to every worker's process group and to each process that left these groups; after the grace everything that
 is below the agent gets SIGKILL, again and again, until nothing is left. As the agent is a subreaper, nothing that a
-worker started can get out from below it: a daemon that forked twice and made itself a session hangs on us like a child.
-What is not touched: the agent's own helpers (`excluding`, and anything in the agent's own session), and all the rest.
+worker started can get out from below it: a daemon that forked twice and made itself a session becomes its child.
+The agent's own helpers (`excluding`, and anything in the agent's own session) are not touched.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from enum import Enum
 
@@ -46,9 +45,9 @@ class Stopped(Struct, frozen=True, kw_only=True):
     exits: Mapping[int, ExitStatus]
     """By the worker's pid. A worker in `left` has none, and was not released."""
     killed: int
-    """Processes that the first signal did not end and SIGKILL was sent to."""
+    """Processes that SIGTERM did not end and SIGKILL was sent to."""
     left: tuple[Survivor, ...]
-    """Tell of them, and pass their pids as `excluding` from now on: else the next stop waits for them again."""
+    """To be logged, and their pids passed as `excluding` from now on: else the next stop waits for them again."""
     seconds: float
     """From `begin` to the end."""
 
@@ -86,39 +85,33 @@ class GroupStopper:
         clock: Clock,
         excluding: AbstractSet[int] = frozenset(),
         kill_bound: float = _KILL_BOUND_S,
-        before_kill: Callable[[Sequence[Proc]], float] | None = None,
     ) -> None:
         """
         Args:
             workers: The group's, those included that have ended already: what they started may still run.
-            grace: Seconds from the first signal to SIGKILL.
+            grace: Seconds from SIGTERM to SIGKILL.
             clock: Its monotonic clock is used.
             excluding: Pids that are left alone with all below them: the guardian, the store host, earlier survivors.
             kill_bound: Seconds after the first SIGKILL at which what still runs (D state) is reported and left.
-            before_kill: Called once, with what still runs, when the grace is over: the place for taking evidence.
-                Returns the seconds to wait before SIGKILL.
         """
         self._workers = tuple(workers)
         self._grace = grace
         self._clock = clock
         self._excluding = frozenset(excluding)
         self._kill_bound = kill_bound
-        self._before_kill = before_kill
         self._own_session = os.getsid(0)
         self._state = _Progress()
-        self._first_signal = signal.SIGTERM
 
-    def begin(self, first_signal: signal.Signals = signal.SIGTERM) -> None:
-        """Send `first_signal`, and SIGCONT so that a stopped process gets it. The grace runs from now."""
+    def begin(self) -> None:
+        """Send SIGTERM, and SIGCONT so that a stopped process gets it. The grace runs from now."""
         if self._state.phase is not _Phase.NEW:
             raise IllegalTransitionError(state=self._state.phase.value, event="begin")
         now = self._clock.monotonic()
-        self._first_signal = first_signal
         self._state = _Progress(
             phase=_Phase.GRACE, began=now, deadline=now + max(0.0, self._grace), next_look=now + _FIRST_LOOK_S
         )
         for worker in self._workers:
-            worker.signal_group(first_signal)
+            worker.signal_group(signal.SIGTERM)
             worker.signal_group(signal.SIGCONT)
 
     def kill_now(self) -> None:
@@ -149,7 +142,7 @@ class GroupStopper:
         if not self._is_anything_left():
             return self._finish(())
         now = self._clock.monotonic()
-        if state.phase is _Phase.GRACE and now >= state.deadline and not self._was_postponed(now):
+        if state.phase is _Phase.GRACE and now >= state.deadline:
             self._enter_kill(now)
         if state.phase is _Phase.KILL and now >= state.deadline:
             return self._finish(self._survivors())
@@ -168,7 +161,7 @@ class GroupStopper:
         ended = {worker.pid for worker in self._workers if worker.poll() is not None}
         known = self._excluding | {worker.pid for worker in self._workers}
         reap_orphans(known)
-        # No child, no descendant (tree.children); so the costly look at the whole tree is taken only where one is left.
+        # No child, no descendant (`tree.children`): the whole tree is looked at only where there is one.
         for pid in tree.children(os.getpid()):
             if pid in ended or pid in self._excluding:
                 continue
@@ -182,22 +175,14 @@ class GroupStopper:
         return [proc for proc in below if not proc.is_dead and proc.sid != self._own_session]
 
     def _signal_strays(self, left: Sequence[Proc]) -> None:
-        """The first signal for those who left the workers' process groups. Everyone gets it once."""
+        """SIGTERM for processes that left the workers' process groups, once for each."""
         groups = {worker.pid for worker in self._workers}
         for proc in left:
             identity = (proc.pid, proc.starttime)
             if proc.pgid not in groups and identity not in self._state.signalled:
                 self._state.signalled.add(identity)
-                tree.kill_safely(proc, self._first_signal)
+                tree.kill_safely(proc, signal.SIGTERM)
                 tree.kill_safely(proc, signal.SIGCONT)
-
-    def _was_postponed(self, now: float) -> bool:
-        if self._before_kill is None:
-            return False
-        take_evidence, self._before_kill = self._before_kill, None
-        extra = take_evidence(self._left_below())
-        self._state.deadline = now + extra
-        return extra > 0
 
     def _enter_kill(self, now: float) -> None:
         state = self._state
@@ -217,9 +202,9 @@ class GroupStopper:
         self._signal_orphans(number)
 
     def _signal_orphans(self, number: signal.Signals) -> None:
-        """Those whose parent was faster than the look above: a process that forks and ends a thousand times a second.
+        """SIGKILL what was forked after the look above: a process may fork and end a thousand times a second.
 
-        They are our children, whom nobody but us waits for: their pids are nobody else's, and need no second look.
+        Such orphans are the agent's children, for which only the agent waits: their pids can't be reused meanwhile.
         """
         known: set[int] = set()
         for _ in range(_ORPHAN_LOOKS):
@@ -259,25 +244,3 @@ class GroupStopper:
             left=left,
             seconds=self._clock.monotonic() - self._state.began,
         )
-
-
-def stop_now(
-    workers: Sequence[WorkerProcess],
-    *,
-    clock: Clock,
-    excluding: AbstractSet[int] = frozenset(),
-    grace: float = 0.0,
-    kill_bound: float = _KILL_BOUND_S,
-) -> Stopped:
-    """End a group and wait for it, for last resorts: blocks up to `grace` + `kill_bound` seconds."""
-    stopper = GroupStopper(workers, grace=grace, clock=clock, excluding=excluding, kill_bound=kill_bound)
-    if grace > 0:
-        stopper.begin()
-    else:
-        stopper.kill_now()
-    never = threading.Event()
-    while True:
-        result = stopper.step()
-        if isinstance(result, Stopped):
-            return result
-        clock.wait(never, min(result, 0.02))

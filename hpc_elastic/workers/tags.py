@@ -2,7 +2,7 @@
 
 - ``HPC_ELASTIC_TAG=<run uid>:<node key>:<agent uid>`` in every worker and all that it starts: which incarnation of
   which node's agent of which run they belong to.
-- ``HPC_ELASTIC_NODE_TAG=<run uid>:<node key>`` in the agent itself, put there by whoever starts it, so that a later
+- ``HPC_ELASTIC_NODE_TAG=<run uid>:<node key>`` in the agent itself, put there by its launcher, so that a later
   incarnation finds an earlier one that is stopped or stuck.
 
 What counts is the environment that a process was *started* with (``/proc/<pid>/environ``). A worker that submits
@@ -71,3 +71,8 @@ class Tag(Struct, frozen=True, kw_only=True):
     def is_of_other_incarnation(self, worker_tag: str) -> bool:
         """Whether `worker_tag` marks a worker of this run's agents on this node, but not of this very agent."""
         return worker_tag.startswith(self.node + ":") and worker_tag != str(self)
+
+
+def node_key(cluster: str, node: int) -> str:
+    """Where the tags of one run's agents on one host differ: a cluster's host has one agent, a local run many."""
+    return str(node) if cluster == "local" else "host"

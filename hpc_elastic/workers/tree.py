@@ -1,6 +1,6 @@
-"""Which processes there are, who started them, what marks they carry; and signals that hit no recycled pid.
+"""The processes of this host, their parents and marks; and signals that hit no recycled pid.
 
-Where there is no descriptor left, not even `spare_fd.SPARE`, looks raise OSError: nobody is taken for gone for that.
+Where there is no descriptor left, not even `linux.SPARE`, looks raise OSError: no process counts as gone for that.
 A process is known by its pid *and* its start time: a pid alone may name another process a moment later.
 
 Everything comes from ``/proc`` by hand. psutil serves elsewhere (`base.host_facts`); for the walks of agents and
@@ -15,17 +15,9 @@ guardians it was measured, version 7.2 on Linux 6.18 with 490 processes, CPU tim
 | import, in a guardian or an agent | - | 13, and 1.3 MB |
 
 And it lacks what these walks stand on: a start time that a step of the wall clock leaves alone (``create_time`` counts
-from the clock's time of boot), pidfds to signal by, sessions and groups, a spare descriptor for a
-look when there is none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`environments`). System calls
-and wait channels (`failures.process_state`), cgroups and OOM kills (`cgroup`) it does not know.
-
-Reading the environments of many processes, none of which can hold the reader up.
-
-To open ``/proc/<pid>/environ`` is to wait for a program that is just being loaded, and one whose inherited file lies on
-a mount that hangs is loaded never: the kernel closes the file first (``exec_update_lock``, seen on Linux 6.18). So a
-thread reads, and is left behind where it does not come on.
-
-How to end processes that multiply while they are being ended.
+from the clock's time of boot), pidfds to signal by, sessions and groups, a spare descriptor for a look when there is
+none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`read_all`). System calls and wait channels
+(`failures.stacks`), cgroups and OOM kills (`workers.cgroup`) it does not know.
 """
 
 from __future__ import annotations
@@ -189,8 +181,8 @@ def ancestors(processes: Mapping[int, Proc], pid: int) -> set[int]:
 def children(pid: int) -> list[int]:
     """The pids of the direct children, ended ones included.
 
-    For a subreaper this is exact where it matters: every living descendant hangs on a living child of ours (who loses
-    its parent becomes our child *before* the parent is seen as ended), so no child means no descendant.
+    For a subreaper this is exact where it matters: every living descendant is below a living child of ours (an orphan
+    becomes our child *before* its parent is seen as ended), so no child means no descendant.
     """
     if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
         # Gone, or a kernel without CONFIG_PROC_CHILDREN: the long way.
@@ -221,7 +213,7 @@ def main_children(pid: int) -> list[int] | None:
 def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
     """Our user's living processes that, with the environment they started with, satisfy `matches`.
 
-    Those that hide their environment (set-user-id programs), or can't be looked into (`environments`), are left out.
+    Those that hide their environment (set-user-id programs), or do not answer (`read_all`), are left out.
     """
     uid = os.geteuid()
     own: dict[int, Proc] = {}
@@ -291,11 +283,15 @@ def kill_safely(proc: Proc, signal_number: int) -> Delivery:
 
 
 PATIENCE_SECONDS = 1.0
-"""So long one process is waited for: it takes microseconds."""
+"""How long one process is waited for: it takes microseconds."""
 
 
 def read_all(pids: Sequence[int], read: Callable[[int], bytes | None]) -> dict[int, bytes]:
     """What `read` gives for each of `pids`; those that give nothing, or do not answer, are left out.
+
+    To open ``/proc/<pid>/environ`` is to wait for a program that is just being loaded, and one whose inherited file
+    lies on a mount that hangs is never loaded: the kernel closes the file first (``exec_update_lock``, seen on Linux
+    6.18). So a thread reads, and is left behind where it makes no progress.
 
     Raises:
         OSError: as `read` does.
@@ -352,11 +348,11 @@ _MOST_STOPS = 400
 
 
 class TreeKiller:
-    """Chooses the signal for the processes that were found in a look. Pure.
+    """Chooses the signal for the processes that were found in a look: they may multiply while they are killed. Pure.
 
     SIGKILL, as a rule. Where new ones appear look after look, each kill makes room for another fork within the user's
-    limit of processes, so they are stopped instead: who is stopped forks no more and yet takes a place. Once a look
-    finds nobody new, all are there and none runs: SIGKILL for all at once.
+    limit of processes, so they are stopped instead: a stopped process forks no more and yet takes a place. Once a look
+    finds none that is new, all are known and none runs: SIGKILL for all at once.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,7 @@ worker = spawn.start_worker(argv=["bash", bomb], env=env, cwd="/", inherited=inh
 until(lambda: len(tree.descendants(os.getpid())) > 60)
 report()
 if "STOP" in os.environ:
-    result = stop.stop_now([worker], clock=clock, excluding={guard.pid})
+    result = stop_now([worker], clock=clock, excluding={guard.pid})
     report(left=len(result.left), children=len(tree.children(os.getpid())), seconds=result.seconds)
     guard.release()
 else:
@@ -106,7 +106,7 @@ def test_processes_that_never_stand_still_are_ended() -> None:
                 time.sleep(0.002)
         ''')
         read_line(worker.stdout_fd)
-        result = stop.stop_now([worker], clock=clock, kill_bound=60)
+        result = stop_now([worker], clock=clock, kill_bound=60)
         report(left=len(result.left), children=tree.children(os.getpid()), seconds=result.seconds)
         """
     )

@@ -238,7 +238,7 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
             guardian.kill_stale_processes(tag, clock=clock)
             again = len(looks)
             alive = [is_alive(own.pid), is_alive(guard.pid)]
-            stop.stop_now([own], clock=clock, excluding={guard.pid})
+            stop_now([own], clock=clock, excluding={guard.pid})
             guard.release()
             was_alive = is_alive(sibling)
             os.kill(sibling, 9)

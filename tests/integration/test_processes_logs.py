@@ -306,7 +306,7 @@ until(worker.poll)
 before = pump.drained(worker.pid, 0.05)
 file = (WHERE / "round-000/rank-00000/stdout.log")
 until(lambda: file.exists() and file.read_text() == "mine\\n")
-stop.stop_now([worker], clock=clock)
+stop_now([worker], clock=clock)
 report(before=before, after=pump.drained(worker.pid, 10), unknown=pump.drained(worker.pid, 0), **finished())
 """,
         env={"WHERE": str(tmp_path)},
@@ -331,7 +331,7 @@ os.write(2, b"\\\\n")
 time.sleep(600)
 ''', wait=False)
 until(lambda: b"loading" in sink.text and b"100%" in sink.text)
-stop.stop_now([worker], clock=clock)
+stop_now([worker], clock=clock)
 report(**finished())
 """,
         env={"WHERE": str(tmp_path)},
@@ -387,7 +387,7 @@ for _ in range(10):  # until what was there to do is done: a second comes that i
     idle = switches() - before
     if idle <= 2:
         break
-stop.stop_now([worker], clock=clock)
+stop_now([worker], clock=clock)
 facts = finished()
 report(first=first, last=last, idle=idle, after=threading.active_count(), outputs=len(pump._outputs),
        sources=len(log._sources))

@@ -79,7 +79,6 @@ def test_exit_codes_signals_and_core_dumps(tmp_path: Path) -> None:
         assert worker.poll() is first
         assert tree.look_at(worker.pid).state == "Z", "the zombie keeps the pid until it is released"
         assert worker.release() == first and tree.look_at(worker.pid) is None
-        assert worker.started_ns < first.observed_ns
         return first.exitcode, first.core_dumped
     where = os.environ["WHERE"]
     plain = [end("sys.exit(3)"), end("pass"), end("os.kill(os.getpid(), 9)"), end("os.abort()", where)]
@@ -141,7 +140,7 @@ def test_running_out_of_descriptors_is_an_error_and_leaks_none() -> None:
         except spawn.WorkerStartError as error:
             text = str(error)
         held = len(os.listdir("/proc/self/fd")) - 1
-        result = stop.stop_now(workers, clock=clock)
+        result = stop_now(workers, clock=clock)
         report(text=text, workers=len(workers), held=held, left=len(result.left), children=tree.children(os.getpid()),
                after=len(os.listdir("/proc/self/fd")) - 1)
         """
@@ -179,7 +178,7 @@ def test_who_has_no_descriptor_left_still_sees_and_ends_all() -> None:
             blind = error.strerror
         os.close(hoard.pop())
         SPARE.hold()
-        result = stop.stop_now(workers, clock=clock)
+        result = stop_now(workers, clock=clock)
         report(seen=seen, blind=blind, left=len(result.left), killed=result.killed,
                alive=[is_alive(pid) for pid in daemons])
         """

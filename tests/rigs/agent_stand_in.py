@@ -60,6 +60,12 @@ def finish(stopper):
         time.sleep(min(result, 0.01))
     return result
 
+def stop_now(workers, *, clock=clock, **changes):
+    """SIGKILL a group at once, and wait for its end."""
+    stopper = stop.GroupStopper(workers, grace=0, clock=clock, **changes)
+    stopper.kill_now()
+    return finish(stopper)
+
 def is_alive(pid):
     proc = tree.look_at(pid)
     return proc is not None and not proc.is_dead

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.agent.main import node_key
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch import agents
@@ -24,7 +23,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.linux import SignalQueue
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
+from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, node_key
 from tests.rigs.chaos.clocks import with_clock
 
 
