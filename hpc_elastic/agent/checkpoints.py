@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.hang import HangWatch
+from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import GrowPolicy

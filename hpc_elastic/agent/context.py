@@ -7,8 +7,8 @@ from collections.abc import Set as AbstractSet
 
 from msgspec import Struct, field
 
-from hpc_elastic.agent.crash import CrashGuard
-from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
+from hpc_elastic.agent.ending import CrashGuard
+from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.metrics import RoundFigures
@@ -29,7 +29,7 @@ from hpc_elastic.workers.spawn import Inherited
 
 
 class AgentContext(Struct, frozen=True, kw_only=True):
-    """What an agent is made of: see `agent.main`, which puts it together."""
+    """The parts of an agent, put together by `agent.main`."""
 
     spec: RunSpec
     attempt: AttemptInfo
@@ -52,14 +52,14 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     helpers: Callable[[], AbstractSet[int]]
     """Pids of the agent's own helpers, which are no workers."""
     files: FileThread = field(default_factory=FileThread)
-    """For whatever the loop has to do with files: it never touches them itself."""
+    """Does what the loop needs done with files: the loop itself touches none."""
     watch: HangWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Says whether this node may join a round."""
     restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)
-    """Hears of in-process restarts, and replaces single workers."""
+    """Follows in-process restarts, and replaces single workers."""
     crash: CrashGuard = field(default_factory=CrashGuard)
-    """Sees when a thread of the agent's fails."""
+    """Notices a thread of the agent's that fails."""
     figures: RoundFigures | None = None
     """Measures rounds; None: to no sink."""

@@ -1,8 +1,9 @@
 """The seam for other ways of starting workers: `SimpleElasticAgent`, with torch's names, over any rendezvous.
 
-A subclass says how workers are started, watched and stopped; this module says when. `local_agent.LocalElasticAgent` is
-one, for use from Python; what ``hpc-elastic agent`` runs is `node_agent.NodeAgent`, which is driven by events and knows
-the rendezvous from within. docs/how-to/use-agents-from-python.md says what replaces what.
+A subclass defines how workers are started, watched and stopped; this module decides when. `LocalElasticAgent` is one,
+for use from Python; what ``hpc-elastic agent`` runs is `node_agent.NodeAgent`, which is driven by events and knows the
+rendezvous from within. Both number the ranks by `rendezvous.ranks`: the node agent from the members of the round's
+record, this one from `GroupFacts`, which the agents exchange through the round's store: it may be any rendezvous'.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics
 from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState
-from hpc_elastic.agent.worker_spec import GroupFacts, Rendezvous, Round, WorkerSpec, restarts_after, worker_places
+from hpc_elastic.agent.worker_spec import Rendezvous, Round, WorkerSpec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
 from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.rendezvous.ranks import RankLayout, layout_of
 
 logger = logging.getLogger(__name__)
 
 EXIT_BARRIER_SECONDS = 300.0
-"""How long a node whose workers are done waits for the others, where its rendezvous tells of no lost nodes."""
+"""How long a node whose workers are done waits for the others, where its rendezvous notices no lost nodes."""
 EXCHANGE_SECONDS = 60.0
-"""How long the agents of a round wait for each other's word, once the rendezvous has said that they are all there."""
+"""How long the agents of a round wait for each other's facts, once the rendezvous is complete."""
 _FIRST_LOOK = 0.005
 _LONGEST_LOOK = 0.25
 
 
 class PeerMissingError(HpcElasticError):
-    """An agent of the round did not say what it brings."""
+    """An agent of the round did not publish its `GroupFacts`."""
 
     template = (
         "round {round} of run {run_id!r}: no word from the agent of group rank {group_rank} within {seconds:g} s; "
@@ -43,7 +46,31 @@ class PeerMissingError(HpcElasticError):
 
 
 class _RoundIsOverError(Exception):
-    """The round ended while its agents were still telling each other who they are."""
+    """The round ended while its agents still exchanged their facts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFacts:
+    """What one agent publishes of itself at the start of a round."""
+
+    role: str
+    local_world_size: int
+    restarts_used: int
+    """As it knew them in its last round; 0 for a newcomer."""
+    failed: bool
+    """Whether one of its workers' failures ended its last round."""
+
+
+def layouts_of(groups: Sequence[GroupFacts], group_rank: int) -> tuple[RankLayout, RankLayout]:
+    """The place of one group: among all workers of the round, and among those of its role.
+
+    Args:
+        groups: All of the round, in the order of group ranks.
+        group_rank: The group's.
+    """
+    role = groups[group_rank].role
+    in_role = [group.local_world_size if group.role == role else 0 for group in groups]
+    return layout_of([group.local_world_size for group in groups], group_rank), layout_of(in_role, group_rank)
 
 
 class ElasticAgent(abc.ABC):
@@ -87,7 +114,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._failed_last = False
         self._never = threading.Event()
 
-    # -- what a subclass says ------------------------------------------------------------------------------------
+    # -- what a subclass defines ---------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _start_workers(self, group: WorkerGroup) -> Mapping[int, Any]:
@@ -103,13 +130,16 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _open_master(self, group: WorkerGroup) -> tuple[str, int]:
         """Called on group rank 0 before the workers start: what becomes MASTER_ADDR and MASTER_PORT."""
-        reached = getattr(group.spec.handler, "reached_addresses", None)
+        reached: Any = _call(group.spec.handler, "reached_addresses")
         address = choose_master_address(
             given=group.spec.master_addr,
-            reached=reached() if reached is not None else (),
+            reached=reached or (),
             candidates=candidate_addresses(socket.gethostname()) if group.group_world_size != 1 else (),
         )
-        return address, group.spec.master_port or _free_port()
+        if group.spec.master_port:
+            return address, group.spec.master_port
+        with socket.create_server(("", 0)) as listener:
+            return address, int(listener.getsockname()[1])
 
     def _wait_for_news(self, group: WorkerGroup, seconds: float) -> None:
         """Wait until something may have happened to the workers, for `seconds` at most."""
@@ -129,17 +159,13 @@ class SimpleElasticAgent(ElasticAgent):
         try:
             return self._rounds(group)
         except BaseException:
-            self._end_badly()
+            if self._group.state is not WorkerState.FAILED:
+                self._enter(group, WorkerState.UNKNOWN)
+                self._stop_workers(group)
+                self._enter(group, WorkerState.FAILED)
             raise
         finally:
             group.spec.handler.shutdown()
-
-    def _end_badly(self) -> None:
-        if self._group.state is WorkerState.FAILED:
-            return
-        self._enter(self._group, WorkerState.UNKNOWN)
-        self._stop_workers(self._group)
-        self._enter(self._group, WorkerState.FAILED)
 
     def _check_role(self, role: str) -> None:
         if role not in ("default", self._group.spec.role):
@@ -162,7 +188,9 @@ class SimpleElasticAgent(ElasticAgent):
                 raise HpcElasticError(message=f"the workers are {found.state.name}, which no agent can go on from")
             elif self._round_is_over(group):
                 self._restart(group, "the round is over")
-            elif self._somebody_is_to_be_taken_in(group):
+            elif not hasattr(group.spec.handler, "round_is_over") and group.spec.handler.num_nodes_waiting() > 0:
+                # A rendezvous that has `round_is_over` ends the round itself where a newcomer has a place: a node that
+                # waits is a spare then.
                 self._restart(group, "a node waits to be taken in")
 
     def _handle_failure(self, group: WorkerGroup, found: MonitorResult) -> None:
@@ -225,26 +253,29 @@ class SimpleElasticAgent(ElasticAgent):
         self._enter(group, WorkerState.HEALTHY)
 
     def _take_place(self, group: WorkerGroup, round_: Round) -> None:
-        """Tell the others what this node brings, and learn from group rank 0 what all bring."""
+        """Publish what this node brings, and take from group rank 0 what all bring."""
         group.store, group.round = round_.store, round_.version
         group.group_rank, group.group_world_size = round_.rank, round_.world_size
-        mine = GroupFacts(
+        own = GroupFacts(
             role=group.spec.role,
             local_world_size=group.spec.local_world_size,
             restarts_used=group.restarts_used,
             failed=self._failed_last,
         )
-        round_.store.set(f"agent/{round_.rank}", mine.to_json())
+        round_.store.set(f"agent/{round_.rank}", json.dumps(asdict(own)).encode())
         if round_.rank == 0:
-            said = [json.loads(self._read(group, f"agent/{rank}", rank)) for rank in range(round_.world_size)]
-            round_.store.set("agents", json.dumps({"groups": said, "master": self._open_master(group)}).encode())
-        told = json.loads(self._read(group, "agents", 0))
-        groups = [GroupFacts(**facts) for facts in told["groups"]]
-        group.master_addr, group.master_port = told["master"]
-        group.restarts_used = restarts_after(groups)
-        for worker, place in zip(group.workers, worker_places(groups, round_.rank), strict=True):
-            worker.global_rank, worker.role_rank = place.global_rank, place.role_rank
-            worker.world_size, worker.role_world_size = place.world_size, place.role_world_size
+            found = [json.loads(self._read(group, f"agent/{rank}", rank)) for rank in range(round_.world_size)]
+            round_.store.set("agents", json.dumps({"groups": found, "master": self._open_master(group)}).encode())
+        agreed = json.loads(self._read(group, "agents", 0))
+        groups = [GroupFacts(**facts) for facts in agreed["groups"]]
+        group.master_addr, group.master_port = agreed["master"]
+        # One more than before where a worker's failure led to this round, on any node.
+        group.restarts_used = max(each.restarts_used for each in groups) + int(any(each.failed for each in groups))
+        group.layout, in_role = layouts_of(groups, round_.rank)
+        for worker in group.workers:
+            worker.global_rank = group.layout.first_rank + worker.local_rank
+            worker.role_rank = in_role.first_rank + worker.local_rank
+            worker.world_size, worker.role_world_size = group.layout.world_size, in_role.world_size
             worker.id = None
 
     def _read(self, group: WorkerGroup, key: str, from_rank: int) -> bytes:
@@ -269,8 +300,8 @@ class SimpleElasticAgent(ElasticAgent):
         """The exit barrier: this node's workers have ended well, and others may still need its store or its place.
 
         Returns:
-            False where a new round was asked for: a failure elsewhere means that all start again, from whatever
-            the script has saved; a script that finds its work done ends at once.
+            False where a new round was asked for: after a failure elsewhere all start again from what the script has
+            saved; a script that finds its work done ends at once.
         """
         assert group.store is not None
         assert group.group_world_size is not None
@@ -296,12 +327,6 @@ class SimpleElasticAgent(ElasticAgent):
     def _round_is_over(self, group: WorkerGroup) -> bool:
         return bool(_call(group.spec.handler, "round_is_over"))
 
-    def _somebody_is_to_be_taken_in(self, group: WorkerGroup) -> bool:
-        """A rendezvous that tells when a round is over ends it for a newcomer itself, where there is a place: who waits
-        then is a spare, and nobody is to be restarted for that."""
-        handler = group.spec.handler
-        return not hasattr(handler, "round_is_over") and handler.num_nodes_waiting() > 0
-
     # -- figures -------------------------------------------------------------------------------------------------
 
     def _enter(self, group: WorkerGroup, state: WorkerState) -> None:
@@ -319,19 +344,12 @@ class SimpleElasticAgent(ElasticAgent):
 
 
 def _call(handler: Rendezvous, name: str) -> object:
-    """What `handler` answers, where it has that method; else None."""
+    """What `handler`'s method `name` returns; None where it has no such method."""
     method = getattr(handler, name, None)
     return method() if method is not None else None
 
 
-def _free_port() -> int:
-    with socket.create_server(("", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def _describe_failures(found: MonitorResult) -> str:
-    told = [
-        f"rank {rank}: {getattr(failure, 'headline', None) or failure}"
-        for rank, failure in sorted(found.exceptions.items())
-    ]
-    return "; ".join(told) or f"they are {found.state.name}"
+    ranks = sorted(found.exceptions.items())
+    described = [f"rank {rank}: {getattr(failure, 'headline', None) or failure}" for rank, failure in ranks]
+    return "; ".join(described) or f"they are {found.state.name}"

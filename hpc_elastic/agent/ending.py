@@ -1,9 +1,13 @@
-"""Signals that an agent hears: under Slurm it tells all at once, and the supervisor finds out what they mean.
+"""How an agent ends: by a signal, with the supervisor's last duties where no supervisor is left, or by a crash.
 
 When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script, so the agents
-hear of it first; but a SIGTERM may as well be a cancel. An agent that gets no answer goes by the signal alone.
+learn of it first; but a SIGTERM may as well be a cancel. `HeardSignals` reports it through the rendezvous, and the
+supervisor finds out what it means; an agent that gets no answer goes by the signal alone.
 
-What an agent does about the run's end where the supervisor can't: see `rendezvous.ending` and `launch.batch`.
+An agent may fail itself, out of memory or descriptors, or by a defect of this package. Its workers must not
+outlive it, the other nodes must go on without it, and a person must be able to see why (`CrashGuard`). A thread that
+fails takes the agent out of the run as an unusable store does, in an orderly way; where the main thread fails, the
+agent writes what evidence it can and ends at once, and the guardian ends the workers.
 """
 
 from __future__ import annotations
@@ -11,10 +15,11 @@ from __future__ import annotations
 import logging
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 from hpc_elastic.agent.checkpoints import notice_of
-from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import (
@@ -27,13 +32,18 @@ from hpc_elastic.base.outcome import (
 )
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.run.events import EventLog
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
+from hpc_elastic.workers.linux import leave_hung_threads
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.context import AgentContext
 
 ANSWER_SECONDS = 4.0
 """How long the supervisor's answer is waited for at most: it asks Slurm for 2 s."""
@@ -51,12 +61,12 @@ class HeardSignals:
     def __init__(self, context: AgentContext) -> None:
         self._context = context
         self.ended_by: signal.Signals | None = None
-        """The signal that ends this node, where nobody has said that it means something else."""
+        """The signal that ends this node, unless it was found to mean something else."""
         self.due: float | None = None
         """When the answer to the first signal is overdue, monotonic; None: none is waited for."""
         self._asked: signal.Signals | None = None
         self._notice: PreemptionNotice | None = None
-        """The answer, or what came without being asked for."""
+        """The answer, or a notice that came by itself."""
         self._kill_from: float | None = None
         """When Slurm's KillWait has begun, where a SIGTERM was its beginning."""
         self._ends_at: float | None = None
@@ -85,14 +95,14 @@ class HeardSignals:
         return True
 
     def on_record(self, record: RoundRecord) -> None:
-        """A newer record: is it the answer, or does it leave less time than was thought?"""
+        """A newer record: is it the answer, or does it leave less time than was known?"""
         notice = record.notice
         is_new = notice is not None and not notice.is_given_as(self._notice)
         if record.status is not Status.CLOSED and not is_new:
             return
         self.due = None
         if record.status is Status.CLOSED and self._kill_from is not None:
-            self.ended_by = self.ended_by or signal.SIGTERM  # Slurm ends the job, and sees to the rest
+            self.ended_by = self.ended_by or signal.SIGTERM  # Slurm ends the job
         if notice is not None and is_new:
             self._notice = notice
             self._kill_from = None  # it was the notice: what comes after it is the end
@@ -101,7 +111,7 @@ class HeardSignals:
                 self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
 
     def overdue(self) -> signal.Signals | None:
-        """The signal that ends this node after all, since nobody has answered what it means."""
+        """The signal that ends this node after all, since no answer has come."""
         if self.due is None or self._context.clock.monotonic() < self.due:
             return None
         self.due, number = None, self._asked
@@ -152,14 +162,14 @@ class HeardSignals:
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS = 2400.0
-"""For what the supervisor would have done: the patience with a controller that is down, and the report."""
+"""The supervisor's patience with a controller that is down, and the report."""
 _SPARE_SECONDS = 5.0
 
 
 def is_unclaimed(
     coordination: Coordination, members: Sequence[Member], uid: str, clock: Clock, *, confirmed: bool
 ) -> bool:
-    """Wait until a process claims the duty to finish the closed attempt, or this agent's turn to do it has come.
+    """Wait until a process claims the end of the closed attempt, or it is this agent's turn to finish it.
 
     Args:
         coordination: This agent's.
@@ -250,7 +260,7 @@ def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None, *, is
 
 
 def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, str], confirmed: bool) -> int | None:
-    """Have the supervisor's last duties done, in a process of their own: an agent runs none of Slurm's commands.
+    """Finish the attempt in the supervisor's place, in another process: an agent runs none of Slurm's commands.
 
     Returns:
         Its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node belongs
@@ -268,3 +278,94 @@ def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, s
     except (OSError, subprocess.TimeoutExpired) as error:
         logger.error("finishing the attempt failed: %s", error)
         return None
+
+
+_RESERVE_BYTES = 4 << 20
+LAST_WRITES_SECONDS = 1.0
+_MOST_LINES = 40
+_NEVER_END = frozenset({"coordination", "beats", "files", "log-pump", "log-files", "job-log"})
+"""Threads without which an agent is of no use."""
+
+
+class ThreadFailedError(HpcElasticError):
+    """One of the agent's own threads has ended where it never should."""
+
+    template = "the agent's thread {thread!r} failed: {error}"
+
+
+class CrashGuard:
+    """One agent's. It holds back some memory, in order to have it when there is none."""
+
+    def __init__(self) -> None:
+        self._reserve: bytearray | None = bytearray(_RESERVE_BYTES)  # never touched, and so not resident
+        self._threads: set[threading.Thread] = set()
+
+    def watch_threads(self, on_failure: Callable[[ThreadFailedError], None]) -> None:
+        """From now on, report a thread that an exception ends.
+
+        Args:
+            on_failure: Called in that thread; must not wait.
+        """
+
+        def failed(args: threading.ExceptHookArgs) -> None:
+            self._reserve = None
+            if args.exc_type is not SystemExit:
+                name = args.thread.name if args.thread is not None else "?"
+                on_failure(ThreadFailedError(thread=name, error=describe_error(args.exc_value or args.exc_type())))
+
+        threading.excepthook = failed
+
+    def check(self) -> None:
+        """Look whether a thread has ended unreported: without memory, not even that may work. For the agent's loop.
+
+        Raises:
+            ThreadFailedError: one has.
+        """
+        for thread in self._threads:
+            if not thread.is_alive():
+                raise ThreadFailedError(thread=thread.name, error="it ended without a word (out of memory?)")
+        self._threads.update(thread for thread in threading.enumerate() if thread.name in _NEVER_END)
+
+    def end(
+        self,
+        error: BaseException,
+        *,
+        events: EventLog,
+        write_line: Callable[[str], object],
+        flush: Callable[[], object],
+        write_error_file: Callable[[], object],
+        pipes: Sequence[int],
+    ) -> NoReturn:
+        """The main thread has failed: leave evidence, and end this process at once.
+
+        Args:
+            error: What it failed with.
+            events: Gets an ``agent_failed``.
+            write_line: Writes to the job log.
+            flush: Waits until the job log has it, for a moment.
+            write_error_file: Does so in bounded time.
+            pipes: As `workers.linux.output_pipes` found them.
+        """
+        self._reserve = None
+        steps: list[Callable[[], object]] = [
+            lambda: events.write("agent_failed", error=describe_error(error), where=where_raised(error)),
+            lambda: write_line(f"error: the agent itself failed: {describe_error(error)}; its workers are ended"),
+            lambda: [write_line(line) for line in _traceback(error)],
+            flush,
+            lambda: events.close(within=LAST_WRITES_SECONDS),
+            write_error_file,
+        ]
+        try:
+            for step in steps:
+                try:
+                    step()
+                except Exception:
+                    continue  # one that fails for the same reason; the next may be smaller
+        finally:
+            leave_hung_threads(ExitCode.WORKERS_FAILED, pipes)
+
+
+def _traceback(error: BaseException) -> list[str]:
+    import traceback
+
+    return "".join(traceback.format_exception(error)).splitlines()[-_MOST_LINES:]

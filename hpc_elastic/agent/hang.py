@@ -1,24 +1,33 @@
-"""Whether a worker hangs, and which one is behind it: pure decisions over heartbeats.
+"""Whether a worker hangs, and which one is behind it: pure decisions over heartbeats, and the watch that reads them.
 
-A worker is judged only by a timeout that was asked for, for the section that it is in. One node's agent judges its own
-workers by one clock; across nodes only steps and *ages* are compared, never times.
+A worker is judged only by a timeout that the user gave, for the section that it is in. One node's agent judges its own
+workers by one clock; across nodes only steps and *ages* are compared, never times. `HangWatch` sleeps until a worker
+may be overdue, and writes the workers' last heartbeats to the run directory now and then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from msgspec import Struct, field
 
+from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat, RoundBeats
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.errors import UsageError
-from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, SETUP, STEP, is_section_name
+from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, VARIABLE, NoticeRecord, is_section_name
 
 HANG_FINGERPRINT = "hang:"
 """What every hang's fingerprint begins with."""
 STOPPED_FINGERPRINT = "hang:stopped"
-"""Of a worker that somebody had stopped from outside."""
+"""Of a worker that was stopped from outside."""
 KERNEL_FINGERPRINT = "hang:kernel"
-"""Of one that sat in the kernel, where no signal reached it."""
+"""Of a worker that sat in the kernel, where no signal reached it."""
 AUTO = "auto"
 LEARNED_INTERVALS = 20
 """So many times between two heartbeats must have been measured before a timeout is learned from them."""
@@ -30,7 +39,7 @@ SLACK_SHARE = 0.1
 
 
 class SectionTimeouts(Struct, frozen=True, kw_only=True):
-    """What was asked for: seconds without a sign of life, by section."""
+    """The user's timeouts: seconds without a heartbeat, by section."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     learns_step: bool = False
@@ -41,46 +50,16 @@ class SectionTimeouts(Struct, frozen=True, kw_only=True):
 
     @property
     def shortest(self) -> float | None:
-        """No worker can hang for less and be judged; None where nobody is judged."""
+        """No worker hangs for less; None where none is judged."""
         found = [*self.seconds.values(), *([LEARNED_LEAST] if self.learns_step else [])]
         return min(found, default=None)
-
-
-class RankBeat(Struct, frozen=True, kw_only=True):
-    """A worker's last sign of life, as its agent sees it."""
-
-    rank: int
-    local_rank: int
-    section: str
-    at: float
-    """On the agent's monotonic clock; the worker's start where there was none yet."""
-    step: int | None = None
-    count: int = 0
-    """0: it has never told anything."""
-    intervals: int = 0
-    longest: float = 0.0
-    """Of the `intervals` times between two heartbeats in section ``step``, seconds."""
-    pid: int = 0
-    """Of the process that speaks for the worker; 0 where none does."""
-    checkpoints: int = 0
-    """How many it has completed in this round."""
-    saved_at: float = 0.0
-    """When the last of them was complete."""
-    asks_for_notices: bool = False
-    """Whether it has ever asked if there is a notice."""
-    has_notice: bool = False
-    """Whether it has found one."""
-
-    def age(self, now: float) -> float:
-        """Seconds since."""
-        return max(0.0, now - self.at)
 
 
 class HangVerdict(Struct, frozen=True, kw_only=True):
     """Workers of this node hang."""
 
     culprit: RankBeat
-    """The one that is behind."""
+    """The worker that is behind."""
     limit: float
     """The timeout that is over, seconds."""
     hung: Mapping[int, str]
@@ -145,7 +124,7 @@ def learned_timeout(intervals: int, longest: float) -> float | None:
         longest: The longest, seconds.
 
     Returns:
-        At least 60 seconds; None (nobody is judged) before 20 were measured.
+        At least 60 seconds; None (no worker is judged) before 20 were measured.
     """
     if intervals < LEARNED_INTERVALS:
         return None
@@ -153,7 +132,7 @@ def learned_timeout(intervals: int, longest: float) -> float | None:
 
 
 def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None = None) -> float | None:
-    """Seconds without a sign of life after which `beat`'s worker counts as hung; None: it is not judged."""
+    """Seconds without a heartbeat after which `beat`'s worker counts as hung; None: it is not judged."""
     if beat.section == STEP and timeouts.learns_step:
         return learned
     return timeouts.seconds.get(beat.section)
@@ -165,8 +144,8 @@ def judge(
     """Decide whether workers of this node hang.
 
     Args:
-        beats: Of those that still run.
-        timeouts: What was asked for.
+        beats: Of the workers that still run.
+        timeouts: The user's.
         now: On the clock of the beats.
         learned: From `learned_timeout`.
     """
@@ -183,7 +162,7 @@ def judge(
         behind = lagging(here, step=first.step, age=first.age(now), now=now)
         if behind:
             return HangVerdict(culprit=behind[0], limit=limit, hung=describe_lagging(behind, step=first.step, now=now))
-    # Who is a step further waits for it.
+    # A worker that is a step further waits for it.
     level = {
         rank: describe_silence(beat, now, limit=its)
         for rank, (beat, its) in silent.items()
@@ -193,7 +172,7 @@ def judge(
 
 
 def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
-    """Why those at the head of `lagging` count as hung: local rank → words."""
+    """Why those at the head of `lagging` count as hung, by local rank."""
     return {
         beat.local_rank: f"{describe_silence(beat, now)}, while others are at step {step} and wait"
         for beat in behind
@@ -218,9 +197,9 @@ def next_look(
 def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> tuple[RankBeat, ...]:
     """Workers of this node that a silent worker, here or on another node, waits for.
 
-    In a collective all wait for the one that did not come, and the first whose time is over may be one that waits: by a
-    shorter timeout, by milliseconds, or because the one that hangs is in a section without any. Who is behind in steps
-    and has been silent for about as long (less a second, or a tenth, in which words are under way) is the one.
+    In a collective all wait for the worker that did not come, and the first whose time is over may be one that waits:
+    by a shorter timeout, by milliseconds, or because the worker that hangs is in a section without any. That one is
+    behind in steps and has been silent for about as long (less a second, or a tenth, in which reports are under way).
 
     Args:
         beats: This node's workers'.
@@ -229,7 +208,7 @@ def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> 
         now: On the beats' clock.
 
     Returns:
-        The furthest behind first. Never a worker that told no step so far: many scripts let one rank tell for all.
+        The furthest behind first. Never a worker that has reported no step: in many scripts one rank reports for all.
     """
     least = age - max(SLACK_SECONDS, SLACK_SHARE * age)
     behind = [beat for beat in beats if beat.step is not None and beat.step < step and beat.age(now) >= least]
@@ -241,18 +220,260 @@ def _step(beat: RankBeat) -> int:
 
 
 def _lag(beat: RankBeat) -> tuple[int, float, int]:
-    """The furthest behind first: by step, then whose heartbeat stopped first."""
+    """Sorts the furthest behind first: by step, then by the time of the last heartbeat."""
     return _step(beat), beat.at, beat.rank
-
-
-def setup_beat(*, rank: int, local_rank: int, started: float) -> RankBeat:
-    """A worker that has told nothing yet."""
-    return RankBeat(rank=rank, local_rank=local_rank, section=SETUP, at=started)
 
 
 def may_be_a_bug(fingerprint: str) -> bool:
     """Whether the same failure again, without progress between, speaks against the script.
 
-    Who stops a process from outside, or a mount that hangs, is no bug in it, however often it happens.
+    A process that is stopped from outside, or a mount that hangs, is no bug in it, however often that happens.
     """
     return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)
+
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_SECONDS = 15.0
+"""How often a node writes where its workers are, however fast their steps."""
+PAUSED_SECONDS = 5.0
+"""An agent that wakes so much later than it asked for was stopped itself (a suspended job or node), and so were its
+workers: no silence counts."""
+SUMMARY_VERSION = 1
+
+
+class HangWatch:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(
+        self,
+        *,
+        folder: HeartbeatFolder,
+        timeouts: SectionTimeouts,
+        clock: Clock,
+        files: FileThread,
+        summary: Path | None = None,
+        node: int = 0,
+        host: str = "",
+    ) -> None:
+        """Args:
+        folder: Where the workers' files are.
+        timeouts: The user's.
+        clock: Its monotonic clock must be the workers' (CLOCK_BOOTTIME).
+        files: Writes the summary.
+        summary: Its path in the run directory; None: none.
+        node: Index of this node.
+        host: Its name.
+        """
+        self._folder = folder
+        self._timeouts = timeouts
+        self._clock = clock
+        self._files = files
+        self._summary = summary
+        self._head = {"version": SUMMARY_VERSION, "node": node, "host": host}
+        self._beats: RoundBeats | None = None
+        self._round = -1
+        self._due: float | None = None
+        self._summary_due = 0.0
+        self._is_writing = False
+        self._notices = 0
+        self._intervals = 0
+        self._longest = 0.0
+        self.verdict: HangVerdict | None = None
+        """The round's, where this node gave one."""
+        self.hung: dict[int, str] = {}
+        """Local rank → why it counts as hung in this round."""
+
+    def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
+        """A round's workers are about to be started."""
+        now = self._clock.monotonic()
+        self._round = round_index
+        self.verdict = None
+        self.hung = {}
+        self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
+        self._summary_due = now + SUMMARY_SECONDS
+        self._plan(now, range(count))
+
+    def begin_again(self, local_rank: int) -> None:
+        """Another process is about to be started in a worker's place."""
+        if self._beats is not None:
+            now = self._clock.monotonic()
+            self._beats.begin_again(local_rank, now)
+            self._due = now if self._due is not None else None
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What the worker must find in its environment."""
+        return {VARIABLE: self._beats.paths[local_rank] if self._beats is not None else ""}
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: no worker is judged."""
+        return self._due
+
+    def look(self, running: Collection[int]) -> HangVerdict | None:
+        """Read the heartbeats if it is time to.
+
+        Args:
+            running: Local ranks whose worker has not ended.
+
+        Returns:
+            The verdict, once, where workers hang.
+        """
+        now = self._clock.monotonic()
+        if self._beats is None or self._due is None or now < self._due or self.verdict is not None:
+            return None
+        beats = self._beats.read(now)
+        if now - self._due > PAUSED_SECONDS:
+            logger.info("held up for %.1f s: heartbeats count from now on", now - self._due)
+            self._beats.renew(now)
+            beats = self._beats.beats
+        self._learn(beats)
+        judged = [beat for beat in beats if beat.local_rank in running and self._beats.paths[beat.local_rank]]
+        verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
+        if verdict is not None:
+            self.verdict = verdict
+            self.hung = dict(verdict.hung)
+        if now >= self._summary_due or verdict is not None:
+            self._summary_due = now + SUMMARY_SECONDS
+            self._write_summary(beats, now)
+        self._plan(now, running)
+        return verdict
+
+    def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
+        """Another node found a hang: note the workers here that its worker waits for.
+
+        Args:
+            mark: Where the hung worker stood.
+            running: Local ranks whose worker has not ended.
+        """
+        if self._beats is None or self.verdict is not None:
+            return
+        now = self._clock.monotonic()
+        beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
+        behind = lagging(beats, step=mark.step, age=mark.age, now=now)
+        self.hung = describe_lagging(behind, step=mark.step, now=now)
+
+    def read(self) -> list[RankBeat]:
+        """Every worker's last heartbeat, by local rank."""
+        return self._beats.read(self._clock.monotonic()) if self._beats is not None else []
+
+    def deliver_notice(self, *, deadline: float, step: int) -> None:
+        """Write to the round's workers that the job is going to be ended.
+
+        Args:
+            deadline: Monotonic: until then a checkpoint is waited for.
+            step: As in `NoticeRecord`.
+        """
+        if self._beats is not None:
+            self._notices += 1
+            self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
+
+    def refresh(self) -> list[RankBeat]:
+        """Every worker's last heartbeat, by local rank; also to the run directory."""
+        if self._beats is None:
+            return []
+        now = self._clock.monotonic()
+        beats = self._beats.read(now)
+        self._learn(beats)
+        self._write_summary(beats, now)
+        return beats
+
+    def beat(self, local_rank: int) -> RankBeat | None:
+        """A worker's last heartbeat, as it was read last."""
+        return self._beats.beats[local_rank] if self._beats is not None else None
+
+    def last_step(self, local_rank: int) -> int | None:
+        beat = self.beat(local_rank)
+        return beat.step if beat is not None else None
+
+    @property
+    def furthest_step(self) -> int:
+        """Of all workers here in this round, -1 for none."""
+        steps = [beat.step for beat in self._beats.beats if beat.step is not None] if self._beats is not None else []
+        return max(steps, default=-1)
+
+    @property
+    def mark(self) -> HangMark | None:
+        """The mark of the hung worker here that is furthest behind; None: none hangs."""
+        if self._beats is None or not self.hung:
+            return None
+        now = self._clock.monotonic()
+        beats = [self._beats.beats[local_rank] for local_rank in self.hung]
+        marks = [HangMark(-1 if beat.step is None else beat.step, beat.age(now)) for beat in beats]
+        return min(marks, key=lambda mark: mark.lag)
+
+    def last_heartbeat_ns(self, local_rank: int) -> int:
+        """When a worker sent its last heartbeat, by this host's wall clock."""
+        beat = self.beat(local_rank)
+        age = beat.age(self._clock.monotonic()) if beat is not None else 0.0
+        return self._clock.time_ns() - int(age * 1e9)
+
+    def rest(self) -> None:
+        """No worker is judged any more in this round; what is known of it stays."""
+        self._due = None
+
+    def end(self) -> None:
+        """The round's workers are gone."""
+        self._due = None
+        if self._beats is not None:
+            self._beats.remove()
+
+    def close(self) -> None:
+        """The agent ends."""
+        self.end()
+        self._folder.remove()
+
+    def _learned(self) -> float | None:
+        return learned_timeout(self._intervals, self._longest)
+
+    def _learn(self, beats: Collection[RankBeat]) -> None:
+        # The whole run's, on this node: a later round begins with what the earlier ones taught.
+        self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
+        self._longest = max([self._longest, *(beat.longest for beat in beats)])
+
+    def _plan(self, now: float, running: Collection[int]) -> None:
+        assert self._beats is not None
+        beats = [beat for beat in self._beats.beats if beat.local_rank in running]
+        due = next_look(beats, self._timeouts, now=now, learned=self._learned())
+        self._due = self._summary_due if due is None else min(due, self._summary_due)
+
+    def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
+        if self._summary is None or not any(beat.count for beat in beats) or self._is_writing:
+            return
+        value = {
+            **self._head,
+            "round": self._round,
+            "written_ns": self._clock.time_ns(),
+            "ranks": [describe_beat(beat, now) for beat in beats],
+        }
+        self._is_writing = True  # no second one waits behind a mount that hangs
+        self._files.post(lambda: self._write(value))
+
+    def _write(self, value: dict[str, Any]) -> None:
+        assert self._summary is not None
+        try:
+            make_private_dir(self._summary.parent)
+            write_json(self._summary, value)
+        except OSError as error:
+            logger.debug("heartbeats could not be written: %s", error)
+        finally:
+            self._is_writing = False
+
+
+def describe_beat(beat: RankBeat, now: float) -> dict[str, Any]:
+    """For the summary and for events."""
+    return {
+        "rank": beat.rank,
+        "local_rank": beat.local_rank,
+        "step": beat.step,
+        "section": beat.section,
+        "age": round(beat.age(now), 3),
+        "count": beat.count,
+    }
+
+
+def silent_watch() -> HangWatch:
+    """A watch without a folder, which watches no worker."""
+    return HangWatch(
+        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=FileThread(name="beats")
+    )

@@ -1,12 +1,10 @@
-"""Ending a round that hangs: first the stacks of all workers, then the workers.
+"""Ending a round that hangs: first the stacks of all workers, then the workers; and what is left of them as evidence.
 
 First each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be
-lost. When the other nodes have had time to hear of the hang and to do the same, each worker's main process gets a
+lost. When the other nodes have had time to learn of the hang and to do the same, each worker's main process gets a
 SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and ends it (0.1 s). What has not
 ended by then is asked with py-spy, where that is installed. Then the rest of the group is ended as always. Nothing here
-waits.
-
-What is left of a hung round: each worker's stacks in its stacks.txt, and the failure of those that hung.
+waits. When all have ended, each worker's stacks go to its stacks.txt, and those that hung are described as failures.
 """
 
 from __future__ import annotations
@@ -72,12 +70,12 @@ class _Asked(Struct):
 
 
 def find_targets(workers: Sequence[tuple[WorkerProcess, int]]) -> list[Target]:
-    """Which process of each worker holds its Python stacks: one look at the process table for all.
+    """The process of each worker that holds its Python stacks: one look at the process table for all.
 
     Args:
-        workers: Each with the process that sends its heartbeats, 0 where none does. That is the one, where it is the
-            worker's; else the worker itself where it is a Python, else the first Python below it (a shell script around
-            the training script).
+        workers: Each with the pid that sends its heartbeats, 0 where none does. That process is the one, where it is
+            below the worker; else the worker itself where it is a Python, else the first Python below it (a shell
+            script around the training script).
     """
     processes = tree.all_processes()
     return [Target(worker=worker, pid=_main_process(processes, worker.pid, speaker)) for worker, speaker in workers]
@@ -181,7 +179,7 @@ class StacksThenStop:
         return asked.state if asked is not None else None
 
     def py_spy_of(self, worker_pid: int) -> str:
-        """What py-spy says of a worker that did not answer; empty where it was not asked or can't tell."""
+        """py-spy's output for a worker that did not answer; empty where it was not asked, or has none."""
         asked = self._asked.get(worker_pid)
         return asked.text if asked is not None else ""
 
@@ -237,19 +235,19 @@ def _start_py_spy(silent: Sequence[_Asked]) -> bool:
 
 
 class HungWorker(Struct, frozen=True, kw_only=True):
-    """What is known of one worker of a hung round when it has ended."""
+    """One worker of a hung round when it has ended."""
 
     facts: WorkerFailure
     paths: RankPaths
     state: ProcessState | None
-    """Before it was touched; None: it had ended by itself."""
+    """Before it was stopped; None: it had ended by itself."""
     py_spy: str
     why: str
     """Why it counts as hung; empty: it only waited."""
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
-    """Find its dump in what it printed, or in what py-spy said, and write stacks.txt. Raises nothing."""
+    """Find its dump in its stderr, or in py-spy's output, and write stacks.txt. Raises nothing."""
     dump = find_dump(_tail(worker.paths.stderr)) or find_py_spy(worker.py_spy)
     try:
         write_private(worker.paths.stacks, stacks_text(worker, dump))
@@ -278,25 +276,25 @@ def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_hang(worker: HungWorker, dump: StackDump | None, *, told_ns: int) -> WorkerFailure:
+def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:
     """The failure of a worker that hung, written to its error.json.
 
     Args:
         worker: It.
         dump: Its stacks.
-        told_ns: Its last sign of life by this host's wall clock: that is when it failed.
+        last_heartbeat_ns: When its last heartbeat came, by this host's wall clock: that is when it failed.
     """
     facts = replace(worker.facts, stopped_by_agent=False)
     found = describe_failure(facts=facts, error_file=worker.paths.error_file, stderr_log=worker.paths.stderr)
     if found.source is EvidenceSource.ERROR_FILE:
-        # It had failed, told so, and then did not end.
+        # It had failed, recorded that, and then did not end.
         failure = replace(found, reason=f"{found.reason}; then it did not end: {worker.why}")
     else:
         frames = dump.main if dump is not None else ()
         failure = replace(
             found,
-            ended_ns=told_ns,
-            ended_uptime_ns=max(0, found.ended_uptime_ns - (found.ended_ns - told_ns)),
+            ended_ns=last_heartbeat_ns,
+            ended_uptime_ns=max(0, found.ended_uptime_ns - (found.ended_ns - last_heartbeat_ns)),
             message=f"hang: {worker.why}",
             exception_type="",
             traceback=cut_middle(describe_stack(frames), TEXT_LIMIT),
@@ -323,12 +321,12 @@ def hang_fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
 
 
 def rank_stacks(worker: HungWorker, dump: StackDump | None) -> RankStacks:
-    """For an event: its stacks, or where the kernel had it."""
+    """Its stacks, or where it sat in the kernel, for an event."""
     return stacks_of(dump, where=worker.state.whereabouts() if worker.state is not None else "")
 
 
 def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
-    """Whether it sat in the kernel: who prints its stack itself did so for a moment only."""
+    """Whether it sat in the kernel: one that prints its stack itself did so for a moment only."""
     return state is not None and state.is_uninterruptible and (dump is None or not dump.text.startswith("Fatal"))
 
 

@@ -1,9 +1,8 @@
-"""Whether a node is fit for a round: pure decisions, from what was measured and what was asked for to a reason.
+"""Whether a node is fit for a round: what is measured, and pure decisions from that and from the limits to a reason.
 
-The defaults are floors that no node falls below on which a training could still start: they find the full, the dead and
-the broken, and leave taste to whoever asks for more.
-
-What a node's health is judged by, measured. Every function may hang where a mount does: each has its own thread.
+The default limits are floors that no node falls below on which a training could still start: they find the full, the
+dead and the broken; sites that want more ask for more. Every `measure_*` may hang where a mount does: each gets a
+thread of its own (`health_checks`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MIB = 1 << 20
 
 
 class Check(str, Enum):
-    """What can be looked at."""
+    """What can be checked."""
 
     TMP = "tmp"
     """Room on the node's own disk: TMPDIR, or /tmp."""
@@ -63,7 +62,7 @@ DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
 """Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, and for
 which there may be no link; uncorrectable ECC errors that make a GPU unfit."""
 DESCRIPTORS = "descriptors"
-"""What a finding is about that no check looked for: there is no file descriptor left."""
+"""The check that a finding names where the agent has no file descriptor left."""
 CHECK_SECONDS = 10.0
 """How long a look at the node's own disk or memory may take."""
 GPU_SECONDS = 60.0
@@ -75,7 +74,7 @@ _MOST_REASONS = 4
 
 
 class HealthPlan(Struct, frozen=True, kw_only=True):
-    """What is looked at before this node joins a round."""
+    """What is checked before this node joins a round."""
 
     limits: Mapping[Check, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
@@ -168,7 +167,7 @@ class ClockOffset(Struct, frozen=True, kw_only=True):
 
 
 class SharedFacts(Struct, frozen=True, kw_only=True):
-    """What the run directory's filesystem said."""
+    """How the run directory's filesystem answered."""
 
     path: str
     error: str = ""
@@ -206,20 +205,11 @@ class GpuFacts(Struct, frozen=True, kw_only=True):
     """Whether this node has NVML's library."""
 
 
-class ScriptFacts(Struct, frozen=True, kw_only=True):
-    """How the user's own check ended."""
-
-    exitcode: int
-    """As `subprocess` has it."""
-    last_line: str = ""
-    """The last on its stderr that is not empty."""
-
-
 # -- what follows from it ------------------------------------------------------------------------------------------
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """What one check says."""
+    """The result of one check."""
 
     check: str
     reason: str = ""
@@ -230,7 +220,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class HealthVerdict(Struct, frozen=True, kw_only=True):
-    """What all of them say."""
+    """The result of all checks."""
 
     reason: str = ""
     """``health check failed: …``; empty: the node is fit."""
@@ -271,7 +261,7 @@ def judge_room(check: Check, facts: RoomFacts, *, least: float) -> Finding:
 
 
 def judge_memory(facts: MemoryFacts | None, *, least: float) -> Finding:
-    """Is there memory for workers? None: nobody can say, which is no fault of the node."""
+    """Is there memory for workers? None: it can't be measured, which is no fault of the node."""
     if facts is None or facts.free >= least:
         return Finding(check=Check.MEMORY.value)
     below = f" below {facts.limited_by}" if facts.limited_by else ""
@@ -281,7 +271,7 @@ def judge_memory(facts: MemoryFacts | None, *, least: float) -> Finding:
 
 
 def judge_shared(facts: SharedFacts) -> Finding:
-    """Does the run directory take a file and give it back? A full one is warned of: training goes on without."""
+    """Does the run directory take a file and give it back? A full one is a warning: training goes on without."""
     if facts.lacks_descriptor:
         return Finding(check=DESCRIPTORS, reason=f"the agent can open no file, wherever it lies: {facts.error}")
     if facts.is_full:
@@ -308,7 +298,7 @@ def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> Fi
     """Can other nodes reach this one at all?
 
     Args:
-        interfaces: Those that have an address of this node's, and whether each has a link; none where nobody can say.
+        interfaces: Those that have an address of this node's, and whether each has a link; empty: not known.
         seconds: How long that was looked at.
     """
     if not interfaces or any(has_link for _, has_link in interfaces):
@@ -373,16 +363,16 @@ def _faults(device: GpuDevice, least_errors: float) -> list[str]:
     return faults
 
 
-def judge_script(facts: ScriptFacts, *, command: str) -> Finding:
-    """What the user's own check says: its last line on stderr is the reason."""
-    if facts.exitcode == 0:
+def judge_script(exitcode: int, last_line: str, *, command: str) -> Finding:
+    """The verdict of the user's own check: the last line on its stderr is the reason, where there is one."""
+    if exitcode == 0:
         return Finding(check="script")
-    how = f"exit code {facts.exitcode}" if facts.exitcode > 0 else f"signal {-facts.exitcode}"
-    return Finding(check="script", reason=facts.last_line or f"{command} ended with {how}")
+    how = f"exit code {exitcode}" if exitcode > 0 else f"signal {-exitcode}"
+    return Finding(check="script", reason=last_line or f"{command} ended with {how}")
 
 
 def did_not_answer(check: str, what: str, seconds: float) -> Finding:
-    """A check that hangs says that the node is unfit."""
+    """A check that hangs makes the node unfit."""
     reason = f"{what} has not answered for {seconds:g} s"
     return Finding(check=check, reason=reason, is_refusal=check == Check.SHARED.value)
 
@@ -437,7 +427,7 @@ def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
 
 
 def measure_shared(path: Path, clock: Clock) -> SharedFacts:
-    """Write a few bytes to a file of one's own, have them on the server, and read them back.
+    """Write a few bytes to a file of this agent's own, sync them to the server, and read them back.
 
     Args:
         path: The file; it is left there, and rewritten the next time.
@@ -459,7 +449,7 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
         finally:
             os.close(fd)
     except FileNotFoundError:
-        return SharedFacts(path=folder)  # somebody removed the run: the store says so itself, and better
+        return SharedFacts(path=folder)  # the run was removed: the store reports that itself, and better
     except OSError as error:
         return SharedFacts(
             path=folder,
@@ -476,7 +466,7 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
 
 
 def _no_descriptor(error: OSError) -> str:
-    """Who has none left, in words; empty where the error is another one."""
+    """Why no file can be opened; empty where the error is another one."""
     if error.errno == errno.EMFILE:
         return f"open files: an agent may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -Hn)"
     return "the whole node has no open file left (fs.file-max)" if error.errno == errno.ENFILE else ""

@@ -1,7 +1,7 @@
 """A node's health checks, all at once and each bounded, while the agent's loop goes on.
 
-What touches a disk has a thread of its own, since a dead mount answers never; NVML and the user's own check are
-processes, started from the agent's main thread and attended by a thread, and ended with all that they started.
+A check that touches a disk has a thread of its own, since a dead mount never answers; NVML and the user's own check
+are processes, started from the agent's main thread and attended by a thread, and ended with all that they started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from hpc_elastic.agent.health import (
     Finding,
     HealthPlan,
     HealthVerdict,
-    ScriptFacts,
     SharedFacts,
     did_not_answer,
     judge_clock,
@@ -122,7 +121,7 @@ class HealthChecks:
         return self._session is not None and self._session.is_stuck
 
     def begin(self, last_round: int) -> None:
-        """Look at everything now; where that is going on already, its answer will do.
+        """Begin all checks now; where they run already, their answer will do.
 
         Args:
             last_round: The last round that this node took part in, -1 before the first: for the user's check.
@@ -134,7 +133,7 @@ class HealthChecks:
         self._session.run(self._jobs(self._session, last_round))
 
     def take(self) -> HealthVerdict | None:
-        """The answer, once; None: there is none yet. A check's warning is given once in an agent's life."""
+        """The verdict, once; None: there is none yet. A check's warning is given once in an agent's life."""
         try:
             while self._told_read.recv(64):
                 pass
@@ -167,7 +166,7 @@ class HealthChecks:
         except OSError:
             pass  # full: there is a reason to look already
 
-    # -- what there is to look at --------------------------------------------------------------------------------
+    # -- the checks ----------------------------------------------------------------------------------------------
 
     def _jobs(self, session: _Session, last_round: int) -> list[_Job]:
         limits, site = self._plan.limits, self._site
@@ -261,8 +260,7 @@ class HealthChecks:
                 return [Finding(check="script", reason=child)]
             ended = child.run(seconds + END_SECONDS)
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-            facts = ScriptFacts(exitcode=ended.exitcode, last_line=_printable(lines[-1]) if lines else "")
-            return [judge_script(facts, command=command[0])]
+            return [judge_script(ended.exitcode, _printable(lines[-1]) if lines else "", command=command[0])]
 
         return _Job("script", command[0], seconds, look)
 
@@ -277,7 +275,7 @@ class _Job(Struct, frozen=True):
 
 
 class _Session:
-    """One look at everything: a thread for each, and one that sums up."""
+    """One run of all checks: a thread for each, and one that sums up."""
 
     def __init__(self, tell: Callable[[HealthVerdict], None]) -> None:
         self._post = tell
@@ -298,7 +296,7 @@ class _Session:
     def start(
         self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
     ) -> _Child | str:
-        """Start a check's process; in words, why it could not be."""
+        """Start a check's process; a text where it could not be started: why."""
         env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
         try:
             process = start_worker(
@@ -323,7 +321,7 @@ class _Session:
         return act
 
     def pause(self, seconds: float) -> bool:
-        """Let some time pass before another look. Returns False where there is none left, or nobody wants to know."""
+        """Wait before another look. Returns False where no time is left, or the session is cancelled."""
         return seconds > 0 and not self._cancelled.wait(seconds)
 
     def join(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""What NVML says about a node's GPUs. Run as a program of its own, whose one line of output is JSON.
+"""A node's GPUs as NVML sees them. Run as a program of its own, whose one line of output is JSON.
 
-A process of its own, since a driver in trouble can hold whoever asks it in the kernel for ever, and since an agent that
-loaded the library would carry it for the whole run. Names, arguments and codes: NVIDIA's nvml.h.
+A process of its own, since a driver in trouble can hold the process that asks it in the kernel for ever, and since an
+agent that loaded the library would carry it for the whole run. Names, arguments and codes: NVIDIA's nvml.h.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
 
@@ -32,7 +33,7 @@ _ERRORS = {
     18: "driver and library are of different versions",
     999: "unknown error",
 }
-"""nvmlReturn_t. What is not in here is told by its number."""
+"""nvmlReturn_t. What is not in here is shown by its number."""
 _BROKEN = frozenset({9, 10, 11, 14, 15, 16, 17, 18, 999})
 """Of a single figure: the GPU does not work. Anything else: it has no such figure."""
 
@@ -105,44 +106,13 @@ def _optional(nvml: ctypes.CDLL, name: str, *arguments: Any) -> bool:
     return True
 
 
-def to_json(facts: GpuFacts) -> str:
-    devices = [
-        {
-            "index": d.index,
-            "uuid": d.uuid,
-            "uncorrectable": d.uncorrectable,
-            "waits_for_reset": d.waits_for_reset,
-            "remap_failed": d.remap_failed,
-            "error": d.error,
-        }
-        for d in facts.devices
-    ]
-    return json.dumps({"devices": devices, "error": facts.error, "is_there": facts.is_there})
-
-
 def from_json(text: str) -> GpuFacts:
     """What the program printed. Anything else is an error of it: a crash of the library, say."""
     try:
-        value = json.loads(text)
-        return GpuFacts(
-            devices=tuple(_device_from(item) for item in value["devices"]),
-            error=str(value["error"]),
-            is_there=bool(value["is_there"]),
-        )
-    except (ValueError, KeyError, TypeError):
+        return msgspec.convert(json.loads(text), GpuFacts)
+    except (ValueError, msgspec.ValidationError):
         return GpuFacts(error="asking it failed")
 
 
-def _device_from(item: Mapping[str, Any]) -> GpuDevice:
-    return GpuDevice(
-        index=int(item["index"]),
-        uuid=str(item["uuid"]),
-        uncorrectable=None if item["uncorrectable"] is None else int(item["uncorrectable"]),
-        waits_for_reset=item["waits_for_reset"],
-        remap_failed=item["remap_failed"],
-        error=str(item["error"]),
-    )
-
-
 def main() -> None:
-    sys.stdout.write(to_json(read_gpus()) + "\n")
+    sys.stdout.write(json.dumps(msgspec.to_builtins(read_gpus())) + "\n")

@@ -13,12 +13,19 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.agent.hang import RankBeat, setup_beat
 from hpc_elastic.base.files import check_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, NoticeRecord, empty_file, pack_notice, read_record
+from hpc_elastic.worker_api.heartbeat_record import (
+    FILE_BYTES,
+    SETUP,
+    NoticeRecord,
+    empty_file,
+    pack_notice,
+    read_record,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +188,36 @@ def _remove(path: Path) -> None:
         pass
 
 
+class RankBeat(Struct, frozen=True, kw_only=True):
+    """A worker's last heartbeat, as its agent sees it."""
+
+    rank: int
+    local_rank: int
+    section: str
+    at: float
+    """On the agent's monotonic clock; the worker's start where there was none yet."""
+    step: int | None = None
+    count: int = 0
+    """0: it has sent none."""
+    intervals: int = 0
+    longest: float = 0.0
+    """Of the `intervals` times between two heartbeats in section ``step``, seconds."""
+    pid: int = 0
+    """Of the process that sends the worker's heartbeats; 0 where none does."""
+    checkpoints: int = 0
+    """How many it has completed in this round."""
+    saved_at: float = 0.0
+    """When the last of them was complete."""
+    asks_for_notices: bool = False
+    """Whether it has ever asked if there is a notice."""
+    has_notice: bool = False
+    """Whether it has found one."""
+
+    def age(self, now: float) -> float:
+        """Seconds since."""
+        return max(0.0, now - self.at)
+
+
 class RoundBeats:
     """One round's files, and what was read from them last."""
 
@@ -196,12 +233,14 @@ class RoundBeats:
         self._round = round_index
         self.paths = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]
         self._last_look = now
-        self.beats = [setup_beat(rank=first_rank + n, local_rank=n, started=now) for n in range(count)]
+        self.beats = [RankBeat(rank=first_rank + n, local_rank=n, section=SETUP, at=now) for n in range(count)]
 
     def begin_again(self, local_rank: int, now: float) -> None:
         """Another process comes in this one's place, and has said nothing yet. A new file: the old one is mapped."""
         self.paths[local_rank] = self._folder.make_file(f"{self._round}-{local_rank}")
-        self.beats[local_rank] = setup_beat(rank=self.beats[local_rank].rank, local_rank=local_rank, started=now)
+        self.beats[local_rank] = RankBeat(
+            rank=self.beats[local_rank].rank, local_rank=local_rank, section=SETUP, at=now
+        )
 
     def read(self, now: float) -> list[RankBeat]:
         """Every worker's last word, by local rank. Some microseconds for each."""

@@ -1,7 +1,7 @@
 """`LocalElasticAgent`: workers as processes of this node, for use from a Python program.
 
-It shares with ``hpc-elastic agent`` how processes are started, watched, ended and described; it lives in somebody
-else's process, so it changes no umask, handles no signal, and touches no child that does not carry its own mark.
+It shares with ``hpc-elastic agent`` how processes are started, watched, ended and described (`local_workers`). It lives
+in the user's process, so it changes no umask, handles no signal, and touches no child that does not carry its own tag.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any
 
 from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticAgent
 from hpc_elastic.agent.function_call import FunctionCall
-from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
-from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
+from hpc_elastic.agent.hang import HangWatch, SectionTimeouts, parse_section_timeouts, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers, Place
 from hpc_elastic.agent.metrics import MetricSink
@@ -34,10 +33,9 @@ from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.worker_values import parse_std_streams, shown_in_job_log
+from hpc_elastic.options.worker_values import Std, parse_std_streams, shown_in_job_log
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump
-from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.log_pieces import PieceLimit
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
@@ -56,7 +54,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     Output goes to files under `log_dir`, and, by `redirects`, `tee` and `local_ranks_filter` as torchrun has them, to
     this process' stdout with a prefix. When this process dies, the workers get SIGKILL; what they have started
-    themselves does not. Workers may say where they are with `hpc_elastic.heartbeat`, and one that is silent for longer
+    themselves does not. Workers may report their steps with `hpc_elastic.heartbeat`, and one that is silent for longer
     than `section_timeouts` allows fails with the stacks of this node's workers as evidence.
     """
 
@@ -97,7 +95,11 @@ class LocalElasticAgent(SimpleElasticAgent):
         """
         clock = clock or RunClock()
         super().__init__(spec, exit_barrier_timeout=exit_barrier_timeout, metrics=metrics, clock=clock)
-        self._shown = _shown(redirects, tee, local_ranks_filter)
+        kept = parse_std_streams(redirects, option="redirects")
+        shown = parse_std_streams(tee, option="tee")
+        self._shown: Callable[[int], Std] = lambda local_rank: shown_in_job_log(
+            local_rank, redirects=kept, tee=shown, only_local_ranks=local_ranks_filter
+        )
         self._local_clock = clock
         self._log_limit = log_limit
         self._shutdown_timeout = shutdown_timeout
@@ -156,18 +158,9 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _start_workers(self, group: WorkerGroup) -> Mapping[int, Any]:
         assert self._pump is not None
-        assert group.group_rank is not None
-        assert group.group_world_size is not None
-        first = group.workers[0]
-        layout = RankLayout(
-            group_rank=group.group_rank,
-            group_world_size=group.group_world_size,
-            first_rank=first.global_rank,
-            local_world_size=len(group.workers),
-            world_size=first.world_size,
-        )
+        assert group.layout is not None
         facts = RoundFacts(
-            layout=layout,
+            layout=group.layout,
             round=group.round,
             max_restarts=group.spec.max_restarts,
             master_addr=group.master_addr or "",
@@ -179,15 +172,17 @@ class LocalElasticAgent(SimpleElasticAgent):
             role=group.spec.role,
             tag=str(self._tag),
         )
+        umask = os.umask(0o077)
+        os.umask(umask)
         self._workers = LocalWorkers(
             self._place,
             round_index=group.round,
-            layout=layout,
-            inherited=_inherited(),
+            layout=group.layout,
+            inherited=Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=True),
             pump=self._pump,
             clock=self._local_clock,
             shown=self._shown,
-            excluding=lambda: _children_without(str(self._tag)),
+            excluding=self._other_children,
             files=self._files,
             is_ending=lambda: False,
             watch=self._watch,
@@ -201,6 +196,11 @@ class LocalElasticAgent(SimpleElasticAgent):
 
         self._workers.start(self._argv(group), environment, cwd=os.getcwd())
         return dict(enumerate(self._workers.pids))
+
+    def _other_children(self) -> set[int]:
+        """This process' children that are no workers: theirs carry the tag."""
+        ours = {proc.pid for proc in tree.tagged(TAG_VARIABLE, str(self._tag))}
+        return {pid for pid in tree.children(os.getpid()) if pid not in ours}
 
     def _argv(self, group: WorkerGroup) -> list[str]:
         entrypoint = group.spec.entrypoint
@@ -227,18 +227,20 @@ class LocalElasticAgent(SimpleElasticAgent):
         assert workers is not None
         workers.poll()
         if workers.failed:
-            failures = {failure.global_rank: failure for failure in workers.describe_failures()}
-            return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
+            return self._failed(workers)
         if workers.succeeded:
             return MonitorResult(state=WorkerState.SUCCEEDED, ret_vals=self._returned(group))
         verdict = self._watch.look(workers.running)
-        if verdict is not None:
-            logger.error("%s", verdict.reason)
-            workers.take_stacks_first()
-            self._end(workers)
-            failures = {failure.global_rank: failure for failure in workers.describe_failures()}
-            return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
-        return MonitorResult(state=WorkerState.HEALTHY)
+        if verdict is None:
+            return MonitorResult(state=WorkerState.HEALTHY)
+        logger.error("%s", verdict.reason)
+        workers.take_stacks_first()
+        self._end(workers)
+        return self._failed(workers)
+
+    def _failed(self, workers: LocalWorkers) -> MonitorResult:
+        failures = {failure.global_rank: failure for failure in workers.describe_failures()}
+        return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
 
     def _returned(self, group: WorkerGroup) -> dict[int, Any]:
         if self._call is None:
@@ -256,7 +258,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if workers is None:
             return
         if self._pump is not None:
-            self._pump.take_losses()  # which says so in the job log
+            self._pump.take_losses()  # which writes them to the job log
         self._end(workers)
         self._watch.end()
 
@@ -271,7 +273,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def _refuse_what_is_not_there(entrypoint: object, env: Mapping[str, str]) -> None:
-    """Before any other node is waited for. Whether a module is there, only the workers' Python can say.
+    """Check the entry point before any other node is waited for. (A module is the workers' Python's to find.)
 
     Raises:
         UsageError: it names the script or the command.
@@ -288,21 +290,3 @@ def _refuse_what_is_not_there(entrypoint: object, env: Mapping[str, str]) -> Non
     if not is_script and "/" not in name:
         raise UsageError(f"WorkerSpec: entrypoint={name!r}: no such command in PATH")
     raise UsageError(f"WorkerSpec: entrypoint={name!r} is not there (looked from {os.getcwd()})")
-
-
-def _shown(redirects: str, tee: str, only: tuple[int, ...] | None) -> Callable[[int], Any]:
-    kept = parse_std_streams(redirects, option="redirects")
-    told = parse_std_streams(tee, option="tee")
-    return lambda local_rank: shown_in_job_log(local_rank, redirects=kept, tee=told, only_local_ranks=only)
-
-
-def _inherited() -> Inherited:
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=True)
-
-
-def _children_without(tag: str) -> set[int]:
-    """This process' children that are not ours to end."""
-    ours = {proc.pid for proc in tree.tagged(TAG_VARIABLE, tag)}
-    return {pid for pid in tree.children(os.getpid()) if pid not in ours}

@@ -7,11 +7,12 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import (
     HEAD_START_SECONDS,
     HungWorker,
@@ -21,7 +22,6 @@ from hpc_elastic.agent.hang_stop import (
     rank_stacks,
     read_stacks,
 )
-from hpc_elastic.agent.hang_watch import HangWatch, silent_watch
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
@@ -37,7 +37,15 @@ from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.cgroup import oom_kill_count
-from hpc_elastic.workers.spawn import EXEC_WAIT_S, ExitStatus, Inherited, WorkerProcess, pipe_bytes_for, start_worker
+from hpc_elastic.workers.spawn import (
+    EXEC_WAIT_S,
+    ExitStatus,
+    Inherited,
+    WorkerProcess,
+    exit_status_now,
+    pipe_bytes_for,
+    start_worker,
+)
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 if TYPE_CHECKING:
@@ -52,14 +60,12 @@ EVIDENCE_SECONDS = 10.0
 HURRIED_SECONDS = 2.0
 """The same when this node is to end."""
 DRAIN_SECONDS = 0.5
-"""How long the last words of an ended worker are waited for; a descendant may hold its pipes open."""
+"""How long the last output of an ended worker is waited for; a descendant may hold its pipes open."""
 _TRACEBACK = b"Traceback (most recent call last)"
-_GLANCE = 16 << 10
+_TRACEBACK_WITHIN = 16 << 10
+"""Bytes at the end of stderr.log."""
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
 _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
-
-
-T = TypeVar("T")
 
 
 class _Slot(Struct):
@@ -71,6 +77,11 @@ class _Slot(Struct):
     stopped_by_agent: bool = False
     unwritten: Callable[[], bytes] = bytes
     """The end of its stderr that a full disk refused."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended badly, and not by the agent."""
+        return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -84,8 +95,8 @@ class Place(Struct, frozen=True, kw_only=True):
 class LocalWorkers:
     """One group of worker processes. All methods are for the main thread.
 
-    None waits for files but `start` and the two that describe failures: so long as said above, and not when this node
-    is to end.
+    None waits for files but `start` and the two that describe failures: in the bounds above, and not when this node is
+    to end.
     """
 
     def __init__(
@@ -111,7 +122,7 @@ class LocalWorkers:
         pump: Takes their output.
         clock: For all times.
         shown: Local rank → what of its output goes to the job log.
-        excluding: Pids that are no workers, asked for when the group is ended.
+        excluding: Gives the pids that are no workers, when the group is ended.
         files: Touches the files.
         is_ending: Whether this node is to end: nothing is waited for any more.
         watch: Reads the workers' heartbeats; None: they have none.
@@ -194,19 +205,19 @@ class LocalWorkers:
 
     @property
     def dead(self) -> list[DeadWorker]:
-        """Who has ended badly, and not by us."""
+        """The workers that have ended badly, and not by the agent."""
         return [
             DeadWorker(local_rank=s.local_rank, rank=s.global_rank, pid=s.process.pid, exitcode=s.exit.exitcode)
             for s in self._slots
-            if s.exit is not None and self._is_failure(s)
+            if s.exit is not None and s.has_failed
         ]
 
     def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
         """Put a fresh process in the place of a dead one, and leave the others alone. Returns its pid.
 
         Args:
-            local_rank: Whose.
-            extra: What it finds in its environment besides.
+            local_rank: The dead worker's.
+            extra: What the process finds in its environment besides.
 
         Raises:
             WorkerStartError: it could not be started.
@@ -240,24 +251,24 @@ class LocalWorkers:
         return [s.process.pidfd for s in self._slots if s.exit is None and s.process.pidfd is not None]
 
     def poll(self) -> bool:
-        """Note who has ended. Returns whether somebody has since the last call."""
+        """Note which workers have ended. Returns whether one has since the last call."""
         changed = False
         now, uptime = self._clock.time_ns(), uptime_ns(self._clock)
         for slot in self._slots:
             if slot.exit is None and (status := slot.process.poll()) is not None:
-                # Whom one look finds ended are told with one time: which of them was first can't be known.
+                # All that one look finds ended get the same time: which of them was first can't be known.
                 slot.exit = replace(status, observed_ns=now, observed_uptime_ns=uptime)
                 changed = True
         return changed
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has ended badly, and not by us."""
-        return any(self._is_failure(slot) for slot in self._slots)
+        """Whether a worker has ended badly, and not by the agent."""
+        return any(slot.has_failed for slot in self._slots)
 
     @property
     def want_no_other_try(self) -> bool:
-        """One of them said so by its exit code."""
+        """Whether the exit code of one of them asks for no other try."""
         return any(slot.exit is not None and slot.exit.exitcode == ExitCode.NOT_RETRYABLE for slot in self._slots)
 
     @property
@@ -308,20 +319,18 @@ class LocalWorkers:
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
         self._stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding())
         if self._wants_stacks:
-            running = [(slot.process, self._speaker(slot)) for slot in self._slots if slot.exit is None]
-            targets = find_targets(running)
+            beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
+            targets = find_targets(
+                [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()]
+            )
             alone = self.layout.group_world_size == 1
             self._asked = self._stopper = StacksThenStop(
                 targets, self._stopper, clock=self._clock, head_start=0.0 if alone else HEAD_START_SECONDS
             )
         self._stopper.begin()
 
-    def _speaker(self, slot: _Slot) -> int:
-        beat = self._watch.beat(slot.local_rank)
-        return beat.pid if beat is not None else 0
-
     def step_stop(self) -> Stopped | float:
-        """Go on ending them: what became of them, or seconds until the next call."""
+        """Go on ending them. Returns what became of them, or the seconds until the next call."""
         assert self._stopper is not None
         result = self._stopper.step()
         if isinstance(result, Stopped):
@@ -333,44 +342,50 @@ class LocalWorkers:
         return result
 
     def describe_failures(self) -> list[WorkerFailure]:
-        """Gather and write the evidence of all who ended badly. When they have ended; waits for their last words."""
+        """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
         kills = (oom_kill_count() or 0) - self._oom_kills
-        told = [
+        hung = self._asked_for_stacks(kills)
+        failed = [
             (slot, self._facts(slot, slot.exit, kills))
             for slot in self._slots
-            if slot.exit is not None and (self._is_failure(slot) or self._fell_while_stopping(slot))
+            if slot.exit is not None
+            and (slot.has_failed or self._fell_while_stopping(slot))
+            and not (hung and slot.local_rank in self._watch.hung)
         ]
-        asked = self._asked_workers(kills)
-        told = [(slot, facts) for slot, facts in told if slot.local_rank not in self._watch.hung or not asked]
-        silenced = [] if asked else self._silenced()
-        if not told and not asked and not silenced:
+        stopped = [
+            (slot, self._facts(slot, slot.exit, kills))
+            for slot in self._slots
+            if not hung and slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode in _OURS - {0}
+        ]
+        if not (failed or hung or stopped):
             return []
+
+        def gather() -> list[WorkerFailure]:
+            found = [self._describe_hung(slot, worker) for slot, worker in hung]
+            found += [self._describe(slot, facts) for slot, facts in failed]
+            found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
+            return [failure for failure in found if failure is not None]
+
+        hurried = self._is_ending()
         try:
-            return self._on_disk(
-                lambda: [
-                    *self._gather_stacks(asked),
-                    *(self._gather(slot, facts) for slot, facts in told),
-                    *self._gather_talking(silenced, kills),
-                ]
+            return self._files.do(
+                gather,
+                within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
+                unless=None if hurried else self._is_ending,
             )
         except FilesystemHangsError as error:
             logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
-            return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in told]
+            return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed]
 
-    def _asked_workers(self, kills: int) -> list[tuple[_Slot, HungWorker]]:
-        """The workers that were to leave their stacks."""
+    def _asked_for_stacks(self, kills: int) -> list[tuple[_Slot, HungWorker]]:
+        """The workers that were to leave their stacks before they ended."""
         if self._asked is None:
             return []
         found = []
         for slot in self._slots:
             if not slot.stopped_by_agent:
                 continue
-            status = slot.exit or ExitStatus(
-                exitcode=-int(signal.SIGKILL),
-                core_dumped=False,
-                observed_ns=self._clock.time_ns(),
-                observed_uptime_ns=uptime_ns(self._clock),
-            )
+            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self._clock)
             worker = HungWorker(
                 facts=self._facts(slot, status, kills),
                 paths=slot.paths,
@@ -381,19 +396,16 @@ class LocalWorkers:
             found.append((slot, worker))
         return found
 
-    def _gather_stacks(self, asked: Sequence[tuple[_Slot, HungWorker]]) -> list[WorkerFailure]:
-        if not asked:
-            return []
-        failures = []
-        for slot, worker in asked:
-            self._pump.drained(slot.process.pid, DRAIN_SECONDS)
-            dump = read_stacks(worker)
-            self.stacks[slot.global_rank] = rank_stacks(worker, dump)
-            if worker.why:
-                failures.append(describe_hang(worker, dump, told_ns=self._watch.told_ns(slot.local_rank)))
-        return failures
+    def _describe_hung(self, slot: _Slot, worker: HungWorker) -> WorkerFailure | None:
+        """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        dump = read_stacks(worker)
+        self.stacks[slot.global_rank] = rank_stacks(worker, dump)
+        if not worker.why:
+            return None
+        return describe_hang(worker, dump, last_heartbeat_ns=self._watch.last_heartbeat_ns(slot.local_rank))
 
-    def _gather(self, slot: _Slot, facts: WorkerFailure) -> WorkerFailure:
+    def _describe(self, slot: _Slot, facts: WorkerFailure) -> WorkerFailure:
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = describe_failure(
             facts=facts,
@@ -404,35 +416,22 @@ class LocalWorkers:
         self._write_evidence(failure, slot.paths.error_file)
         return failure
 
+    def _describe_stopped(self, slot: _Slot, facts: WorkerFailure) -> WorkerFailure | None:
+        """A worker that the agent's signal ended, where it had printed an exception before: it was about to end, or
+        hung in its shutdown."""
+
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
+            return None
+        failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
+        if not failure.exception_type:
+            return None
+        self._write_evidence(failure, slot.paths.error_file)
+        return failure
+
     def _write_evidence(self, failure: WorkerFailure, path: Path) -> None:
         if write_evidence(failure, path):
             self.unwritten_evidence.append(lambda: write_evidence(failure, path))
-
-    def _silenced(self) -> list[_Slot]:
-        """Those whom our signal ended."""
-        return [s for s in self._slots if s.exit is not None and s.stopped_by_agent and s.exit.exitcode in _OURS - {0}]
-
-    def _gather_talking(self, silenced: Sequence[_Slot], kills: int) -> list[WorkerFailure]:
-        """Whoever had printed an exception when our signal came: it was about to end, or hung in its shutdown."""
-        failures = []
-        for slot in silenced:
-            self._pump.drained(slot.process.pid, DRAIN_SECONDS)
-            if slot.exit is None or not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_GLANCE):
-                continue
-            facts = self._facts(slot, slot.exit, kills)
-            failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
-            if failure.exception_type:
-                self._write_evidence(failure, slot.paths.error_file)
-                failures.append(failure)
-        return failures
-
-    def _on_disk(self, action: Callable[[], T]) -> T:
-        hurried = self._is_ending()
-        return self._files.do(
-            action,
-            within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
-            unless=None if hurried else self._is_ending,
-        )
 
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
@@ -462,12 +461,8 @@ class LocalWorkers:
         return failure
 
     def exit_summary(self) -> str:
-        """The first failure in a few words, before any evidence is read."""
-        slot = next(s for s in self._slots if self._is_failure(s))
-        assert slot.exit is not None
-        code = slot.exit.exitcode
-        how = signal.Signals(-code).name if -code in set(signal.Signals) else f"exit code {code}"
-        return f"rank {slot.global_rank} ended with {how}"
+        """One line about the first failure, before any evidence is read."""
+        return str(self.dead[0])
 
     def _facts(self, slot: _Slot, status: ExitStatus, oom_kills: int) -> WorkerFailure:
         return WorkerFailure(
@@ -487,10 +482,7 @@ class LocalWorkers:
             last_step=self._watch.last_step(slot.local_rank),
         )
 
-    def _is_failure(self, slot: _Slot) -> bool:
-        return slot.exit is not None and slot.exit.exitcode != 0 and not slot.stopped_by_agent
-
     def _fell_while_stopping(self, slot: _Slot) -> bool:
-        # It was failing already when our signal came: its own words are worth keeping.
+        # It was failing already when the agent's signal came: its evidence is worth keeping.
         ours = _OURS | _ABORTED if self._asked is not None else _OURS
         return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in ours

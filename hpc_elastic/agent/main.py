@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import signal
@@ -16,9 +15,8 @@ from msgspec import Struct
 
 from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.crash import LAST_WORDS_SECONDS, CrashGuard
-from hpc_elastic.agent.hang import SectionTimeouts, parse_section_timeouts
-from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
+from hpc_elastic.agent.hang import HangWatch, SectionTimeouts, parse_section_timeouts
 from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_health_command
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
@@ -37,7 +35,7 @@ from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.base.clock import Clock, RunClock, SystemClock
 from hpc_elastic.base.file_executor import FileThread, is_refusal
 from hpc_elastic.base.host_facts import LOOPBACK
-from hpc_elastic.base.outcome import REFUSED_CODE, ExitCode
+from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.options.worker_values import Std, parse_std_streams, shown_in_job_log
@@ -55,14 +53,14 @@ from hpc_elastic.workers import linux
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
 from hpc_elastic.workers.spawn import Inherited, prepare_agent_process
-from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE, Tag
+from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
 
 logger = logging.getLogger(__name__)
 
 CLOSE_LOGS_SECONDS = 5.0
 READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, *[3.2] * 36)
-"""Pauses before the run directory is read again that a fault of the filesystem kept from being read: two minutes, as
-the health check waits for it before a round."""
+"""Pauses before the run directory is read again after a fault of its filesystem: two minutes in all, as the health
+check waits for it before a round."""
 METRICS_SECONDS = 0.5
 HUNG_LOGS_SECONDS = 1.0
 """The same where the filesystem has shown that it does not answer."""
@@ -79,7 +77,7 @@ def agent_main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGHUP
     clock = RunClock()
     try:
-        me = _Me.found(options, inherited, clock)
+        me = _Identity.read(options, inherited, clock)
         settings = rendezvous_settings(me.spec, me.attempt)
         secret = _patiently(lambda: read_secret(me.run.secret), clock) if settings.doorbell else b""
     except _RefusedError as refused:
@@ -175,9 +173,9 @@ def agent_main(argv: Sequence[str]) -> int:
         crash.end(
             error,
             events=events,
-            say=lambda line: job_log.write_line(f"[{me.host}] {line}"),
+            write_line=lambda line: job_log.write_line(f"[{me.host}] {line}"),
             flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
-            keep=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WORDS_SECONDS),
+            write_error_file=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WRITES_SECONDS),
             pipes=pipes,
         )
     if session.notifier is not None:
@@ -196,8 +194,8 @@ def agent_main(argv: Sequence[str]) -> int:
     return code
 
 
-class _Me(Struct, frozen=True, kw_only=True):
-    """Which agent this is, and whose."""
+class _Identity(Struct, frozen=True, kw_only=True):
+    """Which agent of which run this is."""
 
     spec: RunSpec
     attempt: AttemptInfo
@@ -212,15 +210,16 @@ class _Me(Struct, frozen=True, kw_only=True):
 
     @property
     def short_uid(self) -> str:
-        """For names of files."""
+        """A part of `uid` for names of files."""
         return self.uid[-21:]
 
     @classmethod
-    def found(cls, options: _Options, inherited: Inherited, clock: Clock) -> _Me:
-        """Read what the run directory says of this node.
+    def read(cls, options: _Options, inherited: Inherited, clock: Clock) -> _Identity:
+        """Read the run directory, and find this node in it.
 
         Raises:
-            UsageError: it can't be read from here, or says nothing of this node.
+            UsageError: it can't be read from here, or knows no such node.
+            _RefusedError: its filesystem refuses.
         """
         run = RunPaths(Path(options.run_dir))
         paths = run.attempt(options.attempt)
@@ -253,7 +252,7 @@ class _Me(Struct, frozen=True, kw_only=True):
 
 
 def _health_checks(
-    me: _Me, worker_env: Mapping[str, str], addresses: Sequence[str], *, is_refused_alone: Callable[[], bool]
+    me: _Identity, worker_env: Mapping[str, str], addresses: Sequence[str], *, is_refused_alone: Callable[[], bool]
 ) -> HealthChecks:
     spec, tag, run_dir = me.spec, str(me.tag), str(me.run.root)
     return HealthChecks(
@@ -275,7 +274,7 @@ def _health_checks(
     )
 
 
-def _hang_watch(me: _Me, folder: HeartbeatFolder, files: FileThread, clock: Clock) -> HangWatch:
+def _hang_watch(me: _Identity, folder: HeartbeatFolder, files: FileThread, clock: Clock) -> HangWatch:
     timeouts = parse_section_timeouts(me.spec.section_timeouts) if me.spec.section_timeouts else SectionTimeouts()
     return HangWatch(
         folder=folder,
@@ -297,15 +296,11 @@ def _shown(spec: RunSpec) -> Callable[[int], Std]:
     )
 
 
-def _keep(error: BaseException, me: _Me, clock: Clock) -> None:
-    """Leave an error file of our own failure, as a worker leaves one of its."""
+def _keep(error: BaseException, me: _Identity, clock: Clock) -> None:
+    """Leave an error file of the agent's own failure, as a worker leaves one of its."""
+
     path = me.paths.agent_error_file(me.node)
     write_own_failure(path, error, role="agent", host=me.host, now_ns=clock.time_ns())
-
-
-def node_key(cluster: str, node: int) -> str:
-    """What tells agents of one run on one host apart: on a cluster there is one, on this machine one per node."""
-    return str(node) if cluster == "local" else "host"
 
 
 class _Options(Struct, frozen=True, kw_only=True):
@@ -316,19 +311,26 @@ class _Options(Struct, frozen=True, kw_only=True):
 
 
 def _parse(argv: Sequence[str]) -> _Options:
-    parser = argparse.ArgumentParser(prog="hpc-elastic agent", allow_abbrev=False)
-    parser.add_argument("--run-dir", required=True, help="the run directory, on the shared filesystem")
-    parser.add_argument("--attempt", type=int, required=True, help="number of the attempt")
-    parser.add_argument("--node", type=int, help="index of this node; default: by SLURMD_NODENAME")
-    parser.add_argument("--launcher-pid", type=int, help=argparse.SUPPRESS)  # the parent, with whose end ours comes
-    found = parser.parse_args(argv)
-    return _Options(run_dir=found.run_dir, attempt=found.attempt, node=found.node, launcher_pid=found.launcher_pid)
+    """Read the options, which launchers of this package alone give (users start agents with ``agent SCRIPT``)."""
+    given = dict(zip(argv[::2], argv[1::2], strict=False))
+    numbers = {name: value for name, value in given.items() if name != "--run-dir"}
+    is_complete = {"--run-dir", "--attempt"} <= given.keys() <= {"--run-dir", "--attempt", "--node", "--launcher-pid"}
+    if not is_complete or 2 * len(given) != len(argv) or not all(value.isdecimal() for value in numbers.values()):
+        raise UsageError(
+            f"agent {' '.join(argv)}: give --run-dir DIR --attempt N, and where there is no SLURMD_NODENAME --node K"
+        )
+    return _Options(
+        run_dir=given["--run-dir"],
+        attempt=int(given["--attempt"]),
+        node=int(given["--node"]) if "--node" in given else None,
+        launcher_pid=int(given["--launcher-pid"]) if "--launcher-pid" in given else None,
+    )
 
 
 def _end_with(launcher_pid: int) -> bool:
     """Get a SIGHUP when the launcher dies, by SIGKILL too. Returns whether it is still there.
 
-    Under Slurm the step ends with the job; on this machine nothing else would end a run that nobody watches over.
+    Under Slurm the step ends with the job; on this machine nothing else would end a run whose launcher is gone.
     """
     linux.set_parent_death_signal(signal.SIGHUP)
     return os.getppid() == launcher_pid
@@ -341,7 +343,7 @@ class _RefusedError(HpcElasticError):
 
 
 def _patiently(action: Callable[[], T], clock: Clock) -> T:
-    """Do what reads or writes the run directory, and again where its filesystem refuses.
+    """Carry out `action`, which reads or writes the run directory, and again where its filesystem refuses.
 
     Raises:
         _RefusedError: it refuses for too long.
@@ -404,12 +406,3 @@ def _log_to(job_log: JobLog, host: str) -> None:
     root.setLevel(logging.INFO)
     root.addHandler(_JobLogHandler(job_log, host))
     root.propagate = False
-
-
-def main(argv: Sequence[str]) -> int:
-    """`agent_main` with a user's mistakes told on one line."""
-    try:
-        return agent_main(argv)
-    except UsageError as error:
-        print(f"hpc-elastic agent: error: {error}", file=sys.stderr, flush=True)
-        return ExitCode.USAGE

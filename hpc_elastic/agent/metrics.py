@@ -1,9 +1,7 @@
-"""Figures of an agent for whoever collects them: nowhere by default, to JSON lines, or for Prometheus' node exporter.
+"""What an agent measures of its rounds, and where it goes: nowhere by default, to JSON lines, or for Prometheus.
 
 Names are ``workers.<role>.<what>``, as torch's agent has them: ``remaining_restarts``; a state in lower case, 1 at the
 moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_seconds``, ``restart_seconds``.
-
-What an agent measures of its own rounds, for the metrics' sink and the event log.
 """
 
 from __future__ import annotations
@@ -25,10 +23,11 @@ from hpc_elastic.errors import UnsafePathError, UsageError
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], object]], None]
-"""Has something done, now or by another thread."""
+"""Has an action carried out, now or by another thread."""
 _MOST_WAITING = 1000
 """Lines that are kept while a disk hangs."""
 _FORMS = "jsonl:FILE or prometheus:FILE.prom"
+_STATES = tuple(state.name.lower() for state in WorkerState)
 _NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
 
 
@@ -47,7 +46,28 @@ class NoMetrics:
         pass
 
 
-class JsonlMetrics:
+class _FileMetrics:
+    """What the sinks that write a file share."""
+
+    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
+        """Args:
+        path: The file.
+        labels: Kept with every figure.
+        post: Has the file written, for a caller that must not wait for a disk; without, `put` writes itself.
+        """
+        self._path = path
+        self._labels = dict(labels or {})
+        self._post = post or (lambda action: action())
+        self._is_loss_logged = False
+
+    def _log_loss(self, error: Exception) -> None:
+        """Once: a full disk must not fill the job log."""
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
+            logger.warning("--metrics: figures for %s are lost: %s", self._path, error)
+
+
+class JsonlMetrics(_FileMetrics):
     """One JSON object a line: ``t`` (this host's wall clock, ns since the epoch), ``name``, ``value``, and the labels.
 
     One writer a file.
@@ -61,18 +81,10 @@ class JsonlMetrics:
         clock: Clock | None = None,
         post: Post | None = None,
     ) -> None:
-        """Args:
-        path: The file.
-        labels: Kept with every figure.
-        clock: For `t`.
-        post: Has the file written, for a caller that must not wait for a disk; without, `put` writes itself.
-        """
-        self._path = path
-        self._labels = dict(labels or {})
+        """Args: as of `_FileMetrics`, and `clock` for `t`."""
+        super().__init__(path, labels=labels, post=post)
         self._clock = clock or SystemClock()
-        self._post = post or _now
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
-        self._losses = _Losses(path)
 
     def put(self, name: str, value: float) -> None:
         self._waiting.append(
@@ -90,10 +102,10 @@ class JsonlMetrics:
                     file.write(self._waiting.popleft())
         except (OSError, UnsafePathError) as error:
             self._waiting.clear()
-            self._losses.report(error)
+            self._log_loss(error)
 
 
-class PrometheusMetrics:
+class PrometheusMetrics(_FileMetrics):
     """The newest value of each figure, as the node exporter's textfile collector reads it.
 
     ``workers.default.remaining_restarts`` becomes ``hpc_elastic_workers_remaining_restarts{role="default"}``; of the
@@ -101,12 +113,9 @@ class PrometheusMetrics:
     """
 
     def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
-        """Args: as of `JsonlMetrics`."""
-        self._path = path
-        self._labels = dict(labels or {})
-        self._post = post or _now
+        """Args: as of `_FileMetrics`."""
+        super().__init__(path, labels=labels, post=post)
         self._text_due = ""
-        self._losses = _Losses(path)
         self._values: dict[tuple[str, str], float] = {}
         self._states: dict[tuple[str, str], float] = {}
 
@@ -131,7 +140,7 @@ class PrometheusMetrics:
             # The temporary file's name does not end in .prom, so the collector, another user, reads whole files only.
             write_private(self._path, text, mode=0o644)
         except OSError as error:
-            self._losses.report(error)
+            self._log_loss(error)
 
     def _text(self) -> str:
         lines = []
@@ -152,8 +161,11 @@ class PrometheusMetrics:
         return "\n".join(lines) + "\n"
 
     def _label_text(self, **more: str) -> str:
+        def escaped(value: str) -> str:
+            return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
         labels = {**self._labels, **more}
-        return "{" + ",".join(f'{key}="{_escaped(value)}"' for key, value in sorted(labels.items())) + "}"
+        return "{" + ",".join(f'{key}="{escaped(value)}"' for key, value in sorted(labels.items())) + "}"
 
 
 def metrics_from_option(text: str, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
@@ -162,7 +174,7 @@ def metrics_from_option(text: str, *, labels: Mapping[str, str], post: Post | No
     Args:
         text: As the user gave it; empty: nowhere.
         labels: Kept with every figure; ``host`` among them.
-        post: Has the file written; without, who gives a figure waits for the disk.
+        post: Has the file written; without, each `put` waits for the disk.
 
     Raises:
         UsageError: anything else; one line that names the value.
@@ -182,32 +194,8 @@ def metrics_from_option(text: str, *, labels: Mapping[str, str], post: Post | No
     return PrometheusMetrics(target, labels=labels, post=post)
 
 
-def _now(action: Callable[[], object]) -> None:
-    action()
-
-
-class _Losses:
-    """Says once that figures don't reach their file, and why."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._is_reported = False
-
-    def report(self, error: Exception) -> None:
-        if not self._is_reported:
-            self._is_reported = True
-            logger.warning("--metrics: figures for %s are lost: %s", self._path, error)
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-_STATES = ("unknown", "init", "healthy", "unhealthy", "stopped", "succeeded", "failed")
-
-
 class RoundFigures:
-    """Durations in seconds by this node's monotonic clock; the agent says when what begins and ends."""
+    """Durations in seconds by this node's monotonic clock, which the agent begins and ends, and the group's state."""
 
     def __init__(self, sink: MetricSink, *, role: str, clock: Clock) -> None:
         self._sink = sink
@@ -230,7 +218,7 @@ class RoundFigures:
         return seconds
 
     def enter(self, state: WorkerState) -> None:
-        """The worker group is in `state`; said again, it tells nothing."""
+        """The worker group is in `state`; it may be in it already."""
         if state is not self._state:
             self._state = state
             self.put(state.name.lower(), 1)

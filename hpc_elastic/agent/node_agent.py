@@ -1,10 +1,14 @@
-"""The agent of one node: one loop over events, one phase at a time, everything that is slow elsewhere.
+"""The agent of one node: one loop over events, one phase at a time; whatever may be slow happens elsewhere.
 
-The loop waits for whatever comes first: a worker's end (pidfd), news from the coordination thread, a signal, a word of
-the TCPStore's host, or the time at which workers that are being ended must be looked at again. What may follow what is
-`supervision.TRANSITIONS`.
+`run` waits for what comes first: the end of a worker (its pidfd), a newer record of the rendezvous (from the
+coordination thread), a signal, an answer of the health checks, the TCPStore's process, or a time that is due. `step`
+takes in all that has come: what was observed becomes an `Event`, `supervision.TRANSITIONS` says which phase follows,
+and `_happens` does what belongs to it. The way of a worker that is killed:
 
-Where a round's workers meet: the address and port that the node of group rank 0 tells the others.
+- `_handle_workers` sees its end, and `_report_failure` reports the bare fact, so that all nodes stop;
+- `_stop_workers` begins to end the others, and `_handle_stop` goes on with that until nothing is left;
+- `_workers_ended` reports the evidence, and `_join` asks to be in the next round, once this node is known to be fit;
+- `_handle_record` sees that round frozen: `_confirm` opens the port of rank 0; and final: `_start_workers`.
 """
 
 from __future__ import annotations
@@ -15,17 +19,21 @@ import selectors
 import signal
 from collections.abc import Callable
 
-from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.crash import ThreadFailedError
-from hpc_elastic.agent.ending import HeardSignals, exit_code, finish_if_unclaimed, leave_run
-from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.ending import (
+    HeardSignals,
+    ThreadFailedError,
+    exit_code,
+    finish_if_unclaimed,
+    leave_run,
+)
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
-from hpc_elastic.agent.restart_policy import early_failure, own_failure, sum_up
+from hpc_elastic.agent.restart_policy import early_failure, platform_failure, sum_up
 from hpc_elastic.agent.round_events import (
     ClockOffsetLog,
     log_coordination,
@@ -44,17 +52,18 @@ from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
-from hpc_elastic.store.notifier import Notifier
 from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
 from hpc_elastic.workers.stop import Stopped
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 5.0
 FIRST_HEALTH_SECONDS = 0.25
-"""How long the first health check is waited for before this node is heard of."""
+"""How long an agent waits for its first health check before it asks to join."""
+LAST_COMMANDS_SECONDS = 5.0
+"""How long an agent that ends waits for the shared filesystem to take what it has to report."""
 HUNG_SECONDS = 1.0
-"""How long last words are waited for where other files have not answered for as long either."""
+"""The same where other files have not answered for as long either."""
+FIND_TORCH_SECONDS = 60.0
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
 
@@ -70,18 +79,20 @@ class NodeAgent:
         """The round that this node confirmed last."""
         self._has_run = False
         self._failure: Exception | None = None
+        """What ended this agent, and was no worker's."""
         self._why_ended = ""
         self._platform_failure = ""
-        """What of our own failed in this round."""
+        """What of this package failed in this round."""
         self._stop_due: float | None = None
+        """When workers that are being ended must be looked at again; None: none are."""
         self._swept = False
         """Whether the workers ended with 0 and all that they left running has been ended."""
         self.hangs = False
-        """Whether the filesystem did not take the last words in time: a thread that waits for it may do so for ever."""
+        """Whether the filesystem did not take the last commands in time: a thread may wait for it for ever."""
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
         self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
-        """The workers' last signs of life before they were ended, and when they were read."""
+        """The workers' last heartbeats before they were ended, and when they were read."""
         self._unfit: HealthVerdict | None = None
         self._unwritten: list[Callable[[], object]] = []
         """Evidence of failures that the filesystem refused."""
@@ -93,7 +104,11 @@ class NodeAgent:
         self._heard = HeardSignals(context)
         self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
-        """Pids that not even SIGKILL ended: told of once, and not waited for again."""
+        """Pids that not even SIGKILL ended: logged once, and not waited for again."""
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
 
     @property
     def state(self) -> WorkerState:
@@ -103,6 +118,8 @@ class NodeAgent:
         if self._phase is Phase.ENDED:
             return WorkerState.FAILED
         return WORKER_STATE[self._phase] if self._has_run else WorkerState.INIT
+
+    # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Take part until the run is closed, or this node is out.
@@ -120,14 +137,10 @@ class NodeAgent:
             self.step()
         return self.leave()
 
-    @property
-    def phase(self) -> Phase:
-        return self._phase
-
     def begin(self) -> None:
-        """Ask to be in."""
+        """Ask to be in the first round."""
         self._join()
-        # Of thousands that start, each should say at once that it wants to be in.
+        # Of thousands that start, each should ask at once.
         self._context.health.wait(FIRST_HEALTH_SECONDS)
         self._handle_health()
         self._context.coordination.start()
@@ -146,18 +159,6 @@ class NodeAgent:
         log_losses(self._context.events, self._context.pump)
         self._figures.enter(self.state)
 
-    # -- what comes in -------------------------------------------------------------------------------------------
-
-    def _timeout(self) -> float:
-        looks = [
-            at
-            for at in (self._context.watch.due, self._checkpoints.due, self._notice.due, self._heard.due)
-            if at is not None
-        ]
-        due = self._stop_due if self._stop_due is not None else min(looks, default=None)
-        left = self._context.spec.monitor_interval if due is None else max(0.0, due - self._context.clock.monotonic())
-        return left if self._stop_due is not None else min(left, self._context.spec.monitor_interval)
-
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
         wanted |= {fd for fd in (self._context.store_server.fileno(), self._context.restart_group.fileno()) if fd >= 0}
@@ -167,6 +168,16 @@ class NodeAgent:
             self._selector.register(fd, selectors.EVENT_READ)
         self._watched = wanted
 
+    def _timeout(self) -> float:
+        now = self._context.clock.monotonic()
+        if self._stop_due is not None:
+            return max(0.0, self._stop_due - now)
+        watches = (self._context.watch, self._checkpoints, self._notice, self._heard)
+        looks = [watch.due - now for watch in watches if watch.due is not None]
+        return max(0.0, min([self._context.spec.monitor_interval, *looks]))
+
+    # -- what comes in -------------------------------------------------------------------------------------------
+
     def _handle_signals(self) -> None:
         for number in self._context.signals.take():
             if number is signal.SIGCHLD:
@@ -174,47 +185,9 @@ class NodeAgent:
             elif self._heard.hear(number):
                 self._happens(Event.LEAVE, f"{number.name} received")
             elif self._stop_due is not None and self._workers is not None:
-                self._workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less than was thought
+                self._workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less time than was known
         if (overdue := self._heard.overdue()) is not None:
             self._happens(Event.LEAVE, f"{overdue.name} received")
-
-    def _close(self, outcome: Outcome, reason: str) -> None:
-        self._context.coordination.ask(lambda participant: participant.close(outcome, reason))
-
-    def _handle_messages(self) -> None:
-        for message in self._context.coordination.take():
-            if isinstance(message, RoundRecord):
-                self._handle_record(message)
-            elif isinstance(message, tuple):
-                log_coordination(self._context.events, *message, nodes=self._context.attempt.nodes)
-            else:
-                self._failure = message
-                logger.error("%s", message)
-                ours = isinstance(message, ThreadFailedError)
-                self._happens(Event.LEAVE, str(message) if ours else f"the store can't be used any more: {message}")
-
-    def _handle_record(self, record: RoundRecord) -> None:
-        if self._phase is Phase.ENDED:
-            return
-        self._record = record
-        self._clock_offsets.on_leader(record.leader)
-        self._checkpoints.on_record(record)
-        self._heard.on_record(record)
-        self._notice.on_record(record, self._workers)
-        context = self._context
-        if any(supersedes(member.uid, context.info.uid) for member in record.members):
-            self._happens(Event.LEAVE, "a newer agent runs on this node")
-        elif record.status is Status.CLOSED:
-            self._happens(Event.CLOSED, record.reason)
-        elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
-            self._happens(Event.NEWER_ROUND, record.reason)
-        if record.member(context.info.uid) is None or record.round < self._round:
-            return
-        if record.status is Status.FROZEN and self._phase is Phase.JOINING:
-            # Not in READY: that is the same round under a new coordinator, and the port that was told must stay.
-            self._happens(Event.FROZEN, record.reason)
-        elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
-            self._happens(Event.FINAL, record.reason)
 
     def _handle_workers(self) -> None:
         workers = self._workers
@@ -241,10 +214,59 @@ class NodeAgent:
         elif (reply := self._notice.look(self._workers.running)) is not None:
             self._context.coordination.ask(reply.send)
 
-    def _handle_stop(self) -> None:
-        if self._stop_due is None or self._workers is None:
+    def _handle_messages(self) -> None:
+        for message in self._context.coordination.take():
+            if isinstance(message, RoundRecord):
+                self._handle_record(message)
+            elif isinstance(message, tuple):
+                log_coordination(self._context.events, *message, nodes=self._context.attempt.nodes)
+            else:
+                self._failure = message
+                logger.error("%s", message)
+                what = "" if isinstance(message, ThreadFailedError) else "the store can't be used any more: "
+                self._happens(Event.LEAVE, f"{what}{message}")
+
+    def _handle_record(self, record: RoundRecord) -> None:
+        if self._phase is Phase.ENDED:
             return
-        result = self._workers.step_stop()
+        self._record = record
+        self._clock_offsets.on_leader(record.leader)
+        self._checkpoints.on_record(record)
+        self._heard.on_record(record)
+        self._notice.on_record(record, self._workers)
+        uid = self._context.info.uid
+        if any(supersedes(member.uid, uid) for member in record.members):
+            self._happens(Event.LEAVE, "a newer agent runs on this node")
+        elif record.status is Status.CLOSED:
+            self._happens(Event.CLOSED, record.reason)
+        elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
+            self._happens(Event.NEWER_ROUND, record.reason)
+        if record.member(uid) is None or record.round < self._round:
+            return
+        if record.status is Status.FROZEN and self._phase is Phase.JOINING:
+            # Not in READY: that is the same round under a new coordinator, and the port that was published must stay.
+            self._happens(Event.FROZEN, record.reason)
+        elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
+            self._happens(Event.FINAL, record.reason)
+
+    def _handle_health(self) -> None:
+        context = self._context
+        verdict = context.health.take()
+        if verdict is None or self._phase is not Phase.JOINING:
+            return
+        log_health(context.events, verdict, round_index=max(0, self._round))
+        if verdict.is_healthy:
+            context.coordination.ask(lambda participant: participant.join())
+            return
+        self._unfit = verdict
+        context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
+        self._happens(Event.LEAVE, verdict.reason)
+
+    def _handle_stop(self) -> None:
+        workers = self._workers
+        if self._stop_due is None or workers is None:
+            return
+        result = workers.step_stop()
         if not isinstance(result, Stopped):
             self._stop_due = self._context.clock.monotonic() + result
             return
@@ -252,7 +274,7 @@ class NodeAgent:
         self._figures.end("stop")
         self._context.events.write(
             "workers_stopped",
-            round=self._workers.round,
+            round=workers.round,
             seconds=round(result.seconds, 3),
             killed=result.killed,
             left=[survivor.pid for survivor in result.left],
@@ -265,7 +287,7 @@ class NodeAgent:
             self._happens(Event.STOPPED, "workers have ended")
 
     def _handle_store(self) -> None:
-        has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # one may have felt it before we hear of it
+        has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # a worker may notice it before this agent does
         if self._context.store_server.handle() is not StoreState.FAILED or not has_workers or self._platform_failure:
             return
         self._platform_failure = f"the workers' TCPStore is gone: {self._context.store_server.failure}"
@@ -277,7 +299,7 @@ class NodeAgent:
     # -- what follows --------------------------------------------------------------------------------------------
 
     def _happens(self, event: Event, reason: str) -> None:
-        """Take `event` in: the table says which phase follows, the methods below what to do on the way."""
+        """Take `event` in: the table says which phase follows, the methods below do what belongs to it."""
         before = self._phase
         if before is Phase.ENDED:
             return
@@ -308,39 +330,53 @@ class NodeAgent:
         self._context.health.begin(self._round)
         self._handle_health()
 
-    def _handle_health(self) -> None:
-        context = self._context
-        verdict = context.health.take()
-        if verdict is None or self._phase is not Phase.JOINING:
-            return
-        log_health(context.events, verdict, round_index=max(0, self._round))
-        if verdict.is_healthy:
-            context.coordination.ask(lambda participant: participant.join())
-            return
-        self._unfit = verdict
-        context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
-        self._happens(Event.LEAVE, verdict.reason)
-
     def _confirm(self) -> None:
+        """Agree to the frozen round; the node of group rank 0 has the port of its TCPStore open before."""
         record, context = self._record, self._context
         assert record is not None
         self._round = record.round
-        master = ""
+        master, guard = "", None
         if record.members[0].uid == context.info.uid:
             try:
-                master = open_master(context, record, self._heard.is_ending)
+                master = self._open_master(record)
             except StoreBindError as error:
-                logger.error("%s", error)
-                self._close(Outcome.FAILED, str(error))
+                reason = str(error)
+                logger.error("%s", reason)
+                context.coordination.ask(lambda participant: participant.close(Outcome.FAILED, reason))
                 return
-        guard = context.store_server.guard if master else None  # this round's, whenever that is carried out
+            guard = context.store_server.guard  # this round's, whenever `confirm` is carried out
 
-        def confirm(participant: Participant) -> None:
+        def confirm(participant: Participant) -> None:  # in the coordination's thread: it may read files
             if guard is not None:
-                admit_members(guard, record, participant, context.notifier)
+                addresses = participant.member_addresses([member.uid for member in record.members])
+                senders = context.notifier.senders if context.notifier is not None else frozenset()
+                guard.admit(None if addresses is None else addresses | senders)
             participant.confirm(record.round, master)
 
         context.coordination.ask(confirm)
+
+    def _open_master(self, record: RoundRecord) -> str:
+        """Bind the TCPStore's port on this node: on the loopback where no other node is in the round.
+
+        Returns:
+            ``address port 1|0``, the last for whether this agent serves it; else rank 0 does.
+
+        Raises:
+            StoreBindError: the port can't be listened on.
+        """
+        context, is_alone = self._context, len(record.members) == 1
+        host = choose_master_address(
+            given=context.spec.master_addr,
+            reached=list(context.notifier.reached) if context.notifier and not is_alone else (),
+            candidates=() if is_alone else context.info.addresses,
+        )
+        try:
+            serves = context.files.do(context.torch_available, within=FIND_TORCH_SECONDS, unless=self._heard.is_ending)
+        except FilesystemHangsError:
+            serves = False
+        guarded = serves and rendezvous_settings(context.spec, context.attempt).member_filter
+        address, port = context.store_server.bind(host, context.spec.master_port, guarded=guarded)
+        return f"{address} {port} {int(serves)}"
 
     def _start_workers(self) -> None:
         record, context = self._record, self._context
@@ -351,12 +387,12 @@ class NodeAgent:
         facts = round_facts(
             record, layout, spec=context.spec, run_dir=context.run_dir, attempt=context.attempt.number, tag=context.tag
         )
-        first = layout.group_rank == 0
-        if not first or not facts.agent_store:
-            # Rank 0 opens it itself, or it is another node's now. Not sooner: workers elsewhere that were still being
-            # ended would have told of a lost connection.
+        serves = layout.group_rank == 0 and facts.agent_store
+        if not serves:
+            # Rank 0 opens it itself, or another node has it now. Not sooner: workers elsewhere that were still being
+            # ended would have failed with a lost connection.
             context.store_server.release()
-        workers = LocalWorkers(
+        workers = self._workers = LocalWorkers(
             context.place,
             round_index=record.round,
             layout=layout,
@@ -369,10 +405,8 @@ class NodeAgent:
             is_ending=self._heard.is_ending,
             watch=context.watch,
         )
-        self._workers = workers
-        self._write_again()
-        self._swept, self._has_run = False, True
-        self._platform_failure = ""
+        self._write_evidence_again()
+        self._swept, self._has_run, self._platform_failure = False, True, ""
         log_round(context.events, facts, restarts_used=record.restarts_used)
         self._figures.put("remaining_restarts", context.spec.max_restarts - record.restarts_used)
         try:
@@ -384,7 +418,7 @@ class NodeAgent:
                 cwd=context.spec.cwd,
             )
         except (WorkerStartError, OSError) as error:
-            self._could_not_start(error)
+            self._report_start_failure(workers, error)
             return
         self._clock_offsets.log_first()
         context.events.write(
@@ -395,30 +429,23 @@ class NodeAgent:
             start_seconds=self._figures.end("start"),
             restart_seconds=self._figures.end("restart"),
         )
-        if first and facts.agent_store:
+        if serves:
             context.store_server.serve()
 
-    def _write_again(self) -> None:
-        """The filesystem takes files again, or never will."""
-        for write in self._unwritten:
-            self._context.files.post(write)
-        self._unwritten.clear()
-
-    def _could_not_start(self, error: Exception) -> None:
-        assert self._workers is not None
+    def _report_start_failure(self, workers: LocalWorkers, error: Exception) -> None:
         logger.error("the workers could not be started: %s", error)
         retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
-        failure = self._workers.describe_start_failure(error, retryable=retryable)
+        failure = workers.describe_start_failure(error, retryable=retryable)
         log_failure(self._context.events, failure)
         summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
-        index = self._workers.round
+        index = workers.round
         self._context.coordination.ask(lambda participant: participant.report_failure(index, summary))
         self._context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
         self._phase = next_phase(self._phase, Event.FAILED)
         self._stop_workers(str(error))
 
     def _report_failure(self, reason: str) -> None:
-        """The bare fact, at once, so that all nodes stop; the evidence follows when the workers have ended."""
+        """Report the bare fact at once, so that all nodes stop; the evidence follows when the workers have ended."""
         assert self._workers is not None
         failure = early_failure(reason, node=self._context.info.node, workers=self._workers, watch=self._context.watch)
         index = self._workers.round
@@ -433,78 +460,75 @@ class NodeAgent:
         if (reply := self._notice.ended()) is not None:
             self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
         self._context.coordination.ask(lambda participant: participant.report_done(index))
-        # Nothing that they left running outlives the round; the others are not kept waiting for it.
+        # What they left running does not outlive the round; the other nodes do not wait for its end.
         self._workers.begin_stop(grace=self._heard.grace())
         self._stop_due = self._context.clock.monotonic()
 
     def _stop_workers(self, reason: str) -> None:
-        workers = self._workers
+        """Begin to end the workers, or leave them less time; what they did last is read before."""
+        workers, context, record = self._workers, self._context, self._record
         if workers is None or self._swept:
             self._stop_due = None
             self._happens(Event.STOPPED, reason)
             return
         if not workers.stopping and self._stop_due is None:
-            self._context.events.write("workers_stopping", round=workers.round, reason=reason)
+            context.events.write("workers_stopping", round=workers.round, reason=reason)
             self._figures.begin("restart")
             self._figures.begin("stop")
-            self._read_last_heartbeats(workers)
+            self._last_beats = context.watch.refresh(), context.clock.monotonic()
+            if record is not None and record.hang is not None and record.round == workers.round + 1:
+                context.watch.on_hang(record.hang, workers.running)  # a worker elsewhere hangs: for which here?
+                workers.take_stacks_first()
+            context.watch.rest()
         workers.begin_stop(grace=self._heard.grace())
-        self._stop_due = self._context.clock.monotonic()
-
-    def _read_last_heartbeats(self, workers: LocalWorkers) -> None:
-        """Where the workers stood; and where the round ends because a worker elsewhere hangs, what they wait for."""
-        context, record = self._context, self._record
-        self._last_beats = context.watch.refresh(), context.clock.monotonic()
-        hang = record.hang if record is not None and record.round == workers.round + 1 else None
-        if hang is not None:
-            context.watch.on_hang(hang, workers.running)
-            workers.take_stacks_first()
-        context.watch.rest()
+        self._stop_due = context.clock.monotonic()
 
     def _workers_ended(self) -> None:
-        """All of the group are gone: write the evidence, free the port, and join again, or end."""
-        workers, context = self._workers, self._context
-        self._workers = None
+        """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
+        workers, self._workers = self._workers, None
         if workers is not None:
-            seconds = workers.seconds
-            failures = workers.describe_failures()
-            self._unwritten += workers.unwritten_evidence
-            for failure in failures:
-                log_failure(context.events, failure)
-            told = [failure for failure in failures if not failure.stopped_by_agent]
-            summary = (
-                sum_up(
-                    told,
-                    node=context.info.node,
-                    seconds=seconds,
-                    step=context.watch.furthest_step,
-                    hang=context.watch.mark,
-                )
-                if told
-                else own_failure(self._platform_failure, node=context.info.node, seconds=seconds)
-            )
-            if workers.took_stacks:
-                beats, now = self._last_beats
-                log_stacks(context.events, workers.round, stacks=workers.stacks, beats=beats, now=now)
-            context.watch.end()
-            if summary is not None:
-                index = workers.round
-                context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+            self._report_evidence(workers)
         if self._phase is Phase.JOINING:
             self._join()
+
+    def _report_evidence(self, workers: LocalWorkers) -> None:
+        context, index, seconds = self._context, workers.round, workers.seconds
+        failures = workers.describe_failures()
+        self._unwritten += workers.unwritten_evidence
+        for failure in failures:
+            log_failure(context.events, failure)
+        own = [failure for failure in failures if not failure.stopped_by_agent]
+        summary = None
+        if own:
+            step, mark = context.watch.furthest_step, context.watch.mark
+            summary = sum_up(own, node=context.info.node, seconds=seconds, step=step, hang=mark)
+        elif self._platform_failure:
+            summary = platform_failure(self._platform_failure, node=context.info.node, seconds=seconds)
+        if workers.took_stacks:
+            beats, now = self._last_beats
+            log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
+        context.watch.end()
+        if summary is not None:
+            context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+
+    def _write_evidence_again(self) -> None:
+        """The filesystem takes files again, or never will."""
+        for write in self._unwritten:
+            self._context.files.post(write)
+        self._unwritten.clear()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
     def leave(self) -> int:
-        """The phase is ENDED: close all, and say the last words. Returns the exit code."""
+        """The phase is ENDED: close all, and report the end. Returns the exit code."""
         context = self._context
         self._selector.close()
-        self._write_again()
+        self._write_evidence_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
         context.store_server.close()
         context.watch.close()
         context.health.close()
-        # Slurm's own end too: where it has killed the batch script (scancel --batch), nobody else writes the verdict.
+        # Slurm's own end too: where it has killed the batch script (scancel --batch), nothing else writes the verdict.
         by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
         if by_slurm and self._failure is None and context.attempt.cluster == "slurm":
             finish_if_unclaimed(context, self._record, is_closing=self._heard.ended_by is not None)
@@ -512,7 +536,7 @@ class NodeAgent:
         context.coordination.ask(lambda participant: participant.deregister())
         if not context.coordination.stop(within=HUNG_SECONDS) and (
             context.files.stuck_for() >= HUNG_SECONDS
-            or not context.coordination.stop(within=LAST_WORDS_SECONDS - HUNG_SECONDS)
+            or not context.coordination.stop(within=LAST_COMMANDS_SECONDS - HUNG_SECONDS)
         ):
             self.hangs = True
             refusal = context.coordination.refusal
@@ -522,52 +546,3 @@ class NodeAgent:
             if isinstance(message, tuple):  # what was decided meanwhile: that the run is closed, for one
                 log_coordination(context.events, *message, nodes=context.attempt.nodes)
         return code
-
-
-FIND_TORCH_SECONDS = 60.0
-
-
-def open_master(context: AgentContext, record: RoundRecord, is_ending: Callable[[], bool]) -> str:
-    """Bind the TCPStore's port on this node: on the loopback where no other node is in the round.
-
-    Args:
-        context: The agent's.
-        record: The round's.
-        is_ending: Whether this node is to end: then nothing is waited for.
-
-    Returns:
-        ``address port 1|0``, the last for whether we serve it.
-
-    Raises:
-        StoreBindError: there is no listening there.
-    """
-    is_alone = len(record.members) == 1
-    host = choose_master_address(
-        given=context.spec.master_addr,
-        reached=list(context.notifier.reached) if context.notifier and not is_alone else (),
-        candidates=() if is_alone else context.info.addresses,
-    )
-    try:
-        serves = context.files.do(context.torch_available, within=FIND_TORCH_SECONDS, unless=is_ending)
-    except FilesystemHangsError:
-        serves = False  # then rank 0 does
-    guarded = serves and rendezvous_settings(context.spec, context.attempt).member_filter
-    address, port = context.store_server.bind(host, context.spec.master_port, guarded=guarded)
-    return f"{address} {port} {int(serves)}"
-
-
-def admit_members(guard: Guard, record: RoundRecord, participant: Participant, notifier: Notifier | None) -> None:
-    """Let the nodes of the round `record` reach a port. In the coordination's thread: it may read files.
-
-    Args:
-        guard: The port's.
-        record: The round's.
-        participant: Knows what nodes say of themselves.
-        notifier: Knows from where they were heard.
-
-    Raises:
-        OSError: the filesystem refuses.
-    """
-    addresses = participant.member_addresses([member.uid for member in record.members])
-    senders = notifier.senders if notifier is not None else frozenset()
-    guard.admit(None if addresses is None else addresses | senders)

@@ -17,7 +17,7 @@ from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord
 
 if TYPE_CHECKING:
-    from hpc_elastic.agent.hang_watch import HangWatch
+    from hpc_elastic.agent.hang import HangWatch
     from hpc_elastic.agent.local_workers import LocalWorkers
 
 PROGRESS_SECONDS = 600.0
@@ -171,16 +171,8 @@ def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangW
     )
 
 
-def own_failure(message: str, *, node: int, seconds: float) -> NodeFailure | None:
-    """What of our own failed in a round, where none of the workers did; None: nothing.
-
-    Args:
-        message: What it was; empty: nothing.
-        node: Index of this node.
-        seconds: How long the workers ran.
-    """
-    if not message:
-        return None
+def platform_failure(message: str, *, node: int, seconds: float) -> NodeFailure:
+    """A failure of this package in a round, where none of the workers failed; arguments as of `sum_up`."""
     return NodeFailure(
         node=node, fingerprint="", failure_class="infrastructure", retryable=True, message=message, seconds=seconds
     )

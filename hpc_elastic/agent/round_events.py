@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import RankBeat
-from hpc_elastic.agent.hang_watch import describe_beat
+from hpc_elastic.agent.hang import describe_beat
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.clock_offset import Offset

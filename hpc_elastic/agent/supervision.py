@@ -16,6 +16,7 @@ from hpc_elastic.errors import HpcElasticError, IllegalTransitionError
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.worker_spec import RoundStore, WorkerSpec
+    from hpc_elastic.rendezvous.ranks import RankLayout
 
 
 class WorkerState(int, Enum):
@@ -60,6 +61,7 @@ class WorkerGroup:
     __slots__ = (
         "group_rank",
         "group_world_size",
+        "layout",
         "master_addr",
         "master_port",
         "restarts_used",
@@ -79,6 +81,8 @@ class WorkerGroup:
         """The round's own; None before the first round."""
         self.group_rank: int | None = None
         self.group_world_size: int | None = None
+        self.layout: RankLayout | None = None
+        """This node's place among the round's ranks; None before the first round."""
         self.master_addr: str | None = None
         self.master_port: int | None = None
         self.round = -1

@@ -1,19 +1,12 @@
-"""What a group of workers is to be: `WorkerSpec`, and what it needs of a rendezvous that is not necessarily ours.
-
-Ranks where every agent says of itself what it brings: pure.
-
-Our own agents know the members of a round from its record (`rendezvous.slots`). An agent behind a rendezvous that it
-knows nothing of exchanges these few facts through the round's store instead.
-"""
+"""What a group of workers is to be: `WorkerSpec`, and what an agent needs of a rendezvous that may be another one."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from msgspec import Struct, to_builtins
+from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.spec import Entrypoint
@@ -33,7 +26,7 @@ class RoundStore(Protocol):
 
 
 class Round(Protocol):
-    """What `next_rendezvous` returns. `rendezvous.seat.RoundResult` is one."""
+    """What `next_rendezvous` returns. `rendezvous.membership.RoundResult` is one."""
 
     @property
     def store(self) -> RoundStore: ...
@@ -57,10 +50,10 @@ class Round(Protocol):
 class Rendezvous(Protocol):
     """What an agent needs of a rendezvous handler; `rendezvous.handler.FileRendezvousHandler` is one.
 
-    It may have more. ``round_is_over() -> bool``: another node asked for a new round, or may come in; then nobody asks
-    for `num_nodes_waiting`, since who waits although the round goes on is a spare. ``fileno()``: readable when there is
-    news, and waited for instead of `monitor_interval`. ``report_done()`` is told that all workers of this node have
-    ended well: it is not missed from then on. ``has_succeeded() -> bool``: those of all nodes have.
+    It may have more. ``round_is_over() -> bool``: another node asked for a new round, or may come in; with it,
+    `num_nodes_waiting` is not asked, since a node that waits although the round goes on is a spare. ``fileno()``:
+    readable when there is news, and waited for instead of `monitor_interval`. ``report_done()``: all workers of this
+    node have ended well, and it is not missed from now on. ``has_succeeded() -> bool``: those of all nodes have.
     ``give_up(reason)`` closes the run as one that failed, in place of `set_closed`.
     """
 
@@ -133,60 +126,3 @@ class WorkerSpec(Struct):
         if callable(self.entrypoint):
             return getattr(self.entrypoint, "__qualname__", repr(self.entrypoint))
         return str(self.entrypoint)
-
-
-class GroupFacts(Struct, frozen=True, kw_only=True):
-    """What one agent says of itself at the start of a round."""
-
-    role: str
-    local_world_size: int
-    restarts_used: int
-    """As it knew them in its last round; 0 for a newcomer."""
-    failed: bool
-    """Whether one of its workers' failures ended its last round."""
-
-    def to_json(self) -> bytes:
-        return json.dumps(to_builtins(self)).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> GroupFacts:
-        return cls(**json.loads(raw))
-
-
-class WorkerPlace(Struct, frozen=True, kw_only=True):
-    """One worker's ranks."""
-
-    global_rank: int
-    role_rank: int
-    world_size: int
-    role_world_size: int
-
-
-def worker_places(groups: Sequence[GroupFacts], group_rank: int) -> list[WorkerPlace]:
-    """The ranks of the workers of one group, by local rank.
-
-    Args:
-        groups: All of the round, in the order of group ranks.
-        group_rank: Whose.
-
-    Returns:
-        Contiguous over all groups in both senses: global ranks over all workers, role ranks over those of one role.
-    """
-    mine = groups[group_rank]
-    before = groups[:group_rank]
-    first = sum(group.local_world_size for group in before)
-    first_in_role = sum(group.local_world_size for group in before if group.role == mine.role)
-    return [
-        WorkerPlace(
-            global_rank=first + local_rank,
-            role_rank=first_in_role + local_rank,
-            world_size=sum(group.local_world_size for group in groups),
-            role_world_size=sum(group.local_world_size for group in groups if group.role == mine.role),
-        )
-        for local_rank in range(mine.local_world_size)
-    ]
-
-
-def restarts_after(groups: Sequence[GroupFacts]) -> int:
-    """Restarts used when this round starts: one more than before where a worker's failure led to it, on any node."""
-    return max(group.restarts_used for group in groups) + int(any(group.failed for group in groups))

@@ -110,10 +110,20 @@ def rank_layout(members: Sequence[Member], uid: str) -> RankLayout:
         uid: One of theirs.
     """
     group_rank = next(index for index, member in enumerate(members) if member.uid == uid)
+    return layout_of(_sizes(members), group_rank)
+
+
+def layout_of(sizes: Sequence[int], group_rank: int) -> RankLayout:
+    """The place of the node of group rank `group_rank`.
+
+    Args:
+        sizes: How many workers each node brings, in the order of group ranks.
+        group_rank: An index into `sizes`.
+    """
     return RankLayout(
         group_rank=group_rank,
-        group_world_size=len(members),
-        first_rank=sum(member.local_world_size for member in members[:group_rank]),
-        local_world_size=members[group_rank].local_world_size,
-        world_size=sum(member.local_world_size for member in members),
+        group_world_size=len(sizes),
+        first_rank=sum(sizes[:group_rank]),
+        local_world_size=sizes[group_rank],
+        world_size=sum(sizes),
     )

@@ -14,7 +14,7 @@
         store/                           rendezvous: its format is the store's own
         events/<role>-<node>-<uid>.jsonl one writer per file
         health/node-00012-<uid>          what an agent writes to see whether it can (agent/health.py)
-        heartbeats/node-00012.json       where each node's workers were last (agent/hang_watch.py)
+        heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
         round-000/times-node-00003       when what was printed (log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
         result.json                      how the attempt ended, and what was decided (run/result.py)

@@ -27,7 +27,7 @@ MEGABYTES = 32.0
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which all is compiled, as installed: who compiles grows by it."""
     env = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("cache"))}
-    code = "import hpc_elastic.agent.main, hpc_elastic.agent.local_workers as later; later.import_what_failures_need()"
+    code = "import hpc_elastic.agent.main"
     subprocess.run([sys.executable, "-c", code], env={**os.environ, **env}, check=True)
     return env
 

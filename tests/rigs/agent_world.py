@@ -20,10 +20,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent import node_agent
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.hang import RankBeat, SectionTimeouts
-from hpc_elastic.agent.hang_watch import HangWatch
+from hpc_elastic.agent.hang import HangWatch, SectionTimeouts
 from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy

@@ -22,7 +22,7 @@ from hpc_elastic.agent import (
     WorkerSpec,
     WorkerState,
 )
-from hpc_elastic.agent.worker_spec import GroupFacts, restarts_after, worker_places
+from hpc_elastic.agent.elastic_agent import GroupFacts, layouts_of
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.spec import EntryKind, Entrypoint
@@ -455,16 +455,9 @@ GROUPS = st.lists(
 
 @given(GROUPS)
 def test_ranks_are_contiguous_over_all_and_over_each_role(groups: list[GroupFacts]) -> None:
-    places = [(group.role, place) for rank, group in enumerate(groups) for place in worker_places(groups, rank)]
-    assert [place.global_rank for _, place in places] == list(range(len(places)))
-    assert {place.world_size for _, place in places} == {len(places)}
-    for role in {role for role, _ in places}:
-        mine = [place for other, place in places if other == role]
-        assert [place.role_rank for place in mine] == list(range(len(mine)))
-        assert {place.role_world_size for place in mine} == {len(mine)}
-
-
-@given(GROUPS)
-def test_a_round_costs_one_restart_however_many_failed(groups: list[GroupFacts]) -> None:
-    before = max(group.restarts_used for group in groups)
-    assert restarts_after(groups) - before == (1 if any(group.failed for group in groups) else 0)
+    places = [(group.role, *layouts_of(groups, rank)) for rank, group in enumerate(groups)]
+    assert [rank for _, layout, _ in places for rank in layout.global_ranks] == list(range(places[0][1].world_size))
+    assert len({layout.world_size for _, layout, _ in places}) == 1
+    for role in {group.role for group in groups}:
+        own = [in_role for other, _, in_role in places if other == role]
+        assert [rank for in_role in own for rank in in_role.global_ranks] == list(range(own[0].world_size))

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import CheckpointStatus, CheckpointWatch
-from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from tests.rigs.fake_clock import FakeClock

@@ -13,7 +13,6 @@ from hpc_elastic.agent.hang import (
     LEARNED_INTERVALS,
     LEARNED_LEAST,
     HangVerdict,
-    RankBeat,
     SectionTimeouts,
     judge,
     lagging,
@@ -21,8 +20,8 @@ from hpc_elastic.agent.hang import (
     limit_of,
     next_look,
     parse_section_timeouts,
-    setup_beat,
 )
+from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.errors import UsageError
 
 TIMEOUTS = SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 300.0})
@@ -126,7 +125,7 @@ def test_the_reason_names_rank_section_step_age_and_timeout() -> None:
         verdict(beat(3, age=92.04, step=1200)).reason
         == "rank 3 hangs: no heartbeat for 92.0 s in section 'step' at step 1200 (timeout 60 s)"
     )
-    silent = setup_beat(rank=1, local_rank=0, started=NOW - 901)
+    silent = RankBeat(rank=1, local_rank=0, section="setup", at=NOW - 901)
     assert verdict(silent).reason == "rank 1 hangs: no heartbeat for 901.0 s in section 'setup' (timeout 900 s)"
 
 

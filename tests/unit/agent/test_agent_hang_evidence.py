@@ -52,7 +52,7 @@ def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None, py
 
 
 def failure_of(hung: HungWorker) -> WorkerFailure:
-    return describe_hang(hung, read_stacks(hung), told_ns=4)
+    return describe_hang(hung, read_stacks(hung), last_heartbeat_ns=4)
 
 
 def test_two_hangs_at_the_same_place_have_one_name_and_elsewhere_another(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from hpc_elastic.agent.health import (
     GpuFacts,
     MemoryFacts,
     RoomFacts,
-    ScriptFacts,
     SharedFacts,
     did_not_answer,
     judge_clock,
@@ -192,10 +191,10 @@ def test_errors_can_be_allowed() -> None:
 
 
 def test_a_script_s_last_words_are_the_reason() -> None:
-    assert judge_script(ScriptFacts(exitcode=0, last_line="warning: x"), command="c") == Finding(check="script")
-    assert judge_script(ScriptFacts(exitcode=3, last_line="fan 2 stands"), command="c").reason == "fan 2 stands"
-    assert judge_script(ScriptFacts(exitcode=3), command="c").reason == "c ended with exit code 3"
-    assert judge_script(ScriptFacts(exitcode=-9), command="c").reason == "c ended with signal 9"
+    assert judge_script(0, "warning: x", command="c") == Finding(check="script")
+    assert judge_script(3, "fan 2 stands", command="c").reason == "fan 2 stands"
+    assert judge_script(3, "", command="c").reason == "c ended with exit code 3"
+    assert judge_script(-9, "", command="c").reason == "c ended with signal 9"
 
 
 def test_all_reasons_make_one() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import heartbeats
-from hpc_elastic.agent.hang import SectionTimeouts
-from hpc_elastic.agent.hang_watch import SUMMARY_SECONDS, HangWatch
+from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch, SectionTimeouts
 from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, filesystem_type, open_folder
 from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.rendezvous.state import HangMark

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import PreemptionWatch
-from hpc_elastic.agent.hang import RankBeat
+from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING

@@ -83,3 +83,25 @@ def test_a_fault_that_passes_costs_an_agent_only_time(paths: RunPaths, monkeypat
     began = clock.monotonic()
     assert main._load(paths, 0, clock) == (SPEC, ATTEMPT)
     assert clock.monotonic() - began == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--run-dir", "/r"],
+        ["--run-dir", "/r", "--attempt"],
+        ["--run-dir", "/r", "--attempt", "x"],
+        ["--run-dir", "/r", "--attempt", "3", "--node", "-1"],
+        ["--run-dir", "/r", "--attempt", "3", "--attempt", "4"],
+        ["--run-dir", "/r", "--attempt", "3", "--nodes", "1"],
+        ["--run-dir=/r", "--attempt=3"],
+    ],
+)
+def test_options_that_no_launcher_gives_are_refused(argv: list[str]) -> None:
+    with pytest.raises(UsageError, match="give --run-dir DIR --attempt N"):
+        main._parse(argv)
+
+
+def test_options_of_launchers() -> None:
+    found = main._parse(["--attempt", "0", "--node", "2", "--run-dir", "/r s", "--launcher-pid", "17"])
+    assert (found.run_dir, found.attempt, found.node, found.launcher_pid) == ("/r s", 0, 2, 17)
