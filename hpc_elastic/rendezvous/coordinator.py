@@ -1,6 +1,16 @@
-"""The restart policy's decision about a round's failures. The agents bring the policy.
+"""The coordinator's decisions: from what it sees to the next record of the log, or none. Pure.
 
-The coordinator's decisions: from what it sees to the next record, or none. Pure; `participant` carries them out.
+`next_proposal` looks at the round's status, and then at these facts, the first that holds:
+
+- joinable: enough nodes are here and none is waited for → freeze the member list (the restart policy decides whether a
+  new round follows a failure, and whether it counts); too few can ever come, or the timeout is over → close.
+- frozen: a member is lost or does not confirm → the next round; all confirmed → final.
+- final: a worker failed → the next round; a member is lost → the next round; all workers ended with 0 → close; nodes
+  wait and may come in (`growth`) → the next round.
+- under a preemption notice: no round begins; all workers saved, or time is over → close.
+- otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`).
+
+`participant` brings the view, and commits the proposal where the log takes it.
 """
 
 from __future__ import annotations
@@ -11,13 +21,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, agreed_step
-from hpc_elastic.rendezvous.proposals import Proposal, closed_after
+from hpc_elastic.rendezvous.proposals import Proposal, propose, propose_close
 from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -28,7 +39,6 @@ from hpc_elastic.rendezvous.state import (
     RoundRecord,
     Status,
     host_of,
-    next_status,
     node_of,
     supersedes,
 )
@@ -95,17 +105,13 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restar
         return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view))
     if suspects == view.record.suspects:
         return None
-    return Proposal(
-        event=RoundEvent.ASK,
-        record=view.record.successor(status=next_status(status, RoundEvent.ASK), suspects=suspects),
-        reason=_describe_suspects(view, suspects),
-    )
+    return propose(view.record, RoundEvent.ASK, _describe_suspects(view, suspects), suspects=suspects)
 
 
 def _with_the_dead(view: ClusterView, proposal: Proposal) -> Proposal:
-    """Nobody waits for the goodbye of a node that is lost.
+    """The closing record with all dead nodes as lost, so that no process waits until their agents deregister.
 
-    Who waited for a place and is dead is called so at the end at last: till then it stays a suspect that does not
+    A node that waited for a place and is dead counts as lost only here: until then it stays a suspect that does not
     answer, since once lost it would not be asked any more, and would not count as dead.
     """
     known = {**{uid: info.node for uid, info in view.joined.items()}, **{m.uid: m.node for m in view.record.members}}
@@ -120,9 +126,9 @@ def _with_the_dead(view: ClusterView, proposal: Proposal) -> Proposal:
 
 
 def _suspects(view: ClusterView, *, lost: Sequence[int]) -> tuple[str, ...]:
-    """Who is to be asked: silence alone makes nobody lost.
+    """The nodes to ask whether they live.
 
-    Who does not answer stays a suspect until a record says that its node is lost: not asked any more it would not count
+    One that does not answer stays a suspect until a record says that it is lost: not asked any more, it would not count
     as dead any more either.
     """
     members = {m.uid for m in view.record.members if m.node not in lost}
@@ -139,7 +145,7 @@ def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
 
 
 def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
-    """Whether a decision says of a node that it is not there: what caches may hide has to be looked for first."""
+    """Whether a decision rests on a node not being there: what caches may hide has to be looked for first."""
     if proposal.event is RoundEvent.FREEZE:
         return bool(proposal.record.lost)
     if proposal.event is RoundEvent.CLOSE:
@@ -175,14 +181,14 @@ def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_rest
         lost = away - view.gone - left
         if not lost or view.is_unsupervised or view.since_lost >= settings.last_call_timeout:
             nobody = ", and no supervisor answers that could start an agent" if lost and view.is_unsupervised else ""
-            return _close(
+            return propose_close(
                 record,
                 Outcome.TOO_FEW_NODES,
                 f"{len(present)} of at least {settings.min_nodes} nodes are left{_in_segments(settings)}"
                 f"{_named(away, view)}{nobody}",
             )
     if timed_out:
-        closed = _close(
+        closed = propose_close(
             record,
             Outcome.TOO_FEW_NODES,
             f"{len(awaited) + len(away)} of {settings.expected_nodes} nodes had not joined after "
@@ -205,7 +211,9 @@ def _freeze(
     node_lost = any(member.uid not in here for member in record.members)  # also one that has a new agent by now
     decision = decide_restart(record, tuple(view.failures.values()), node_lost)
     if not decision.go_on:
-        return _close(record, Outcome.FAILED, decision.reason, memory=decision.memory, retryable=decision.retryable)
+        return propose_close(
+            record, Outcome.FAILED, decision.reason, memory=decision.memory, retryable=decision.retryable
+        )
     members = assign_ranks(record.members, present, max_nodes=settings.max_nodes, segment=settings.segment)
     replaced = replacements(record.members, members)
     taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
@@ -218,24 +226,22 @@ def _freeze(
         ]
     )
     missing = f"; without {without}" if without else ""
-    return Proposal(
-        event=RoundEvent.FREEZE,
-        record=record.successor(
-            status=next_status(record.status, RoundEvent.FREEZE),
-            members=members,
-            restarts_used=(0 if decision.refills else record.restarts_used) + (1 if decision.counts else 0),
-            waiting=0,
-            vacant=max(0, places - len(members)),
-            lost=tuple(sorted(away | awaited)),
-            memory=decision.memory,
-        ),
-        reason=(decision.reason or record.reason) + taken + missing,
-        replaced=replaced,
+    proposal = propose(
+        record,
+        RoundEvent.FREEZE,
+        (decision.reason or record.reason) + taken + missing,
+        members=members,
+        restarts_used=(0 if decision.refills else record.restarts_used) + (1 if decision.counts else 0),
+        waiting=0,
+        vacant=max(0, places - len(members)),
+        lost=tuple(sorted(away | awaited)),
+        memory=decision.memory,
     )
+    return replace(proposal, replaced=replaced)
 
 
 def _has_new_spares(view: ClusterView, present: Sequence[Member], settings: RendezvousSettings) -> bool:
-    """Whether some of those who are here would only be members for want of the ones that they are spares for."""
+    """Whether spares would become members only because the nodes that they are spares for are not here yet."""
     seated = {member.node for member in view.record.members}
     settled = sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
     return settled < settings.max_nodes
@@ -249,13 +255,8 @@ def _while_frozen(view: ClusterView, settings: RendezvousSettings) -> Proposal |
     if out:
         return _reopen(record, _describe_nodes(out, view), lost=out)
     if all(m.uid in view.acked for m in record.members):
-        return Proposal(
-            event=RoundEvent.CONFIRM,
-            record=record.successor(
-                status=next_status(record.status, RoundEvent.CONFIRM), master=view.acked[record.members[0].uid]
-            ),
-            reason=f"all {len(record.members)} members confirmed",
-        )
+        master = view.acked[record.members[0].uid]
+        return propose(record, RoundEvent.CONFIRM, f"all {len(record.members)} members confirmed", master=master)
     return None
 
 
@@ -271,7 +272,7 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
     if lost:
         return _reopen(record, _describe_nodes(lost, view), lost=lost)
     if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
-        return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
+        return propose_close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
         return _reopen(record, "a member asked for a new round", lost={})
     waiting = {
@@ -284,11 +285,8 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
     if growth.takes_in and not view.done:
         return _reopen(record, said, lost={})
     if len(waiting) != record.waiting:
-        return Proposal(
-            event=RoundEvent.ANNOUNCE,
-            record=record.successor(status=next_status(record.status, RoundEvent.ANNOUNCE), waiting=len(waiting)),
-            reason=said if waiting else "no node waits any more",
-        )
+        said = said if waiting else "no node waits any more"
+        return propose(record, RoundEvent.ANNOUNCE, said, waiting=len(waiting))
     return None
 
 
@@ -296,10 +294,10 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
     """No round begins any more: workers that run may save, and then the attempt is over."""
     record = view.record
     if record.status is not Status.FINAL:
-        return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
+        return propose_close(record, Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
     over = [m for m in record.members if m.uid in view.done or m.uid in view.dead or m.node in view.gone]
     if len(over) == len(record.members) and not view.kept:
-        return _close(record, Outcome.SUCCEEDED, "all workers ended with 0")
+        return propose_close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if view.failures:
         final = [failure for failure in view.failures.values() if not failure.retryable]
         first = first_failure(final or view.failures.values())
@@ -314,9 +312,8 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
         saved = f"saved in {view.since_notice:.0f} of {notice.seconds:.0f} s{at}"
         return _preempted(record, notice, saved if kept else "the script does not ask for it, so nobody waits")
     if view.since_notice >= notice.seconds:
-        names = [_name(m.node, view) for m in awaited]
-        more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-        late = f"{', '.join(names[:_MOST_NAMES])}{more} had not saved after {notice.seconds:.0f} s"
+        names = first_of([_name(m.node, view) for m in awaited], _MOST_NAMES)
+        late = f"{names} had not saved after {notice.seconds:.0f} s"
         return _preempted(record, notice, late)
     missing = [m for m in record.members if m.uid not in view.noted and m not in over]
     patience = min(0.25 * notice.seconds, MEASURE_SECONDS + settings.suspect_answer)
@@ -324,15 +321,11 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
         return None
     step = agreed_step(view.noted.values(), spread=min(0.25 * notice.seconds, settings.suspect_answer))
     said = f"all workers save after step {step}" if step >= 0 else "no worker tells its steps: each saves when it can"
-    return Proposal(
-        event=RoundEvent.AGREE,
-        record=record.successor(status=next_status(record.status, RoundEvent.AGREE), notice=replace(notice, step=step)),
-        reason=said,
-    )
+    return propose(record, RoundEvent.AGREE, said, notice=replace(notice, step=step))
 
 
 def _preempted(record: RoundRecord, notice: PreemptionNotice, said: str, *, retryable: bool = True) -> Proposal:
-    return _close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
+    return propose_close(record, Outcome.PREEMPTED, f"notice {notice.reason}; {said}", retryable=retryable)
 
 
 def _growth(view: ClusterView, settings: RendezvousSettings, waiting: Mapping[str, NodeInfo]) -> Growth:
@@ -387,12 +380,11 @@ def _lost_members(view: ClusterView) -> dict[int, str]:
 def _name(node: int, view: ClusterView) -> str:
     if node in view.names:
         return view.names[node]
-    # One that left before it was in has said no more than that.
     return next((host_of(uid) for uid in view.leaving if node_of(uid) == node), f"node {node}")
 
 
 def _left(view: ClusterView) -> dict[int, str]:
-    """Nodes that have taken themselves out, and why; not those where a new agent has come."""
+    """Nodes that have left, and why; not those from which a new agent has come."""
     here = {info.node for uid, info in view.joined.items() if uid not in view.leaving}
     return {node_of(uid): why for uid, why in view.leaving.items() if node_of(uid) not in here}
 
@@ -416,51 +408,24 @@ def _node_done(view: ClusterView, node: int) -> bool:
 
 def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], hang: HangMark | None = None) -> Proposal:
     returned = {node for node, why in lost.items() if why == "has a new agent"}
-    return Proposal(
-        event=RoundEvent.REOPEN,
-        record=record.successor(
-            status=next_status(record.status, RoundEvent.REOPEN),
-            round=record.round + 1,
-            lost=tuple(sorted((set(record.lost) | set(lost)) - returned)),
-            waiting=0,
-            reason=reason,
-            master="",
-            hang=hang,
-        ),
+    return propose(
+        record,
+        RoundEvent.REOPEN,
+        reason,
+        round=record.round + 1,
+        lost=tuple(sorted((set(record.lost) | set(lost)) - returned)),
+        waiting=0,
         reason=reason,
+        master="",
+        hang=hang,
     )
 
 
-def _close(
-    record: RoundRecord,
-    outcome: Outcome,
-    reason: str,
-    *,
-    memory: FailureMemory | None = None,
-    retryable: bool = True,
-) -> Proposal:
-    closed = closed_after(record, outcome, reason, memory=memory, retryable=retryable)
-    return Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason)
-
-
 def _named(nodes: frozenset[int], view: ClusterView) -> str:
-    """By name those that have ever said theirs, the others by index; of many, some: a reason has to stay short."""
-    told = view.names.keys() | _left(view).keys()
-    unknown = [node for node in nodes if node not in told]
-    known = [_name_and_why(node, view) for node in sorted(nodes) if node in told]
-    words = [f"node {_ranges(unknown)}"] if unknown else []
-    words += known[:_MOST_NAMES]
-    if len(known) > _MOST_NAMES:
-        words.append(f"{len(known) - _MOST_NAMES} more")
+    """Nodes that have given a name by that, the others by index; of many, some: a reason has to stay short."""
+    known = view.names.keys() | _left(view).keys()
+    unknown = [node for node in nodes if node not in known]
+    words = [f"node {ranges(unknown)}"] if unknown else []
+    if named := [_name_and_why(node, view) for node in sorted(nodes) if node in known]:
+        words.append(first_of(named, _MOST_NAMES))
     return f" (missing: {', '.join(words)})" if words else ""
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """{0, 1, 2, 5} → ``0-2,5``."""
-    parts: list[str] = []
-    for number in sorted(numbers):
-        if parts and int(parts[-1].rpartition("-")[2]) == number - 1:
-            parts[-1] = f"{parts[-1].partition('-')[0]}-{number}"
-        else:
-            parts.append(str(number))
-    return ",".join(parts)

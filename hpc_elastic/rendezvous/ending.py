@@ -17,7 +17,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.peers import Peers
-from hpc_elastic.rendezvous.proposals import closed_after
+from hpc_elastic.rendezvous.proposals import propose_close
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, node_of, supersedes
@@ -176,7 +176,7 @@ def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
         elif record.status is Status.CLOSED:
             return
         else:
-            closed = closed_after(record, outcome, reason)
+            closed = propose_close(record, outcome, reason).record
         if log.append(closed):
             return
 

@@ -18,7 +18,6 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.failure_detector import LostLink
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import (
-    FailureMemory,
     Member,
     RoundEvent,
     RoundRecord,
@@ -45,36 +44,29 @@ class Proposal(Struct, frozen=True, kw_only=True):
     """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
 
-def closed_after(
-    record: RoundRecord,
-    outcome: Outcome,
-    reason: str,
-    *,
-    memory: FailureMemory | None = None,
-    retryable: bool = True,
-) -> RoundRecord:
+def propose(record: RoundRecord, event: RoundEvent, why: str, /, **changes: Any) -> Proposal:
+    """The record that `event` leads to after `record`; `changes` are its other fields.
+
+    Raises:
+        IllegalTransitionError: nothing like it may follow.
+    """
+    after = record.successor(status=next_status(record.status, event), **changes)
+    return Proposal(event=event, record=after, reason=why)
+
+
+def propose_close(record: RoundRecord, outcome: Outcome, reason: str, **changes: Any) -> Proposal:
     """The record that closes the run after `record`."""
-    return record.successor(
-        status=next_status(record.status, RoundEvent.CLOSE),
-        outcome=outcome,
-        reason=reason,
-        memory=memory or record.memory,
-        retryable=retryable,
-    )
+    return propose(record, RoundEvent.CLOSE, reason, outcome=outcome, reason=reason, **changes)
 
 
-def noticed_after(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
-    """The record that tells all of a notice. Anybody may write it, as a closing one.
+def propose_notice(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
+    """The record that carries a preemption notice to all.
 
     One that leaves less time takes another one's place; a step that was agreed on stays, since some may have saved.
     """
     if record.notice is not None:
         notice = replace(notice, step=record.notice.step)
-    return Proposal(
-        event=RoundEvent.NOTICE,
-        record=record.successor(status=next_status(record.status, RoundEvent.NOTICE), notice=notice),
-        reason=f"notice {notice.reason}",
-    )
+    return propose(record, RoundEvent.NOTICE, f"notice {notice.reason}", notice=notice)
 
 
 class RequestsToAll:
@@ -113,13 +105,12 @@ class RequestsToAll:
         if record.status is not Status.CLOSED:
             if self._closing is not None:
                 outcome, reason = self._closing
-                closed = closed_after(record, outcome, reason)
-                return Proposal(event=RoundEvent.CLOSE, record=closed, reason=reason)
+                return propose_close(record, outcome, reason)
             known = record.notice
             if self._notice is not None and (known is None or self._notice.leaves_less_than(known, since=noticed_for)):
-                return noticed_after(record, self._notice)
+                return propose_notice(record, self._notice)
             if self._heard and _is_news(self._heard, record):
-                return heard_after(record, self._heard)
+                return propose(record, RoundEvent.HEARD, self._heard, heard=self._heard)
         self._closing = self._notice = None
         self._heard = ""
         return None
@@ -134,15 +125,6 @@ def _is_news(heard: str, record: RoundRecord) -> bool:
     if _is_end(heard):
         return not _is_end(record.heard)
     return not record.heard and record.notice is None
-
-
-def heard_after(record: RoundRecord, what: str) -> Proposal:
-    """The record that tells all, and the supervisor above all, of a signal that may mean the end."""
-    return Proposal(
-        event=RoundEvent.HEARD,
-        record=record.successor(status=next_status(record.status, RoundEvent.HEARD), heard=what),
-        reason=what,
-    )
 
 
 EVENT_NAMES = MappingProxyType(

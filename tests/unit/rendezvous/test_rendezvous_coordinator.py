@@ -15,7 +15,7 @@ from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettin
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.proposals import Proposal, closed_after
+from hpc_elastic.rendezvous.proposals import Proposal, propose_close
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -801,13 +801,13 @@ def test_after_the_end_nothing_follows() -> None:
     closed = record(Status.CLOSED, *ALL, outcome=Outcome.SUCCEEDED)
     assert decide(view(closed, joined=ALL, failures={uid(1): failure(1)}, dead=frozenset(ALL))) is None
     with pytest.raises(IllegalTransitionError):
-        closed_after(closed, Outcome.FAILED, "again")
+        propose_close(closed, Outcome.FAILED, "again")
 
 
 @pytest.mark.parametrize("status", [Status.JOINABLE, Status.FROZEN, Status.FINAL])
 def test_anything_else_can_be_closed(status: Status) -> None:
     of = record(status, *ALL, waiting=1, lost=(5,))
-    closed = closed_after(of, Outcome.CANCELLED, "Ctrl-C")
+    closed = propose_close(of, Outcome.CANCELLED, "Ctrl-C").record
     assert closed.status is Status.CLOSED
     assert closed.outcome is Outcome.CANCELLED
     assert closed.reason == "Ctrl-C"
@@ -864,5 +864,5 @@ def test_of_many_missing_nodes_some_are_named() -> None:
     )
     proposal = committed(crowd)
     assert proposal.record.reason.endswith(
-        "(missing: node 30-39, nid001, nid002, nid003, nid004, nid005, nid006, nid007, nid008, 21 more)"
+        "(missing: node 30-39, nid001, nid002, nid003, nid004, nid005, nid006, nid007, nid008 and 21 more)"
     )

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.preemption import (
     notice_to_json,
     seconds_to_save,
 )
-from hpc_elastic.rendezvous.proposals import RequestsToAll, noticed_after
+from hpc_elastic.rendezvous.proposals import RequestsToAll, propose_notice
 from hpc_elastic.rendezvous.state import NodeFailure, RoundEvent, Status, decode_record
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP
 from tests.unit.rendezvous.test_rendezvous_coordinator import ALL, FINAL, SETTINGS, DecideRestart, record, uid, view
@@ -152,7 +152,7 @@ def test_after_the_end_nothing_follows() -> None:
 
 
 def test_every_record_after_it_carries_the_notice() -> None:
-    proposal = noticed_after(FINAL, NOTICE)
+    proposal = propose_notice(FINAL, NOTICE)
     assert proposal.event is RoundEvent.NOTICE
     assert (proposal.record.status, proposal.record.members) == (FINAL.status, FINAL.members)
     assert proposal.record.successor(waiting=1).notice == NOTICE
