@@ -17,6 +17,8 @@ from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED
 
 TAG = "HPC_ELASTIC_TAG"
+SHORT = ("-t", "10", "--nproc-per-node", "1")
+"""Ten minutes, and one worker on each node."""
 ALL_COME = ("--rdzv-conf", "last_call_timeout=300")
 """Where a test needs all nodes of a range, or the first ones, in the first round: none is left out for being late."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster, caches_of, missing_prerequisites, must_run
+from tests.rigs.slurm_runs import SlurmRuns
 
 _HERE = Path(__file__).parent
 _LOG_CHARACTERS = 2500
@@ -72,6 +73,12 @@ def cluster(request: pytest.FixtureRequest) -> SlurmCluster:
     if filesystem == "minute":
         found.change_caches(60.0)
     return found
+
+
+@pytest.fixture
+def runs(cluster: SlurmCluster) -> SlurmRuns:
+    """The test's runs on that cluster."""
+    return SlurmRuns(cluster)
 
 
 @pytest.fixture(autouse=True)

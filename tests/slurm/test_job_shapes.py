@@ -7,13 +7,10 @@ import re
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
-from tests.rigs.slurm_runs import Run, SlurmRuns
+from tests.rigs.slurm_runs import SHORT, Run, SlurmRuns
 
-SHORT = ("-t", "10", "--nproc-per-node", "1")
 WAITS = """
 import os, sys, time
 rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
@@ -37,11 +34,6 @@ for step in range(6000):
     if hpc_elastic.should_checkpoint(step):
         sys.exit(0)
 """
-
-
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
 
 
 def task_of(run: Run, task: int) -> Run:

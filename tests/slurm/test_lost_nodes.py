@@ -9,9 +9,8 @@ import pytest
 from hpc_elastic.run.event_reader import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
-from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns
+from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns
 
-SHORT = ("-t", "10", "--nproc-per-node", "1")
 SITE_TIMEOUT = 300
 """SlurmdTimeout as sites have it: what happens within a test is not Slurm's doing."""
 
@@ -66,11 +65,6 @@ while not pathlib.Path("end").exists():
         here.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
 
 
 @pytest.fixture

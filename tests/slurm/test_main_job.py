@@ -10,9 +10,8 @@ import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
-from tests.rigs.slurm_runs import ALL_COME, SlurmRuns
+from tests.rigs.slurm_runs import ALL_COME, SHORT, SlurmRuns
 
-SHORT = ("-t", "10", "--nproc-per-node", "1")
 FLAP_SECONDS = 4.0
 """Longer than a node may be silent before it becomes a suspect."""
 
@@ -54,11 +53,6 @@ while not pathlib.Path("end").exists():
 
 
 on_both = pytest.mark.parametrize("cluster", ["plain", "emulated"], indirect=True)
-
-
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
 
 
 def _final_line(log: str) -> tuple[float, float]:

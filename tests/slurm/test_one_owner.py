@@ -11,9 +11,7 @@ import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
-from tests.rigs.slurm_runs import Run, SlurmRuns
-
-SHORT = ("-t", "10", "--nproc-per-node", "1")
+from tests.rigs.slurm_runs import SHORT, Run, SlurmRuns
 
 # Each worker appends a line every 0.1 s that it trains: which attempt, which node, when.
 WRITES = """

@@ -97,11 +97,6 @@ def cluster(preempting_cluster: SlurmCluster) -> SlurmCluster:
     return preempting_cluster
 
 
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
-
-
 class Cases:
     """Runs side by side, each on whole nodes of its own."""
 

@@ -13,9 +13,8 @@ import pytest
 from hpc_elastic.slurm.notation import expand
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
-from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns
+from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns
 
-SHORT = ("-t", "10", "--nproc-per-node", "1")
 QUICK = ("--rdzv-conf", "last_call_timeout=3")
 SITE_DELAY = 120
 """Seconds before which Slurm by itself lets no requeued job begin, where the site has not set it."""
@@ -43,11 +42,6 @@ while env["HPC_ELASTIC_ATTEMPT"] == "0":
     if env["RANK"] == "0" and pathlib.Path("die").exists():
         os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
-from tests.rigs.slurm_runs import SlurmRuns
+from tests.rigs.slurm_runs import SHORT, SlurmRuns
 
-SHORT = ("-t", "10", "--nproc-per-node", "1")
 # Refuses what has no QOS, and has something to say of what it takes.
 SUBMIT_RULES = """
 function slurm_job_submit(job, partitions, uid)

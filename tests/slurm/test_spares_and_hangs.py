@@ -52,11 +52,6 @@ print("rank", rank, "trained in round", os.environ["TORCHELASTIC_RESTART_COUNT"]
 """
 
 
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
-
-
 def _seats(run: Run, round_index: int, *, world: int, timeout: float = 90) -> dict[int, str]:
     """Rank → node, when all of a round have told theirs."""
     line = re.compile(rf"^\[(\w+):(\d+)\] seat \2 of {world} round {round_index}$", re.M)

@@ -16,11 +16,6 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "rigs" / "submitit_examples.py"
 PATIENCE = 480
 
 
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
-
-
 def told_by(process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         out, err = process.communicate(timeout=PATIENCE)

@@ -8,20 +8,12 @@ import signal
 import stat
 from pathlib import Path
 
-import pytest
-
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED
-from tests.rigs.slurm_runs import SlurmRuns
+from tests.rigs.slurm_runs import SHORT, SlurmRuns
 
-SHORT = ("-t", "10", "--nproc-per-node", "1")
 HELLO = "import os, sys\nprint('hello from', os.environ['RANK'], os.getcwd(), sys.argv[1:])\n"
 WAITS = "import time\nprint('waiting', flush=True)\ntime.sleep(600)\n"
-
-
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
 
 
 def test_a_path_that_needs_every_kind_of_quoting(cluster: SlurmCluster, runs: SlurmRuns) -> None:

@@ -20,11 +20,6 @@ print("asked", *asked, "true", *true)
 """
 
 
-@pytest.fixture
-def runs(cluster: SlurmCluster) -> SlurmRuns:
-    return SlurmRuns(cluster)
-
-
 def test_a_script_that_asks_slurm_for_its_rank_is_told_the_workers(runs: SlurmRuns) -> None:
     run = runs.submit_and_follow("--nodes", "2", "-t", "10", "--nproc-per-node", "2", runs.script(ASKS_SLURM))
     assert run.done.returncode == 0, run.log
