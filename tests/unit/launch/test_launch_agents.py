@@ -1,13 +1,32 @@
-"""When an agent is started on trial on a node that the run has lost, and Slurm has not."""
+"""What follows the end of an agent: another start, a trial, or a node that is given up and what is said of it."""
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from hpc_elastic.launch.agents import FIRST_TRIAL, LONGEST_PAUSE, MAX_TRIALS, Agents
+import pytest
+from msgspec.structs import replace
+
+from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
+from hpc_elastic.launch.agents import (
+    FIRST_TRIAL,
+    FRUITLESS_RELAUNCHES,
+    LONGEST_PAUSE,
+    MAX_TRIALS,
+    MESSAGE_SECONDS,
+    RELAUNCHES_PER_NODE,
+    Agents,
+    UnableNode,
+    describe_unable_nodes,
+    is_same_everywhere,
+)
 from hpc_elastic.launch.site import AgentEnded
+from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.supervisor_stage import SETTINGS, Stage
 
 
 class Dead:
@@ -90,3 +109,205 @@ def test_a_node_that_never_came_and_a_run_that_ends_are_no_loss() -> None:
     agents.stop_relaunching()
     run(agents, clock)
     assert launcher.tried == []
+
+
+NOT_FOUND = "/usr/bin/env: '/x/python': No such file or directory"
+
+
+def node(name: str, code: int | None = 127, message: str = NOT_FOUND) -> UnableNode:
+    return UnableNode(name=name, code=code, detail="Killed" if code is None else f"code {code}", message=message)
+
+
+def test_what_is_said_of_one_and_of_several() -> None:
+    assert describe_unable_nodes([], nodes=3) == ""
+    assert describe_unable_nodes([node("n3")], nodes=3) == f"n3 could not run the agent: exit code 127: {NOT_FOUND}"
+    assert node("n3", None, "").reason == "Killed"
+    said = node("n3", 2, "hpc-elastic: error: n3: the run directory can't be read from this node: missing").reason
+    assert said == "exit code 2: n3: the run directory can't be read from this node: missing"
+    many = describe_unable_nodes([node(f"n{number}") for number in range(2, 9)], nodes=20)
+    assert many.count("could not run the agent") == 4
+    assert many.endswith("; 3 more nodes could not either")
+
+
+@pytest.mark.parametrize(
+    ("unable", "nodes", "expected"),
+    [
+        ([node("n1"), node("n2")], 2, True),
+        ([node("n1"), node("n2")], 3, False),
+        ([node("n2"), node("n3"), node("n4")], 4, True),
+        ([node("n3"), node("n4")], 4, False),
+        ([node("n1"), node("n2", 126)], 2, False),
+        ([node("n1", 2), node("n2", 2)], 2, True),
+        ([node("n1", 1), node("n2", 1)], 2, False),
+        ([node("n1", -9), node("n2", -9)], 2, False),
+        ([node("n1", 3, "slurmstepd-n1: error: TaskProlog failed status=3")] * 2, 2, True),
+        ([node("n1")], 1, False),
+        ([node("n1", 2)], 1, True),
+        ([], 1, False),
+    ],
+)
+def test_all_nodes_alike_would_end_the_same_way(unable: list[UnableNode], nodes: int, expected: bool) -> None:
+    """One node alone shows nothing of the others, but where the agent itself says that the run is not usable."""
+    assert is_same_everywhere(unable, nodes=nodes) is expected
+    if expected and nodes > 1:
+        whose = "no node" if len(unable) == nodes else "no node but the batch host"
+        assert describe_unable_nodes(unable, nodes=nodes).startswith(f"{whose} could run the agent: {unable[0].name}: ")
+
+
+def no_agent_on(s: Stage, *nodes: int, code: int = 127) -> None:
+    """What is started there ends before it is an agent."""
+    start, relaunch = s.agents.launch, s.agents.relaunch
+
+    def fail(index: int) -> None:
+        s.agents.stand_in(index)
+        s.agents.kill(index, code, detail=f"Exited with exit code {code}")
+
+    def launch() -> None:
+        start()
+        for index in nodes:
+            s.agents.of.pop(index).alive = False
+            fail(index)
+
+    def again(index: int) -> None:
+        relaunch(index)
+        if index in nodes:
+            s.agents.of.pop(index).alive = False
+            fail(index)
+
+    s.agents.launch, s.agents.relaunch = launch, again  # type: ignore[method-assign]
+    s.agents.messages = dict.fromkeys(nodes, NOT_FOUND)
+
+
+def test_one_node_gets_a_second_start_of_its_own_and_is_given_up_with_what_it_printed(
+    s: Stage,
+) -> None:
+    no_agent_on(s, 2)
+    result = s.run(5.0, s.done)
+    assert result.outcome is Outcome.SUCCEEDED, "the others go on: MIN is 2"
+    assert [index for index, _ in s.agents.relaunched] == [2] * FRUITLESS_RELAUNCHES
+    (given_up,) = s.names("node_given_up")
+    reason = f"exit code 127: {NOT_FOUND}"
+    assert given_up == {"node": 2, "name": "n2", "cause": "could_not_run", "reason": reason}
+    assert s.world.store.list("gone") == ["00002"]
+
+
+def test_too_few_nodes_are_left_and_the_reason_names_the_one_that_could_not(s: Stage) -> None:
+    no_agent_on(s, 1, 2)
+    result = s.run(10.0)
+    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, True)
+    assert result.reason.startswith("1 of at least 2 nodes are left")
+    assert f"; n1 could not run the agent: exit code 127: {NOT_FOUND}; n2 could not" in result.reason
+    assert s.agents.relaunched == [], "where most nodes fail alike no further start helps"
+
+
+def test_where_all_nodes_fail_alike_no_further_attempt_is_worth_it(s: Stage) -> None:
+    no_agent_on(s, 0, 1, 2)
+    began = s.world.clock.now
+    result = s.run()
+    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, False)
+    assert result.reason == f"no node could run the agent: n0: exit code 127: {NOT_FOUND}"
+    assert s.agents.relaunched == []
+    assert s.world.clock.now - began < 3
+
+
+def test_nor_where_only_the_batch_host_could(stage: Callable[..., Stage]) -> None:
+    s = stage(replace(SETTINGS, max_nodes=4, expected_nodes=4))
+    no_agent_on(s, 1, 2, 3)
+    result = s.run(10.0)
+    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, False)
+    assert result.reason.endswith(f"; no node but the batch host could run the agent: n1: exit code 127: {NOT_FOUND}")
+
+
+def test_an_agent_that_took_part_is_started_again_as_often_as_ever_and_its_node_is_not_unable(
+    s: Stage,
+) -> None:
+    s.agents.messages = {1: NOT_FOUND}
+    deaths = [step for _ in range(RELAUNCHES_PER_NODE + 1) for step in (3.0, lambda: s.agents.kill(1))]
+    s.run(*deaths, 10.0, s.done)
+    (given_up,) = s.names("node_given_up")
+    assert (given_up["cause"], given_up["reason"]) == ("died", "SIGKILL")
+    assert len(s.agents.relaunched) == RELAUNCHES_PER_NODE
+
+
+def test_a_second_start_that_works_makes_up_for_the_first(s: Stage) -> None:
+    """A mount that came a moment late; and what dies after that has starts of its own."""
+    no_agent_on(s, 2)
+    relaunch = type(s.agents).relaunch
+
+    def again(index: int) -> None:
+        relaunch(s.agents, index)
+
+    s.agents.relaunch = again  # type: ignore[method-assign]
+    deaths = [step for _ in range(2) for step in (3.0, lambda: s.agents.kill(2))]
+    assert s.run(3.0, *deaths, 3.0, s.done).outcome is Outcome.SUCCEEDED
+    assert s.names("node_given_up") == []
+    record = s.world.newest()
+    assert record is not None
+    assert sorted(member.node for member in record.members) == [0, 1, 2]
+
+
+def test_the_message_may_come_after_the_end_that_it_explains(s: Stage) -> None:
+    no_agent_on(s, 2, code=126)
+    s.agents.messages.clear()
+
+    def late() -> None:
+        s.agents.messages[2] = "Permission denied"
+
+    s.run(MESSAGE_SECONDS / 2, late, 5.0, s.done)
+    (relaunched,) = s.names("agent_relaunched")
+    assert relaunched["reason"] == "it ended: exit code 126: Permission denied"
+
+
+def test_a_lost_node_that_is_back_without_its_mounts_is_tried_again_later(s: Stage) -> None:
+    s.agents.hears_all_ends = False
+    came: list[float] = []
+
+    def power_on_without_mounts() -> None:
+        s.agents.powerless.clear()
+        relaunch = type(s.agents).relaunch
+
+        def again(index: int) -> None:
+            relaunch(s.agents, index)
+            if not came:
+                s.agents.of.pop(index).alive = False
+                s.agents.stand_in(index)
+                s.agents.kill(index, 127)
+
+        s.agents.relaunch = again  # type: ignore[method-assign]
+
+    def mount() -> None:
+        came.append(s.world.clock.now)
+
+    cut = (3.0, lambda: s.agents.cut_power(2), 20.0, power_on_without_mounts, 60.0, mount)
+    assert s.run(*cut, 150.0, s.done).outcome is Outcome.SUCCEEDED
+    assert s.names("node_given_up") == []
+    record = s.world.newest()
+    assert record is not None
+    assert 2 in {member.node for member in record.members}
+
+
+def test_a_node_that_is_unfit_gets_no_new_agent(s: Stage) -> None:
+    s.run(3.0, lambda: s.agents.kill(1, UNHEALTHY_CODE, detail="exit code 95"), 5.0, s.done)
+    assert s.agents.relaunched == []
+    assert "00001" in s.world.store.list("gone")
+
+
+def test_where_none_is_fit_the_attempt_ends_at_once_and_is_worth_another(s: Stage) -> None:
+    s.launch_nothing(UNHEALTHY_CODE, detail="exit code 95")
+    result = s.run()
+    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, True)
+    assert result.reason == "no node is left: 3 of 3 failed a health check"
+    assert result.seconds < ORPHANED_SECONDS / 2
+
+
+def test_ctrl_c_while_no_node_has_met_ends_the_agents_by_signal(s: Stage) -> None:
+
+    s.launch_nothing(ends=False)
+
+    def end() -> None:
+        assert s.agents.terminated
+        for node in list(s.agents.of):
+            s.agents.kill(node, 143, detail="exit code 143")
+
+    result = s.run(1.0, lambda: s.signals.append(signal.SIGINT), SILENT_SECONDS / 2, end)
+    assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The supervisor over real participants and a launcher of the test's own: who is started again, and how it ends."""
+"""The supervisor's loop: who finishes the attempt, signals, the store, and how a run ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 import random
 import re
 import signal
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,8 +15,7 @@ from hpc_elastic.base.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
 from hpc_elastic.launch.job_watch import EndClaim
-from hpc_elastic.launch.requeue import AttemptResult
-from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnded, Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
@@ -29,292 +25,27 @@ from hpc_elastic.launch.supervisor import (
     Supervisor,
 )
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.coordination import Coordination, Refusal
+from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.preemption import PreemptionStatus
-from hpc_elastic.rendezvous.state import FailureMemory, RoundRecord, Status, new_uid
+from hpc_elastic.rendezvous.state import FailureMemory, Status, new_uid
 from hpc_elastic.store.base import StoreError, StoreWipedError
-from hpc_elastic.store.memory_store import MemoryStore
-from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
+from tests.rigs.rendezvous_world import World, settle_always_restarting
 from tests.rigs.specs import make_attempt
-
-SETTINGS = RendezvousSettings(
-    min_nodes=2, max_nodes=3, expected_nodes=3, last_call_timeout=5, heartbeat_interval=1, heartbeat_ttl=5
-)
-TICK = 0.1
-"""Seconds that pass with each turn of the supervisor's loop."""
-
-
-class StaleStore:
-    """The supervisor's view of the store through a cache that shows no new record until the folder is invalidated."""
-
-    def __init__(self, inner: MemoryStore) -> None:
-        self._inner = inner
-        self._kept: list[str] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def keep(self) -> None:
-        """From now on."""
-        self._kept = self._inner.list("log")
-
-    def list(self, folder: str) -> list[str]:
-        return self._inner.list(folder) if folder != "log" or self._kept is None else self._kept
-
-    def invalidate(self, folder: str) -> None:
-        if self._kept is not None and folder == "log":
-            self.keep()
-
-
-class Look:
-    """Stands for `Coordination`: the same participant, stepped whenever the supervisor looks."""
-
-    refusal: Refusal | None = None
-
-    def lasting_refusal(self) -> None:
-        return None
-
-    def __init__(self, world: World, fd: int) -> None:
-        self._fd = fd
-        self._messages: deque[Any] = deque()
-        self.failure: Exception | None = None
-        self.hangs = False
-        """The filesystem does not answer."""
-        self.stopped = False
-        self.store = StaleStore(world.store)
-        info = NodeInfo(
-            uid=new_uid(99999, "supervisor", world.clock),
-            node=OBSERVER_NODE,
-            host="head",
-            local_world_size=0,
-            addresses=(),
-            port=0,
-        )
-        self._participant = Participant(
-            run_id="unit",
-            store=self.store,  # type: ignore[arg-type]
-            info=info,
-            settings=world.settings,
-            decide_restart=settle_always_restarting,
-            clock=world.clock,
-            rng=random.Random(0),
-            listener=self,
-        )
-
-    def on_record(self, record: RoundRecord) -> None:
-        self._messages.append(record)
-
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._messages.append((event, fields))
-
-    def start(self) -> None:
-        pass
-
-    def fileno(self) -> int:
-        return self._fd
-
-    def ask(self, command: Callable[[Participant], None]) -> None:
-        command(self._participant)
-
-    def take(self) -> list[Any]:
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            return [failure]
-        while not self.hangs and self._participant.step() == 0.0:
-            pass
-        taken = list(self._messages)
-        self._messages.clear()
-        return taken
-
-    def stop(self, *, within: float) -> bool:
-        self.stopped = True
-        if not self.hangs:
-            self._participant.step()
-        return not self.hangs
-
-
-class Agents:
-    """A launcher whose agents are the world's nodes. A test says who dies; those of a closed run end by themselves."""
-
-    def __init__(self, world: World, play: Iterator[Callable[[], Any] | float]) -> None:
-        self._world = world
-        self._play = play
-        self._until = 0.0
-        self._ended: list[AgentEnded] = []
-        self.of: dict[int, Node] = {}
-        self.relaunched: list[tuple[int, float]] = []
-        self.ends: list[float] = []
-        self.terminated: list[float] = []
-        self.stubborn = False
-        self.silent = False
-        """The launcher never says that somebody has ended."""
-        self.hears_all_ends = True
-        self.messages: dict[int, str] = {}
-        """Node → what the launcher knows that it printed last."""
-        self.powerless: set[int] = set()
-        """Nodes on which no agent can be started."""
-
-    def launch(self) -> None:
-        for node in range(self._world.settings.expected_nodes):
-            self.of[node] = self._world.start(node)
-
-    def relaunch(self, node: int) -> None:
-        self.relaunched.append((node, self._world.clock.now))
-        if node in self.powerless:
-            self._ended.append(AgentEnded(node=node, code=None, detail="launch failed", started=False))
-            return
-        self.of[node] = self._world.start(node)
-
-    def kill(self, node: int, code: int | None = -9, *, started: bool = True, detail: str = "Killed") -> None:
-        self.of.pop(node).alive = False
-        self._ended.append(AgentEnded(node=node, code=code, detail=detail, started=started))
-
-    def cut_power(self, node: int) -> None:
-        """Nobody hears of it."""
-        self.of.pop(node).alive = False
-        self.powerless.add(node)
-
-    def give_up(self, node: int) -> None:
-        self._ended.append(AgentEnded(node=node, code=None, detail="given up", started=False, gone=True))
-
-    def filenos(self) -> list[int]:
-        return []
-
-    def due(self) -> float | None:
-        return None
-
-    def take(self) -> list[AgentEnded]:
-        world = self._world
-        world.clock.now += TICK
-        for agent in list(self.of.values()):
-            if not agent.frozen:
-                agent.step()
-        for number, agent in list(self.of.items()):
-            record = agent.participant.record
-            if not self.stubborn and record is not None and record.status is Status.CLOSED:
-                agent.participant.deregister()
-                agent.step()
-                if not self.silent:
-                    self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
-        if world.clock.now >= self._until and (now := next(self._play, None)) is not None:
-            if callable(now):
-                now()
-            else:
-                self._until = world.clock.now + now
-        ended, self._ended = self._ended, []
-        return ended
-
-    def running(self) -> bool:
-        return bool(self.of)
-
-    def last_message(self, node: int) -> str:
-        return self.messages.get(node, "")
-
-    def terminate(self) -> None:
-        self.terminated.append(self._world.clock.now)
-
-    def end(self, *, within: float) -> None:
-        self.ends.append(within)
-
-
-class Stage:
-    """A supervisor with all that is around it."""
-
-    def __init__(self, ready: int, never: int, settings: RendezvousSettings) -> None:
-        """`ready` is a descriptor that can always be read, `never` one that never can."""
-        self.world = World(settings)
-        self.signals: list[signal.Signals] = []
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        self.answer = SlurmAnswer(JobCondition.RUNNING)
-        """What Slurm says when it is asked."""
-        self.allocation = Allocation.HELD
-        self.script: deque[Callable[[], Any] | float] = deque()
-        self.agents = Agents(self.world, self._plays())
-        self.look = Look(self.world, ready)
-        self.end_claim = EndClaim(
-            lambda: self.allocation, self.look.ask, clock=self.world.clock, start=lambda work: work()
-        )
-        self.supervisor = Supervisor(
-            attempt=make_attempt(nodes=tuple(f"n{n}" for n in range(settings.expected_nodes)), batch_host="head"),
-            launcher=self.agents,
-            coordination=self.look,  # type: ignore[arg-type]
-            signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals),  # type: ignore[arg-type]
-            events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
-            clock=self.world.clock,
-            shutdown_timeout=30.0,
-            resolver=SignalResolver(
-                lambda near: self.answer,
-                grace=120.0,
-                kill_wait=30.0,
-                events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
-                clock=self.world.clock,
-            ),
-            end_claim=self.end_claim,
-        )
-
-    def _plays(self) -> Iterator[Callable[[], Any] | float]:
-        while True:
-            yield self.script.popleft() if self.script else 1e9
-
-    def _take_signals(self) -> list[signal.Signals]:
-        taken = list(self.signals)
-        self.signals.clear()
-        return taken
-
-    def run(self, *script: Callable[[], Any] | float) -> AttemptResult:
-        """Each step is done when its turn comes; a number lets so many seconds pass."""
-        self.script.extend(script)
-        return self.supervisor.run()
-
-    def done(self) -> None:
-        """All agents that run say that their workers have ended with 0."""
-        record = self.world.newest()
-        assert record is not None
-        for agent in self.agents.of.values():
-            agent.participant.report_done(record.round)
-
-    def saved(self) -> None:
-        """All agents that run say where their workers stand, and that they have saved."""
-        record = self.world.newest()
-        assert record is not None
-        for agent in self.agents.of.values():
-            agent.participant.report_noted(record.round, PreemptionStatus(heeds=True, step=7, rate=1.0))
-            agent.participant.report_kept(record.round)
-
-    def claim_elsewhere(self) -> None:
-        """An agent on another node finishes the attempt."""
-        assert claim_end(self.world.store, "00001-n1-0000000000000001-0000")
-
-    def names(self, wanted: str) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.events if event == wanted]
-
-
-@pytest.fixture
-def stage() -> Iterator[Callable[..., Stage]]:
-    ready, never = os.eventfd(1), os.eventfd(0)
-    yield lambda settings=SETTINGS: Stage(ready, never, settings)
-    os.close(ready)
-    os.close(never)
-
+from tests.rigs.supervisor_stage import SETTINGS, TICK, Stage
 
 # -- who finishes the attempt
 
 
 @pytest.mark.parametrize("found", [Allocation.LOST, Allocation.UNKNOWN])
-def test_a_node_that_slurm_has_given_up_leaves_the_end_to_another(
-    stage: Callable[..., Stage], found: Allocation
-) -> None:
-    s = stage()
+def test_a_node_that_slurm_has_given_up_leaves_the_end_to_another(s: Stage, found: Allocation) -> None:
     s.allocation = found
     s.run(3.0, s.done, 10.0, s.claim_elsewhere)
     assert s.supervisor.superseded
 
 
-def test_where_no_other_process_finishes_the_attempt_it_is_finished_here(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_where_no_other_process_finishes_the_attempt_it_is_finished_here(s: Stage) -> None:
     s.allocation = Allocation.UNKNOWN
     closed_at: list[float] = []
     result = s.run(3.0, s.done, lambda: closed_at.append(s.world.clock.now))
@@ -324,8 +55,7 @@ def test_where_no_other_process_finishes_the_attempt_it_is_finished_here(stage: 
     assert not claim_end(s.world.store, "another")
 
 
-def test_slurm_is_asked_again_and_a_confirmation_that_comes_later_counts(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_slurm_is_asked_again_and_a_confirmation_that_comes_later_counts(s: Stage) -> None:
     s.allocation = Allocation.UNKNOWN
     began: list[float] = []
 
@@ -338,9 +68,8 @@ def test_slurm_is_asked_again_and_a_confirmation_that_comes_later_counts(stage: 
     assert s.world.clock.now - began[0] < END_UNCONFIRMED / 2
 
 
-def test_where_slurms_signal_has_come_slurm_is_not_asked(stage: Callable[..., Stage]) -> None:
+def test_where_slurms_signal_has_come_slurm_is_not_asked(s: Stage) -> None:
     """It reaches this node, and its SIGKILL is near."""
-    s = stage()
     s.allocation = Allocation.UNKNOWN
     s.answer = SlurmAnswer(JobCondition.ENDED)
     began: list[float] = []
@@ -350,8 +79,7 @@ def test_where_slurms_signal_has_come_slurm_is_not_asked(stage: Callable[..., St
     assert not claim_end(s.world.store, "another")
 
 
-def test_a_superseded_attempt_ends_and_finishes_nothing(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_superseded_attempt_ends_and_finishes_nothing(s: Stage) -> None:
     s.run(3.0, lambda: close_run(s.world.store, "unit", Outcome.SUPERSEDED, "superseded by attempt 1 on n7"))
     assert s.supervisor.superseded
     assert claim_end(s.world.store, "another"), "it claims nothing"
@@ -360,8 +88,7 @@ def test_a_superseded_attempt_ends_and_finishes_nothing(stage: Callable[..., Sta
 # -- nodes that are lost to the run and not to Slurm
 
 
-def test_a_lost_node_of_which_nobody_hears_is_tried_until_it_is_back(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_lost_node_of_which_nobody_hears_is_tried_until_it_is_back(s: Stage) -> None:
     s.agents.hears_all_ends = False
     back_at: list[float] = []
 
@@ -381,8 +108,7 @@ def test_a_lost_node_of_which_nobody_hears_is_tried_until_it_is_back(stage: Call
     assert all(fields["detail"] != "launch failed" for fields in s.names("agent_ended"))
 
 
-def test_a_node_that_slurm_has_given_up_is_not_tried_any_more(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_node_that_slurm_has_given_up_is_not_tried_any_more(s: Stage) -> None:
     s.agents.hears_all_ends = False
     tries: list[int] = []
 
@@ -394,8 +120,7 @@ def test_a_node_that_slurm_has_given_up_is_not_tried_any_more(stage: Callable[..
     assert len(s.agents.relaunched) == tries[0] > 1
 
 
-def test_where_every_end_is_heard_of_nothing_is_tried(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_where_every_end_is_heard_of_nothing_is_tried(s: Stage) -> None:
     assert s.run(3.0, lambda: s.agents.cut_power(2), 60.0, s.done).outcome is Outcome.SUCCEEDED
     assert s.agents.relaunched == []
 
@@ -403,8 +128,7 @@ def test_where_every_end_is_heard_of_nothing_is_tried(stage: Callable[..., Stage
 # -- how a run ends
 
 
-def test_success(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_success(s: Stage) -> None:
     result = s.run(3.0, s.done)
     assert (result.outcome, result.reason) == (Outcome.SUCCEEDED, "all workers ended with 0")
     assert result.signal_number is None
@@ -417,9 +141,8 @@ def test_success(stage: Callable[..., Stage]) -> None:
 @pytest.mark.parametrize(
     ("outcome", "fingerprint"), [(Outcome.FAILED, "F"), (Outcome.PREEMPTED, ""), (Outcome.TOO_FEW_NODES, "")]
 )
-def test_what_the_record_says_is_handed_on(stage: Callable[..., Stage], outcome: Outcome, fingerprint: str) -> None:
+def test_what_the_record_says_is_handed_on(s: Stage, outcome: Outcome, fingerprint: str) -> None:
     """A failure that the run had got over is not what a preemption ended it by."""
-    s = stage()
     memory = FailureMemory(fingerprint="F", times=2, step=70)
 
     def close() -> None:
@@ -435,8 +158,7 @@ def test_what_the_record_says_is_handed_on(stage: Callable[..., Stage], outcome:
     assert 3 < result.seconds < 6
 
 
-def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(s: Stage) -> None:
     s.agents.stubborn = True
     closed_at: list[float] = []
 
@@ -450,8 +172,7 @@ def test_agents_that_do_not_end_after_the_verdict_are_ended_within_the_grace(sta
     assert len(s.agents.ends) == 1
 
 
-def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(s: Stage) -> None:
     s.agents.silent = True
     closed_at: list[float] = []
 
@@ -466,8 +187,7 @@ def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(stage: 
 # -- agents that end before the run does
 
 
-def test_an_agent_that_dies_is_started_again_after_a_moment(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_an_agent_that_dies_is_started_again_after_a_moment(s: Stage) -> None:
     at: list[float] = []
 
     def kill() -> None:
@@ -490,14 +210,12 @@ def test_an_agent_that_dies_is_started_again_after_a_moment(stage: Callable[...,
 
 
 @pytest.mark.parametrize("code", [0, 1, -11, None, 143])
-def test_however_it_ended_while_the_run_goes_on(stage: Callable[..., Stage], code: int | None) -> None:
-    s = stage()
+def test_however_it_ended_while_the_run_goes_on(s: Stage, code: int | None) -> None:
     s.run(3.0, lambda: s.agents.kill(1, code), 3.0, s.done)
     assert [node for node, _ in s.agents.relaunched] == [1]
 
 
-def test_one_that_dies_again_and_again_is_given_up(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_one_that_dies_again_and_again_is_given_up(s: Stage) -> None:
     deaths = [step for _ in range(RELAUNCHES_PER_NODE + 1) for step in (3.0, lambda: s.agents.kill(1))]
     result = s.run(*deaths, 10.0, s.done)
     assert len(s.agents.relaunched) == RELAUNCHES_PER_NODE
@@ -508,8 +226,7 @@ def test_one_that_dies_again_and_again_is_given_up(stage: Callable[..., Stage]) 
     assert sorted(m.node for m in record.members) == [0, 2]
 
 
-def test_each_node_has_starts_of_its_own(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_each_node_has_starts_of_its_own(s: Stage) -> None:
     deaths = [step for node in (0, 1, 2) * 3 for step in (3.0, lambda node=node: s.agents.kill(node))]
     assert s.run(*deaths, 3.0, s.done).outcome is Outcome.SUCCEEDED
     assert len(s.agents.relaunched) == 9
@@ -517,26 +234,21 @@ def test_each_node_has_starts_of_its_own(stage: Callable[..., Stage]) -> None:
 
 
 @pytest.mark.parametrize(("code", "started"), [(2, True), (None, False), (0, False)])
-def test_one_that_can_not_be_started_is_given_up_at_once(
-    stage: Callable[..., Stage], code: int | None, started: bool
-) -> None:
+def test_one_that_can_not_be_started_is_given_up_at_once(s: Stage, code: int | None, started: bool) -> None:
     """Exit code 2 is a wrong use: it has said why, and would say it again."""
-    s = stage()
     result = s.run(lambda: s.agents.kill(1, code, started=started), 10.0, s.done)
     assert s.agents.relaunched == []
     assert s.world.store.list("gone") == ["00001"]
     assert result.outcome is Outcome.SUCCEEDED
 
 
-def test_fewer_than_min_left_closes_the_run(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_fewer_than_min_left_closes_the_run(s: Stage) -> None:
     result = s.run(3.0, lambda: s.agents.kill(1, 2), lambda: s.agents.kill(2, 2))
     assert result.outcome is Outcome.TOO_FEW_NODES
     assert result.retryable
 
 
-def test_all_gone_without_a_verdict_closes_it_as_failed(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
 
     def all_die() -> None:
         for node in (0, 1, 2):
@@ -550,54 +262,33 @@ def test_all_gone_without_a_verdict_closes_it_as_failed(stage: Callable[..., Sta
     assert (record.status, record.outcome) == (Status.CLOSED, Outcome.FAILED), "said in the store too"
 
 
-def test_not_one_agent_could_be_started(stage: Callable[..., Stage]) -> None:
-    s = stage()
-
-    def launch() -> None:
-        for node in (0, 1, 2):
-            s.agents.of[node] = SimpleNamespace(alive=True, frozen=True, participant=SimpleNamespace(record=None))  # type: ignore[assignment]
-            s.agents.kill(node, None, started=False, detail="srun can't be started")
-
-    s.agents.launch = launch  # type: ignore[method-assign]
+def test_not_one_agent_could_be_started(s: Stage) -> None:
+    s.launch_nothing(None, started=False, detail="srun can't be started")
     result = s.run()
     assert (result.outcome, result.reason) == (Outcome.TOO_FEW_NODES, "no agent could be started")
     assert s.world.clock.now < 1020
 
 
 @pytest.mark.parametrize(("code", "started", "retryable"), [(2, True, False), (None, False, True)])
-def test_agents_that_all_refuse_would_do_so_again(
-    stage: Callable[..., Stage], code: int | None, started: bool, retryable: bool
-) -> None:
-    s = stage()
-
-    def launch() -> None:
-        for node in (0, 1, 2):
-            s.agents.of[node] = SimpleNamespace(alive=True, frozen=True, participant=SimpleNamespace(record=None))  # type: ignore[assignment]
-            s.agents.kill(node, code, started=started, detail="no run here")
-
-    s.agents.launch = launch  # type: ignore[method-assign]
+def test_agents_that_all_refuse_would_do_so_again(s: Stage, code: int | None, started: bool, retryable: bool) -> None:
+    s.launch_nothing(code, started=started, detail="no run here")
     result = s.run()
     assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, retryable)
 
 
-def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(s: Stage) -> None:
     s.agents.stubborn = True
     s.run(3.0, lambda: s.signals.append(signal.SIGTERM), 1.0, lambda: s.agents.kill(1))
     assert s.agents.relaunched == []
 
 
-def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(s: Stage) -> None:
     s.run(3.0, lambda: (s.agents.kill(1), s.signals.append(signal.SIGTERM)))
     assert s.agents.relaunched == []
 
 
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.SUCCEEDED, 0), (Outcome.FAILED, 1)])
-def test_nobody_is_started_again_for_an_end_that_a_cache_hides(
-    stage: Callable[..., Stage], outcome: Outcome, code: int
-) -> None:
-    s = stage()
+def test_nobody_is_started_again_for_an_end_that_a_cache_hides(s: Stage, outcome: Outcome, code: int) -> None:
 
     def close() -> None:
         s.look.store.keep()
@@ -609,8 +300,7 @@ def test_nobody_is_started_again_for_an_end_that_a_cache_hides(
     assert {event["code"] for event in s.names("agent_ended")} == {code}
 
 
-def test_a_store_that_does_not_answer_delays_a_restart_and_prevents_none(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_store_that_does_not_answer_delays_a_restart_and_prevents_none(s: Stage) -> None:
     at: list[float] = []
 
     def kill() -> None:
@@ -725,8 +415,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
 # -- signals
 
 
-def test_ctrl_c_closes_the_run_and_lets_the_workers_end(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_ctrl_c_closes_the_run_and_lets_the_workers_end(s: Stage) -> None:
     result = s.run(3.0, lambda: s.signals.append(signal.SIGINT))
     assert (result.outcome, result.reason, result.signal_number) == (Outcome.CANCELLED, "SIGINT on head", 2)
     assert s.agents.ends != [AT_ONCE]
@@ -734,10 +423,7 @@ def test_ctrl_c_closes_the_run_and_lets_the_workers_end(stage: Callable[..., Sta
 
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_second_ctrl_c_or_one_after_another_signal_kills_at_once(
-    stage: Callable[..., Stage], first: signal.Signals
-) -> None:
-    s = stage()
+def test_a_second_ctrl_c_or_one_after_another_signal_kills_at_once(s: Stage, first: signal.Signals) -> None:
     s.agents.stubborn = True
     at: list[float] = []
 
@@ -751,8 +437,7 @@ def test_a_second_ctrl_c_or_one_after_another_signal_kills_at_once(
     assert s.agents.ends == [AT_ONCE]
 
 
-def test_a_repeated_sigterm_tells_nothing(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_repeated_sigterm_tells_nothing(s: Stage) -> None:
     s.agents.stubborn = True
     at: list[float] = []
 
@@ -764,23 +449,20 @@ def test_a_repeated_sigterm_tells_nothing(stage: Callable[..., Stage]) -> None:
     assert s.world.clock.now - at[0] > 30
 
 
-def test_ctrl_c_before_anybody_is_there(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_ctrl_c_before_anybody_is_there(s: Stage) -> None:
     s.signals.append(signal.SIGINT)
     result = s.run()
     assert (result.outcome, result.signal_number) == (Outcome.CANCELLED, 2)
 
 
-def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> None:
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 5.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
     assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
     assert "of 85 s" in result.reason, "of 120 seconds, 30 are the workers' grace, and 5 a reserve"
 
 
-def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(s: Stage) -> None:
 
     def first() -> None:
         s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
@@ -798,9 +480,8 @@ def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(stag
 
 
 @pytest.mark.parametrize("heard_by", ["supervisor", "agents"])
-def test_a_second_notice_that_leaves_less_time_shortens_the_first(stage: Callable[..., Stage], heard_by: str) -> None:
+def test_a_second_notice_that_leaves_less_time_shortens_the_first(s: Stage, heard_by: str) -> None:
     """A user's requeue with a long grace, and then a preemption with a short one, which the agents alone hear of."""
-    s = stage()
     s.answer = SlurmAnswer(JobCondition.RUNNING)
     times: list[float] = []
 
@@ -822,9 +503,8 @@ def test_a_second_notice_that_leaves_less_time_shortens_the_first(stage: Callabl
     assert s.supervisor._notice.job_ends == pytest.approx(times[0] + 20, abs=1), "it would close the run itself, too"
 
 
-def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(stage: Callable[..., Stage]) -> None:
+def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) -> None:
     """Were it the end, the batch script would be told as well."""
-    s = stage()
 
     def cancelled() -> None:
         s.answer = SlurmAnswer(JobCondition.ENDED)
@@ -835,8 +515,7 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(stage: Cal
     assert result.reason.startswith("notice SIGUSR2 on head (requeue); saved in ")
 
 
-def test_a_notice_before_a_round_has_begun_ends_the_attempt(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_notice_before_a_round_has_begun_ends_the_attempt(s: Stage) -> None:
     s.signals.append(signal.SIGUSR2)
     result = s.run()
     assert (result.outcome, result.reason) == (
@@ -845,8 +524,7 @@ def test_a_notice_before_a_round_has_begun_ends_the_attempt(stage: Callable[...,
     )
 
 
-def test_a_notice_that_no_node_acts_on_is_seen_to_here(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_notice_that_no_node_acts_on_is_seen_to_here(s: Stage) -> None:
     due: list[float | None] = []
 
     def freeze() -> None:
@@ -871,9 +549,8 @@ ENDS = [
 @pytest.mark.parametrize(("condition", "outcome", "why", "requeued"), ENDS)
 @pytest.mark.parametrize("heard_by", ["supervisor", "agents"])
 def test_what_a_sigterm_means_is_slurms_to_say(
-    stage: Callable[..., Stage], heard_by: str, condition: JobCondition, outcome: Outcome, why: str, requeued: bool
+    s: Stage, heard_by: str, condition: JobCondition, outcome: Outcome, why: str, requeued: bool
 ) -> None:
-    s = stage()
     s.answer = SlurmAnswer(condition)
     if heard_by == "supervisor":
         result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
@@ -887,9 +564,8 @@ def test_what_a_sigterm_means_is_slurms_to_say(
     assert (told["slurm"], told["saves"]) == (condition.value, False)
 
 
-def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Callable[..., Stage]) -> None:
+def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(s: Stage) -> None:
     """And the SIGTERM at the end of its grace, which the supervisor hears too, is no end before they have."""
-    s = stage()
 
     def hear() -> None:
         s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
@@ -906,8 +582,7 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(stage: Calla
     assert record.notice.left == 60.0, "an agent ends its workers in what is left of it"
 
 
-def test_a_cancel_while_the_workers_save_ends_everything(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_cancel_while_the_workers_save_ends_everything(s: Stage) -> None:
 
     def cancel() -> None:
         s.answer = SlurmAnswer(JobCondition.ENDED)
@@ -918,10 +593,7 @@ def test_a_cancel_while_the_workers_save_ends_everything(stage: Callable[..., St
 
 
 @pytest.mark.parametrize("first", ["failed", "saved"])
-def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
-    stage: Callable[..., Stage], first: str
-) -> None:
-    s = stage()
+def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(s: Stage, first: str) -> None:
     s.agents.stubborn = True
 
     def end() -> None:
@@ -940,8 +612,7 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(
     assert result.cancelled
 
 
-def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(s: Stage) -> None:
     s.answer = SlurmAnswer(JobCondition.RUNNING, 150.0, 86400.0)
 
     def near() -> None:
@@ -960,8 +631,7 @@ def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(stage: Callabl
     assert (told["call"], told["meaning"], told["seconds"]) == ("no signal: a look at the job", "time limit", 120.0)
 
 
-def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(s: Stage) -> None:
     s.answer = SlurmAnswer(JobCondition.PREEMPTING, 20.0)
     result = s.run()
     assert (result.outcome, result.reason) == (
@@ -970,8 +640,7 @@ def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(stage
     )
 
 
-def test_an_end_that_no_log_could_take_is_known_all_the_same(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_an_end_that_no_log_could_take_is_known_all_the_same(s: Stage) -> None:
     s.look.hangs = True
     s.answer = SlurmAnswer(JobCondition.PREEMPTED)
     s.signals.append(signal.SIGTERM)
@@ -985,8 +654,7 @@ def test_an_end_that_no_log_could_take_is_known_all_the_same(stage: Callable[...
     assert s.agents.terminated, "and the agents heard of it by a signal"
 
 
-def test_a_sigterm_after_the_notice_does_not_make_it_slurms(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_sigterm_after_the_notice_does_not_make_it_slurms(s: Stage) -> None:
     s.agents.stubborn = True
     result = s.run(
         3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, s.saved, 3.0, lambda: s.signals.append(signal.SIGTERM)
@@ -994,15 +662,13 @@ def test_a_sigterm_after_the_notice_does_not_make_it_slurms(stage: Callable[...,
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
 
 
-def test_a_sigterm_after_the_verdict_changes_nothing(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_sigterm_after_the_verdict_changes_nothing(s: Stage) -> None:
     s.agents.stubborn = True
     result = s.run(3.0, s.done, 1.0, lambda: s.signals.append(signal.SIGTERM))
     assert (result.outcome, result.signal_number) == (Outcome.SUCCEEDED, None)
 
 
-def test_the_end_of_a_child_is_no_notice(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_the_end_of_a_child_is_no_notice(s: Stage) -> None:
     assert s.run(3.0, lambda: s.signals.append(signal.SIGCHLD), 1.0, s.done).outcome is Outcome.SUCCEEDED
     assert s.names("notice") == []
 
@@ -1010,8 +676,7 @@ def test_the_end_of_a_child_is_no_notice(stage: Callable[..., Stage]) -> None:
 # -- the store
 
 
-def test_a_store_that_can_not_be_read_ends_the_attempt(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_store_that_can_not_be_read_ends_the_attempt(s: Stage) -> None:
     s.agents.stubborn = True
 
     def fail() -> None:
@@ -1023,8 +688,7 @@ def test_a_store_that_can_not_be_read_ends_the_attempt(stage: Callable[..., Stag
     assert s.agents.ends
 
 
-def test_who_waits_for_long_is_told_of_once(stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture) -> None:
-    s = stage()
+def test_who_waits_for_long_is_told_of_once(s: Stage, caplog: pytest.LogCaptureFixture) -> None:
 
     def nobody_joins() -> None:
         for agent in s.agents.of.values():
@@ -1051,16 +715,14 @@ def test_who_waits_for_long_is_told_of_once(stage: Callable[..., Stage], caplog:
 # -- a store that is lost, or does not answer
 
 
-def test_an_agent_that_lost_the_store_is_not_started_again(stage: Callable[..., Stage]) -> None:
+def test_an_agent_that_lost_the_store_is_not_started_again(s: Stage) -> None:
     """A new one would take what it finds for a run that begins."""
-    s = stage()
     s.run(3.0, lambda: s.agents.kill(1, STORE_LOST_CODE, detail="exit code 94"), 5.0, s.done)
     assert s.agents.relaunched == []
     assert "00001" in s.world.store.list("gone")
 
 
-def test_all_agents_lost_the_store_and_the_supervisor_sees_why(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_all_agents_lost_the_store_and_the_supervisor_sees_why(s: Stage) -> None:
 
     def wipe() -> None:
         for node in list(s.agents.of):
@@ -1076,8 +738,7 @@ def test_all_agents_lost_the_store_and_the_supervisor_sees_why(stage: Callable[.
     assert s.agents.terminated, "those that do not know yet hear of it by signal"
 
 
-def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Stage) -> None:
 
     def hang() -> None:
         s.look.hangs = True
@@ -1094,8 +755,7 @@ def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(stage:
     assert result.seconds < 3 + SILENT_SECONDS + 3, "and nothing more is waited for"
 
 
-def test_a_store_that_takes_the_end_spares_the_agents_the_signal(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_store_that_takes_the_end_spares_the_agents_the_signal(s: Stage) -> None:
     s.run(3.0, lambda: s.signals.append(signal.SIGINT))
     assert s.agents.terminated == []
 
@@ -1126,15 +786,13 @@ class Sleeper:
         self._stage.agents.take = take  # type: ignore[method-assign]
 
 
-def test_a_run_that_goes_on_needs_no_look_at_all(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_run_that_goes_on_needs_no_look_at_all(s: Stage) -> None:
     due: list[float | None] = []
     s.run(3.0, lambda: due.append(s.supervisor.due()), 30.0, lambda: due.append(s.supervisor.due()), 1.0, s.done)
     assert due == [pytest.approx(s.supervisor._started_at + LAUNCH_NEWS_SECONDS), None]
 
 
-def test_a_dead_agent_is_started_again_in_time_without_polling(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_dead_agent_is_started_again_in_time_without_polling(s: Stage) -> None:
     sleeper, at = Sleeper(s), []
 
     def kill() -> None:
@@ -1149,8 +807,7 @@ def test_a_dead_agent_is_started_again_in_time_without_polling(stage: Callable[.
     assert len(sleeper.turns) < 6
 
 
-def test_a_silent_store_and_stubborn_agents_are_waited_for_without_polling(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_a_silent_store_and_stubborn_agents_are_waited_for_without_polling(s: Stage) -> None:
     s.agents.stubborn = True
     sleeper, at = Sleeper(s), []
 
@@ -1167,8 +824,7 @@ def test_a_silent_store_and_stubborn_agents_are_waited_for_without_polling(stage
     assert len(sleeper.turns) <= 4
 
 
-def test_the_end_of_all_agents_is_dealt_with_without_polling(stage: Callable[..., Stage]) -> None:
-    s = stage()
+def test_the_end_of_all_agents_is_dealt_with_without_polling(s: Stage) -> None:
     sleeper, at = Sleeper(s), []
 
     def all_die() -> None:
