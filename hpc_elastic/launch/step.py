@@ -6,7 +6,6 @@ that only the tasks of this step look for; then the other tasks become agents.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -16,8 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import UsageError
@@ -81,7 +81,7 @@ class StepRendezvous:
 
     def publish(self, run: StepRun) -> None:
         """For task 0, once."""
-        self._store.put_if_absent(_RUN, json.dumps(asdict(run)))
+        self._store.put_if_absent(_RUN, codec.dumps(run))
 
     def wait(self) -> StepRun:
         """For the others.
@@ -96,7 +96,7 @@ class StepRendezvous:
             except (OSError, StoreError):
                 text = None
             if text is not None:
-                return StepRun(**json.loads(text))
+                return codec.loads(StepRun, text)
             self._clock.wait(threading.Event(), _POLL_SECONDS)
         raise UsageError(
             f"{os.uname().nodename}: the step's first task has not begun the run in {RENDEZVOUS_SECONDS:.0f} s, or "

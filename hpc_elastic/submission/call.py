@@ -20,12 +20,12 @@ from typing import Any
 
 from msgspec import Struct, field
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.files import ask_about, open_own
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import filesystem_type
 from hpc_elastic.worker_api import heartbeat
 
-VERSION = 1
 TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
 _MADE = "made"
 _LONGEST_HEAD = 4 << 20
@@ -57,7 +57,7 @@ def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
     try:
         with open(fd, "wb") as file:
             made = {"inode": os.fstat(fd).st_ino, "path": os.path.abspath(path)}
-            file.write(json.dumps({"version": VERSION, **head, _MADE: made}).encode() + b"\n")
+            file.write(json.dumps({"version": codec.VERSION, **head, _MADE: made}).encode() + b"\n")
             cloudpickle.dump(value, file, protocol=pickle.HIGHEST_PROTOCOL)
             size = file.tell()
         os.replace(temporary, path)
@@ -131,7 +131,7 @@ def _head(path: Path, file: BufferedReader) -> dict[str, Any]:
         value = json.loads(file.readline(_LONGEST_HEAD))
     except ValueError as error:
         raise UnreadableObjectError(path=str(path), why=f"torn: {error}") from None
-    if not isinstance(value, dict) or value.get("version") != VERSION:
+    if not isinstance(value, dict) or codec.version_problem(value):
         raise UnreadableObjectError(path=str(path), why="is of a version that this program does not know")
     return value
 
@@ -156,9 +156,6 @@ class CallTerms(Struct, frozen=True, kw_only=True):
     """What the function raises ends the run: no restart, no requeue."""
     sys_path: tuple[str, ...] = ()
     """Where the submitting program's modules are, beyond its interpreter's own."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__struct_fields__}
 
 
 class Call(Struct, frozen=True):
@@ -193,7 +190,7 @@ def write_call(path: Path, call: Call, terms: CallTerms) -> int:
         OSError: it can't be written.
     """
     try:
-        return write_object(path, terms.to_json(), (call.function, call.args, dict(call.kwargs)))
+        return write_object(path, codec.to_json(terms), (call.function, call.args, dict(call.kwargs)))
     except OSError:
         raise
     except Exception as error:
@@ -207,9 +204,8 @@ def read_terms(path: Path) -> CallTerms:
     """Raises UnreadableObjectError."""
     head = read_head(path)
     try:
-        chosen = {name: head[name] for name in CallTerms.__struct_fields__ if name in head}
-        return CallTerms(**{**chosen, "sys_path": tuple(chosen.get("sys_path", ()))})
-    except TypeError as error:
+        return codec.from_json(CallTerms, head)
+    except codec.UnreadableRecordError as error:
         raise UnreadableObjectError(path=str(path), why=f"torn: {error}") from None
 
 
