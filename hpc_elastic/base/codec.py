@@ -59,6 +59,14 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
         raise UnreadableRecordError(str(error)) from None
 
 
+def readable(cls: type[R], value: object) -> R | None:
+    """A record from JSON values, or None where it can't be read."""
+    try:
+        return from_json(cls, value)
+    except UnreadableRecordError:
+        return None
+
+
 def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that `value` has in their types: for a record of which any part is better than none."""
     found = {}
@@ -73,13 +81,8 @@ def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, An
 
 def readable_items(cls: type[R], values: object) -> tuple[R, ...]:
     """Those records of a list that can be read; none where it is no list."""
-    found = []
-    for value in values if isinstance(values, list) else ():
-        try:
-            found.append(from_json(cls, value))
-        except UnreadableRecordError:
-            pass  # a newer version's, or damaged
-    return tuple(found)
+    found = (readable(cls, value) for value in (values if isinstance(values, list) else ()))
+    return tuple(record for record in found if record is not None)
 
 
 def dumps(record: Struct) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
@@ -22,7 +23,7 @@ NEWS_SECONDS = 1.0
 _MOST_STEPS = 1 << 62
 
 
-class PreemptionNotice(Struct, frozen=True):
+class PreemptionNotice(Struct, frozen=True, array_like=True):
     """In every record from when it was given. A later one that leaves less time takes its place."""
 
     reason: str
@@ -58,30 +59,13 @@ class PreemptionStatus(Struct, frozen=True, kw_only=True):
     """Steps per second of the fastest."""
 
     def to_json(self) -> dict[str, Any]:
-        return {"heeds": self.heeds, "step": self.step, "rate": round(self.rate, 3)}
+        return codec.to_json(self)
 
 
 def decode_status(value: Mapping[str, Any]) -> PreemptionStatus | None:
     """A node's status, or None where it makes no sense."""
-    try:
-        rate = min(1e9, max(0.0, float(value["rate"])))
-        return PreemptionStatus(heeds=bool(value["heeds"]), step=int(value["step"]), rate=rate)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-
-
-def notice_to_json(notice: PreemptionNotice | None) -> dict[str, Any]:
-    if notice is None:
-        return {}
-    left = [] if notice.left is None else [round(notice.left, 3)]
-    return {"notice": [notice.reason, round(notice.seconds, 3), notice.step, *left]}
-
-
-def decode_notice(value: Any) -> PreemptionNotice | None:
-    if value is None:
-        return None
-    reason, seconds, step, *left = value
-    return PreemptionNotice(str(reason), float(seconds), int(step), float(left[0]) if left else None)
+    found = codec.readable(PreemptionStatus, value)
+    return None if found is None else replace(found, rate=min(1e9, max(0.0, found.rate)))
 
 
 def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
@@ -19,11 +19,12 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.errors import RendezvousStateError
-from hpc_elastic.rendezvous.preemption import PreemptionNotice, decode_notice, notice_to_json
+from hpc_elastic.rendezvous.preemption import PreemptionNotice
 
 _TIME_BITS = 48
 _TIME_SHIFT = 16
@@ -66,7 +67,6 @@ def supersedes(newer: str, older: str) -> bool:
     return newer.rsplit("-", 2)[-2:] > older.rsplit("-", 2)[-2:]
 
 
-VERSION = 1
 _MOST_PACKED = 16 << 20
 """Bytes of a member list; eight thousand nodes take half a megabyte."""
 MOST_REPEATED = 6
@@ -89,7 +89,7 @@ class Status(str, Enum):
     """The run's attempt is over, for good."""
 
 
-class Member(Struct, frozen=True):
+class Member(Struct, frozen=True, array_like=True):
     """A node in a round. Position in the member list is the group rank."""
 
     uid: str
@@ -107,7 +107,7 @@ class Members(tuple[Member, ...]):
         return {member.uid: rank for rank, member in enumerate(self)}
 
 
-class FailureMemory(Struct, frozen=True, kw_only=True):
+class FailureMemory(Struct, frozen=True, kw_only=True, array_like=True):
     """What one coordinator leaves to the next one about the failures so far."""
 
     fingerprint: str = ""
@@ -118,7 +118,7 @@ class FailureMemory(Struct, frozen=True, kw_only=True):
     """The furthest step that any worker had reported then."""
 
 
-class HangMark(Struct, frozen=True):
+class HangMark(Struct, frozen=True, array_like=True):
     """Where a worker stood that gave no sign of life any more. No times: clocks of two hosts are not compared."""
 
     step: int
@@ -132,18 +132,7 @@ class HangMark(Struct, frozen=True):
         return self.step, -self.age
 
 
-def _hang_to_json(hang: HangMark | None) -> dict[str, Any]:
-    return {} if hang is None else {"hang": [hang.step, round(hang.age, 3)]}
-
-
-def _decode_hang(value: Any) -> HangMark | None:
-    if value is None:
-        return None
-    step, age = value
-    return HangMark(int(step), float(age))
-
-
-class RoundRecord(Struct, frozen=True, kw_only=True):
+class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell", "restarts_used": "restarts"}):
     """One record of the log."""
 
     number: int
@@ -194,30 +183,15 @@ class RoundRecord(Struct, frozen=True, kw_only=True):
             force_setattr(self, "members", Members(self.members))
 
     def to_json(self) -> dict[str, Any]:
-        """The record without its number, which is its name."""
-        return {
-            "v": VERSION,
-            "epoch": self.epoch,
-            "term": self.term,
-            "leader": self.leader,
-            "round": self.round,
-            "status": self.status.value,
-            "members": self.members_at or _members_to_json(self.members),
-            "bell": list(self.notifier),
-            "restarts": self.restarts_used,
-            "waiting": self.waiting,
-            **({"vacant": self.vacant} if self.vacant else {}),
-            "lost": list(self.lost),
-            "suspects": list(self.suspects),
-            "reason": self.reason,
-            "master": self.master,
-            "outcome": self.outcome.value if self.outcome else None,
-            "retryable": self.retryable,
-            "memory": [self.memory.fingerprint, self.memory.times, self.memory.step],
-            **_hang_to_json(self.hang),
-            **notice_to_json(self.notice),
-            **({"heard": self.heard} if self.heard else {}),
-        }
+        """The record without its number, which is its name, and short: that of a few nodes fits into a symlink."""
+        value = {"v": codec.VERSION, **codec.to_json(self, without=("number", "members_at"))}
+        value["members"] = self.members_at or _pack_members(value["members"])
+        for name in ("vacant", "hang", "notice", "heard"):
+            if not value[name]:
+                del value[name]
+        if self.notice is not None and self.notice.left is None:
+            value["notice"] = value["notice"][:-1]
+        return value
 
     def rank(self, uid: str) -> int | None:
         """The group rank of `uid`, or None where it is no member."""
@@ -237,31 +211,24 @@ class RoundRecord(Struct, frozen=True, kw_only=True):
         return replace(self, number=self.number + 1, members_at=members_at, **changes)
 
 
-def _members_to_json(members: tuple[Member, ...]) -> list[list[Any]] | str:
-    found = [[m.uid, m.node, m.local_world_size] for m in members]
+def _pack_members(members: Sequence[Any]) -> Sequence[Any] | str:
     if len(members) <= MOST_PLAIN:
-        return found
+        return members
     # Thousands of nodes read it at once: what they have in common is most of it.
     from base64 import b85encode
 
-    packed = zlib.compress(json.dumps(found, separators=(",", ":")).encode(), 6)
+    packed = zlib.compress(json.dumps(members, separators=(",", ":")).encode(), 6)
     return b85encode(packed).decode()
 
 
-def _members_from_json(value: Any, known: RoundRecord | None) -> tuple[Member, ...]:
-    if isinstance(value, int):
-        if known is None or value != (known.members_at or known.number):
-            raise ValueError(f"its members are those of record {value}")
-        return known.members
-    if isinstance(value, str):
-        from base64 import b85decode
+def _unpack_members(text: str) -> Any:
+    from base64 import b85decode
 
-        unpacker = zlib.decompressobj()
-        unpacked = unpacker.decompress(b85decode(value[:_MOST_PACKED]), _MOST_PACKED)
-        if unpacker.unconsumed_tail or not unpacker.eof:
-            raise ValueError(f"its members are cut off, or take more than {_MOST_PACKED} bytes")
-        value = json.loads(unpacked)
-    return Members(Member(str(uid), int(node), int(size)) for uid, node, size in value)
+    unpacker = zlib.decompressobj()
+    unpacked = unpacker.decompress(b85decode(text[:_MOST_PACKED]), _MOST_PACKED)
+    if unpacker.unconsumed_tail or not unpacker.eof:
+        raise ValueError(f"its members are cut off, or take more than {_MOST_PACKED} bytes")
+    return json.loads(unpacked)
 
 
 def members_elsewhere(value: Mapping[str, Any]) -> int:
@@ -285,38 +252,19 @@ def decode_record(
         RendezvousStateError: foreign, newer, or damaged beyond the checksum.
     """
     try:
-        if value["v"] != VERSION:
+        if value["v"] != codec.VERSION:
             raise RendezvousStateError(run_id=run_id, number=number, why=f"of format version {value['v']!r}")
-        fingerprint, times, step = value["memory"]
-        return RoundRecord(
-            number=number,
-            epoch=str(value["epoch"]),
-            term=int(value["term"]),
-            leader=str(value["leader"]),
-            round=int(value["round"]),
-            status=Status(value["status"]),
-            members=_members_from_json(value["members"], known),
-            members_at=members_elsewhere(value),
-            notifier=tuple(str(part) for part in value["bell"]),
-            restarts_used=int(value["restarts"]),
-            waiting=int(value["waiting"]),
-            vacant=int(value.get("vacant", 0)),
-            lost=tuple(int(node) for node in value["lost"]),
-            suspects=tuple(str(uid) for uid in value["suspects"]),
-            reason=str(value["reason"]),
-            master=str(value["master"]),
-            outcome=Outcome(value["outcome"]) if value["outcome"] else None,
-            retryable=bool(value["retryable"]),
-            memory=FailureMemory(fingerprint=str(fingerprint), times=int(times), step=int(step)),
-            hang=_decode_hang(value.get("hang")),
-            notice=decode_notice(value.get("notice")),
-            heard=str(value.get("heard", "")),
-        )
+        members, at = value["members"], members_elsewhere(value)
+        if at and (known is None or at != (known.members_at or known.number)):
+            raise ValueError(f"its members are those of record {at}")
+        plain = () if at else _unpack_members(members) if isinstance(members, str) else members
+        record = codec.from_json(RoundRecord, value, number=number, members=plain, members_at=at)
+        return record if known is None or not at else replace(record, members=known.members)
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as error:
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None
 
 
-class NodeFailure(Struct, frozen=True, kw_only=True):
+class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp", "failure_class": "class"}):
     """What one node says about the failures of its workers in a round: enough to decide, not the evidence."""
 
     node: int
@@ -334,32 +282,11 @@ class NodeFailure(Struct, frozen=True, kw_only=True):
     """Of a worker here that hangs, the one that is furthest behind."""
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "node": self.node,
-            "fp": self.fingerprint,
-            "class": self.failure_class,
-            "retryable": self.retryable,
-            "message": self.message[:300],
-            "step": self.step,
-            "seconds": round(self.seconds, 3),
-            **_hang_to_json(self.hang),
-        }
+        return codec.to_json(replace(self, message=self.message[:300]))
 
 
 def decode_failure(value: Mapping[str, Any]) -> NodeFailure | None:
-    try:
-        return NodeFailure(
-            node=int(value["node"]),
-            fingerprint=str(value["fp"]),
-            failure_class=str(value["class"]),
-            retryable=bool(value["retryable"]),
-            message=str(value["message"]),
-            step=int(value["step"]),
-            seconds=float(value["seconds"]),
-            hang=_decode_hang(value.get("hang")),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
+    return codec.readable(NodeFailure, value)
 
 
 class RoundEvent(str, Enum):

@@ -100,7 +100,7 @@ def test_a_damaged_record_is_said_to_be_so(key: str, garbage: object) -> None:
         {"term": None},
         {"round": float("inf")},
         {"lost": ["x"]},
-        {"memory": ["f", 1]},
+        {"memory": ["f", "once"]},
         {"memory": None},
     ],
 )
