@@ -11,20 +11,16 @@ newer, and leave; so starts are counted in the store.
 from __future__ import annotations
 
 import os
-import random
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings, settings_from_conf
-from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
 from hpc_elastic.rendezvous.coordinator import DecideRestart
-from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import RunSpec
@@ -33,16 +29,6 @@ from hpc_elastic.slurm.notation import device_count
 from hpc_elastic.store.base import Store, StoreFullError
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import Notifier, open_notifier
-
-
-class RendezvousSession(Struct, frozen=True, kw_only=True):
-    """One process's parts of the rendezvous, put together."""
-
-    info: NodeInfo
-    notifier: Notifier | None
-    """None: polling alone."""
-    coordination: Coordination
-    """Not started yet."""
 
 
 def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
@@ -103,37 +89,22 @@ def prepare_session(
     notifier = None
     if settings.doorbell:
         notifier = open_session_notifier(spec, attempt, secret=secret, uid=uid, addresses=addresses)
-    info = NodeInfo(
-        uid=uid,
-        node=node,
-        host=host,
-        local_world_size=local_world_size,
-        addresses=addresses,
-        port=notifier.port if notifier else 0,
-        spare=node >= spec.max_nodes,
-    )
-
-    def make_participant(coordination: Coordination) -> Participant:
-        return Participant(
-            run_id=spec.run_id,
-            store=FileStore(store, clock=clock),
-            info=info,
-            settings=settings,
-            decide_restart=decide_restart,
-            clock=clock,
-            rng=random.Random(),
-            listener=coordination,
-            notifier=notifier,
-        )
-
-    coordination = Coordination(
-        make_participant,
-        notifier=notifier,
+    return open_session(
+        NodeInfo(
+            uid=uid,
+            node=node,
+            host=host,
+            local_world_size=local_world_size,
+            addresses=addresses,
+            spare=node >= spec.max_nodes,
+        ),
+        notifier,
+        run_id=spec.run_id,
+        open_store=lambda: FileStore(store, clock=clock),
+        settings=settings,
+        decide_restart=decide_restart,
         clock=clock,
-        longest_backoff=settings.heartbeat_interval,
-        beat_interval=settings.beat_interval,
     )
-    return RendezvousSession(info=info, notifier=notifier, coordination=coordination)
 
 
 START_NUMBER_SECONDS = 120.0

@@ -1,14 +1,13 @@
-"""A shared filesystem that refuses this process: with what, since when, and whether it refuses the others too.
-
-The thread that talks to the shared filesystem, so that a hung mount never holds up supervision.
+"""The thread that talks to the shared filesystem for the rendezvous, so that a hung mount never holds up supervision.
 
 It steps one `Participant`: at once when notified or asked, else when the participant says. What it finds goes into a
-queue; a byte on a socket pair tells the main loop.
+queue; a byte on a socket pair wakes the main loop. `open_session` puts thread, participant and notifier together.
 """
 
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import threading
 from collections import deque
@@ -16,15 +15,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.participant import Participant
-from hpc_elastic.rendezvous.peers import BeatPlan
+from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.store.base import StoreFullError, StoreRefusedError
+from hpc_elastic.store.base import Store, StoreFullError, StoreRefusedError
 from hpc_elastic.store.notifier import Notifier
 
 WORTH_TELLING = 1.0
@@ -349,6 +351,64 @@ class Coordination:
             refused = self._refusals.now is not None
             notifier.beat(plan.heard, plan.about, hears=True, refused=refused)
             notifier.beat(plan.unheard, plan.about, hears=False, refused=refused)
+
+
+class RendezvousSession(Struct, frozen=True, kw_only=True):
+    """One process's parts of the rendezvous, put together."""
+
+    info: NodeInfo
+    notifier: Notifier | None
+    """None: polling alone."""
+    coordination: Coordination
+    """Not started yet."""
+
+
+def open_session(
+    info: NodeInfo,
+    notifier: Notifier | None,
+    *,
+    run_id: str,
+    open_store: Callable[[], Store],
+    settings: RendezvousSettings,
+    decide_restart: DecideRestart,
+    clock: Clock,
+    rng: random.Random | None = None,
+) -> RendezvousSession:
+    """Put a participant and its thread together. Touches no file: the thread does, once it is started.
+
+    Args:
+        info: This node, or the supervisor; its port is the notifier's.
+        notifier: None: polling alone.
+        run_id: For messages.
+        open_store: Called in the thread.
+        settings: The same on every node.
+        decide_restart: Asked about failures where this participant coordinates.
+        clock: For all times.
+        rng: For what should not happen everywhere at the same moment.
+    """
+    info = replace(info, port=notifier.port if notifier is not None else 0)
+
+    def make_participant(listener: Coordination) -> Participant:
+        return Participant(
+            run_id=run_id,
+            store=open_store(),
+            info=info,
+            settings=settings,
+            decide_restart=decide_restart,
+            clock=clock,
+            rng=rng or random.Random(),
+            listener=listener,
+            notifier=notifier,
+        )
+
+    coordination = Coordination(
+        make_participant,
+        notifier=notifier,
+        clock=clock,
+        longest_backoff=settings.heartbeat_interval,
+        beat_interval=settings.beat_interval,
+    )
+    return RendezvousSession(info=info, notifier=notifier, coordination=coordination)
 
 
 def _wake_pair() -> tuple[socket.socket, socket.socket]:

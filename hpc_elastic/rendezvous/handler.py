@@ -236,7 +236,7 @@ class FileRendezvousHandler:
         return self._epoch_found
 
     def _enter(self) -> Membership:
-        return Membership.take(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
+        return Membership(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
 
     def _sweep(self, membership: Membership) -> None:
         """Let one node of the run remove what earlier runs of its id left."""

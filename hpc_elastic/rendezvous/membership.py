@@ -1,4 +1,4 @@
-"""One node's seat in one epoch of a run: from its arrival until it leaves, which ends its name for good."""
+"""One node's membership in one epoch of a run: from its arrival until it leaves, which ends its name for good."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.rendezvous.claims import read_claims
-from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.coordination import open_session
 from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
 from hpc_elastic.rendezvous.participant import Participant
@@ -21,7 +21,7 @@ from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, host_of, new_uid, node_of
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
-from hpc_elastic.store.notifier import Notifier, open_notifier
+from hpc_elastic.store.notifier import open_notifier
 
 _UNORDERED = 10_000
 """From here on, places of agents that follow another one on their node."""
@@ -60,78 +60,56 @@ def _go_on(record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool
 
 
 class Membership:
-    """Use `take`."""
+    """One node's, under a name that is new with each one."""
 
     def __init__(
-        self,
-        *,
-        config: HandlerConfig,
-        store: FileStore,
-        directory: str,
-        info: NodeInfo,
-        notifier: Notifier | None,
-        clock: Clock,
-        rng: random.Random,
+        self, config: HandlerConfig, folder: RunFolder, epoch: int, *, clock: Clock, rng: random.Random
     ) -> None:
-        self.store = store
-        self.round = -1
-        """The last final round that this node was in."""
-        self._config = config
-        self._directory = directory
-        self._info = info
-        self._notifier = notifier
-        self._clock = clock
-        self._rng = rng
-        self._record: RoundRecord | None = None
-        self._confirmed = -1
-        self._asked_for = -1
-        self._done = -1
-        self._here: WhoIsHere | None = None
-        settings = participant_settings(config)
-        self._coordination = Coordination(
-            self._make_participant,
-            notifier=notifier,
-            clock=clock,
-            longest_backoff=settings.heartbeat_interval,
-            beat_interval=settings.beat_interval,
-        )
-
-    @classmethod
-    def take(
-        cls, config: HandlerConfig, folder: RunFolder, epoch: int, *, clock: Clock, rng: random.Random
-    ) -> Membership:
-        """Enter the epoch under a new name.
+        """Enter the epoch.
 
         Raises:
             OSError: a passing fault.
             HpcElasticError: a lasting one.
         """
-        store = folder.enter(epoch)
-        node = _claim_place(store, config.node)
+        self.store = folder.enter(epoch)
+        self.round = -1
+        """The last final round that this node was in."""
+        self._directory = folder.epoch_path(epoch)
+        self._clock = clock
+        self._record: RoundRecord | None = None
+        self._confirmed = -1
+        self._asked_for = -1
+        self._done = -1
+        self._here: WhoIsHere | None = None
+        node = _claim_place(self.store, config.node)
         uid = new_uid(node, config.host, clock)
         notifier = None
         if config.settings.doorbell and config.addresses:
-            store.put_if_absent("epoch/secret", os.urandom(32).hex())
-            secret = store.get("epoch/secret")
-            if secret is None:
-                raise OSError("the store's secret can't be read yet")
             notifier = open_notifier(
-                secret=secret.encode(),
+                secret=self._secret(),
                 run_uid=folder.epoch_name(epoch),
                 uid=uid,
                 host="0.0.0.0",
                 addresses=config.addresses,
             )
-        info = NodeInfo(
-            uid=uid,
-            node=node,
-            host=config.host,
-            local_world_size=1,
-            addresses=config.addresses,
-            port=notifier.port if notifier is not None else 0,
+        session = open_session(
+            NodeInfo(uid=uid, node=node, host=config.host, local_world_size=1, addresses=config.addresses),
+            notifier,
+            run_id=config.run_id,
+            open_store=lambda: self.store,
+            settings=participant_settings(config),
+            decide_restart=_go_on,
+            clock=clock,
+            rng=rng,
         )
-        directory = folder.epoch_path(epoch)
-        return cls(config=config, store=store, directory=directory, info=info, notifier=notifier, clock=clock, rng=rng)
+        self._info, self._notifier, self._coordination = session.info, session.notifier, session.coordination
+
+    def _secret(self) -> bytes:
+        self.store.put_if_absent("epoch/secret", os.urandom(32).hex())
+        secret = self.store.get("epoch/secret")
+        if secret is None:
+            raise OSError("the store's secret can't be read yet")
+        return secret.encode()
 
     @property
     def place(self) -> int:
@@ -254,19 +232,6 @@ class Membership:
         if ended and self._notifier is not None:
             self._notifier.close()
         return ended
-
-    def _make_participant(self, listener: Coordination) -> Participant:
-        return Participant(
-            run_id=self._config.run_id,
-            store=self.store,
-            info=self._info,
-            settings=participant_settings(self._config),
-            decide_restart=_go_on,
-            clock=self._clock,
-            rng=self._rng,
-            listener=listener,
-            notifier=self._notifier,
-        )
 
     def _find_who_is_here(self, participant: Participant) -> None:
         record = participant.record

@@ -33,7 +33,7 @@ class NodeInfo(Struct, frozen=True, kw_only=True):
     local_world_size: int
     addresses: tuple[str, ...]
     """Where its notifier may be reached, the likeliest first."""
-    port: int
+    port: int = 0
     """The notifier's."""
     spare: bool = False
     """Submitted as one: it takes a lost node's place, and waits otherwise."""

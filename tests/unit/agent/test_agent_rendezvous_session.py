@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.rendezvous_session import RendezvousSession, prepare_session
+from hpc_elastic.agent.rendezvous_session import prepare_session
+from hpc_elastic.rendezvous.coordination import RendezvousSession
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
