@@ -7,13 +7,11 @@ agent that loaded the library would carry it for the whole run. Names, arguments
 from __future__ import annotations
 
 import ctypes
-import json
 import sys
 from typing import Any
 
-import msgspec
-
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
+from hpc_elastic.base import codec
 
 LIBRARY = "libnvidia-ml.so.1"
 _UNCORRECTED = 1  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED
@@ -109,10 +107,10 @@ def _optional(nvml: ctypes.CDLL, name: str, *arguments: Any) -> bool:
 def from_json(text: str) -> GpuFacts:
     """What the program printed. Anything else is an error of it: a crash of the library, say."""
     try:
-        return msgspec.convert(json.loads(text), GpuFacts)
-    except (ValueError, msgspec.ValidationError):
+        return codec.loads(GpuFacts, text)
+    except codec.UnreadableRecordError:
         return GpuFacts(error="asking it failed")
 
 
 def main() -> None:
-    sys.stdout.write(json.dumps(msgspec.to_builtins(read_gpus())) + "\n")
+    sys.stdout.write(codec.dumps(read_gpus()) + "\n")
