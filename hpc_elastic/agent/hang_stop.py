@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from hpc_elastic.agent.hang import HANG_FINGERPRINT, KERNEL_FINGERPRINT, STOPPED_FINGERPRINT
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
+from hpc_elastic.base.text import cut_middle
 from hpc_elastic.failures.evidence import describe_failure, write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.ranking import Category, FailureClass
@@ -36,7 +37,7 @@ from hpc_elastic.failures.stacks import (
     look_at_process,
     stacks_of,
 )
-from hpc_elastic.failures.traceback_text import TEXT_LIMIT, cut_middle
+from hpc_elastic.failures.traceback_text import TEXT_LIMIT
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths

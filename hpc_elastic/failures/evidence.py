@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.error_file import (
     OWN_KEY,
@@ -24,8 +25,6 @@ from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.traceback_text import (
     FailureText,
     TextKind,
-    clean_text,
-    cut_end,
     find_cpp_terminate,
     find_fatal_error,
     find_python_traceback,

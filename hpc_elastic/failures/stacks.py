@@ -20,7 +20,8 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.failures.traceback_text import Frame, clean_text
+from hpc_elastic.base.text import clean_text
+from hpc_elastic.failures.traceback_text import Frame
 
 DUMP_LIMIT = 512 << 10
 """Bytes at the end of stderr.log in which the dump is looked for: some hundred threads."""

@@ -30,6 +30,8 @@ from enum import Enum
 
 from msgspec import Struct
 
+from hpc_elastic.base.text import clean_text, cut_end, cut_middle
+
 _HEADER = "Traceback (most recent call last):"
 _MOST_JOINED = 4
 
@@ -139,8 +141,6 @@ MESSAGE_LIMIT = 16 << 10
 _MESSAGE_LINES = 40
 _CAUSE_LIMIT = 400
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _LAST = "(most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
@@ -228,29 +228,6 @@ class FailureText(Struct, frozen=True, kw_only=True):
         if not self.exception_type:
             return summary_line(self.message)
         return summary_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type
-
-
-def clean_text(text: str) -> str:
-    """The text without colours, control characters and lone surrogates; line ends become ``\\n``."""
-    if "\x1b" in text:
-        text = _ANSI.sub("", text)
-    if "\r" in text:
-        text = text.replace("\r\n", "\n").replace("\r", "\n")
-    text = _CONTROL.sub("", text)
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
-def cut_middle(text: str, limit: int) -> str:
-    """At most `limit` characters and a note: the first eighth and the end, where the cause stands."""
-    if len(text) <= limit:
-        return text
-    head = limit // 8
-    return f"{text[:head]}\n... {len(text) - limit} characters cut ...\n{text[len(text) - (limit - head) :]}"
-
-
-def cut_end(text: str, limit: int) -> str:
-    """At most `limit` characters and a note."""
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters cut)"
 
 
 def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | None:

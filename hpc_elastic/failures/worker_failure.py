@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.ranking import Category, FailureClass, Standing
-from hpc_elastic.failures.traceback_text import clean_text, cut_end, summary_line
+from hpc_elastic.failures.traceback_text import summary_line
 
 VERSION = 1
 

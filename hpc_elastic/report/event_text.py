@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hpc_elastic.base.text import plural, ranks_text
-from hpc_elastic.failures.traceback_text import clean_text
+from hpc_elastic.base.text import clean_text, plural, ranks_text
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
 _LONGEST_VALUE = 200

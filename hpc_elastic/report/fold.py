@@ -7,7 +7,7 @@ wordings.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -99,19 +99,3 @@ def _by_frequency(wordings: dict[Wording, list[WorkerFailure]]) -> tuple[Similar
     if len(found) > 1:
         found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
     return tuple(same for _, same in found)
-
-
-def rank_ranges(ranks: Sequence[int]) -> str:
-    """``(12, 0, 1, 2)`` → ``0-2,12``."""
-    parts: list[str] = []
-    start = end = None
-    for rank in sorted(set(ranks)):
-        if end is not None and rank == end + 1:
-            end = rank
-            continue
-        if start is not None:
-            parts.append(str(start) if start == end else f"{start}-{end}")
-        start = end = rank
-    if start is not None:
-        parts.append(str(start) if start == end else f"{start}-{end}")
-    return ",".join(parts)

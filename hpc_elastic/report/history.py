@@ -244,6 +244,11 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
     """What its agents measured of each other's."""
 
     @property
+    def seconds(self) -> float | None:
+        """How long it took; None where that is not known."""
+        return (self.ended_ns - self.started_ns) / 1e9 if self.started_ns and self.ended_ns else None
+
+    @property
     def unable(self) -> tuple[NodeLoss, ...]:
         """Nodes of which no agent ever took part, with the reason."""
         return tuple(loss for node in self.given_up if (loss := node.loss) is not None)

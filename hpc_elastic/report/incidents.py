@@ -1,13 +1,12 @@
-"""What came and went without ending anything by itself: a filesystem that refused, a network link that was lost.
+"""What happened in an attempt without ending it: outages, lost output, restarts within the processes of a round.
 
-What of the workers' output never reached its files or the job log, as the agents told it.
-
-Restarts within the processes of a round, as the restart group reported them to its agents.
+An outage came and went by itself: a filesystem that refused, a network link that was lost. Lost output never reached
+its files or the job log. Each is read from an event; what is not as it should be in one is left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -16,12 +15,10 @@ from msgspec.structs import replace
 
 from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.report.collect_values import integer, integer_or, text_of, whole_numbers
-from hpc_elastic.report.fold import rank_ranges
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000
 """So far may two hosts' clocks be apart, and so long may it take until an agent's end is seen."""
-_MOST_NAMES = 4
 _WORDS = 300
 
 
@@ -104,61 +101,6 @@ def refused_hosts(outages: Collection[Outage], *, at_ns: int | None = None) -> t
     return tuple(dict.fromkeys(one.host.partition(".")[0] for one in refused))
 
 
-def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> list[tuple[str, str]]:
-    """For a person: what was out, and for how long; for each error, with the path in a line of its own, and each link.
-
-    Args:
-        outages: As `attributed` gives them.
-        clock: A time in nanoseconds → the time of day.
-    """
-    lines = []
-    by_error: dict[str, list[Outage]] = {}
-    by_link: dict[str, list[Outage]] = {}
-    for one in outages:
-        groups, key = (by_link, one.host) if one.kind is OutageKind.LINK else (by_error, one.error)
-        groups.setdefault(key or f"node {one.node}", []).append(one)
-    for error, found in by_error.items():
-        longest = max(found, key=lambda one: one.seconds)
-        hosts = list(dict.fromkeys("the supervisor" if one.node == SUPERVISOR else one.host for one in found))
-        often = max(sum(1 for one in found if (one.node, one.host) == (other.node, other.host)) for other in found)
-        times = f"{often} times, at most" if often > 1 else "for"
-        lasts = "" if all(one.over for one in found) else ", to the end"
-        when = f"{times} {longest.seconds:.0f} s from {clock(found[0].since_ns)} on{lasts}"
-        lines.append(("filesystem", f"refused {_names(hosts)} {when}: {error}"))
-        lines += [("", longest.path)] if longest.path else []
-    for host, found in by_link.items():
-        count = "once" if len(found) == 1 else f"{len(found)} times"
-        lasts = "" if found[-1].over else "; it was not back at the end"
-        in_all = f"{sum(one.seconds for one in found):.0f} s{' in all' if len(found) > 1 else ''}"
-        first = clock(found[0].since_ns)
-        lines.append(("network", f"{host}: network link lost {count}, {in_all}, first at {first}{lasts}"))
-    return lines
-
-
-def outages_json(outages: Sequence[Outage]) -> list[dict[str, Any]]:
-    """For report.json."""
-    return [
-        {
-            "kind": one.kind.value,
-            "node": one.node if one.node != SUPERVISOR else None,
-            "host": one.host,
-            "since_ns": one.since_ns,
-            "seconds": one.seconds,
-            "over": one.over,
-            "error": one.error or None,
-            "path": one.path or None,
-        }
-        for one in outages
-    ]
-
-
-def _names(hosts: Sequence[str]) -> str:
-    if len(hosts) == 1:
-        return hosts[0]
-    shown = list(hosts[:_MOST_NAMES]) + ([f"{len(hosts) - _MOST_NAMES} more"] if len(hosts) > _MOST_NAMES else [])
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
 _MOST_STREAMS = 1000
 
 
@@ -211,58 +153,8 @@ def read_loss(event: Mapping[str, Any], when: int) -> OutputLoss:
     )
 
 
-def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:
-    """For a person: at most one line for the files, and one for the job log."""
-    lines = []
-    files = [loss for loss in losses if loss.not_in_files]
-    if files:
-        reasons = ", ".join(list(dict.fromkeys(loss.reason for loss in files))[:3])
-        ranks = [one.rank for loss in files for one in loss.streams if one.not_in_file]
-        lines.append(_line(sum(loss.not_in_files for loss in files), ranks, "are in no file", reasons))
-    dropped = sum(loss.not_in_job_log for loss in losses)
-    if dropped:
-        ranks = [one.rank for loss in losses for one in loss.streams if one.not_in_job_log]
-        lines.append(_line(dropped, ranks, "are not in the job log", "the job log could not keep up"))
-    return lines
-
-
-def losses_json(losses: Sequence[OutputLoss]) -> list[dict[str, Any]]:
-    """For report.json."""
-    return [
-        {
-            "host": loss.host,
-            "node": loss.node,
-            "reason": loss.reason,
-            "not_in_files": loss.not_in_files,
-            "not_in_job_log": loss.not_in_job_log,
-            "told_ns": loss.told_ns,
-            "streams": [
-                {
-                    "round": one.round,
-                    "rank": one.rank,
-                    "stream": one.stream,
-                    "not_in_file": one.not_in_file,
-                    "not_in_job_log": one.not_in_job_log,
-                }
-                for one in loss.streams
-            ],
-        }
-        for loss in losses
-    ]
-
-
-def _line(count: int, ranks: Sequence[int], what: str, why: str) -> str:
-    named = sorted(set(ranks))
-    whose = f" of rank{'s' if len(named) > 1 else ''} {rank_ranges(named)}" if named else ""
-    return f"{count} bytes of the output{whose} {what}: {why}"
-
-
 def _count(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
-
-
-_SHOWN = 3
-_MOST_NAMED = 4
 
 
 class InProcessRestart(Struct, frozen=True, kw_only=True):
@@ -302,48 +194,3 @@ def read_restart(event: Mapping[str, Any], when: int, node: int) -> InProcessRes
         joined=tuple(whole_numbers(event.get("joined"))),
         gave_up=(text_of(event.get("reason")) or "no reason was given") if event.get("event") == "ring_gave_up" else "",
     )
-
-
-def describe_restart(restart: InProcessRestart) -> str:
-    """One clause, as in ``iteration 2 after 0.12 s: EXCEPTION on rank 1``."""
-    if restart.gave_up:
-        return f"the in-process restart group gave up: {restart.gave_up}"
-    kinds: dict[str, list[int]] = {}
-    for rank, kind in restart.interruptions:
-        kinds.setdefault(kind, []).append(rank)
-    named = [f"{kind} on rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}" for kind, ranks in kinds.items()]
-    told = "; ".join(named[:_MOST_NAMED]) or "a fault"
-    fresh = f"; fresh process in place of rank{'s' * (len(restart.joined) > 1)} {rank_ranges(restart.joined)}"
-    return f"iteration {restart.iteration} after {restart.seconds:.2f} s: {told}{fresh if restart.joined else ''}"
-
-
-def in_process_lines(restarts: Sequence[InProcessRestart], *, everything: bool) -> list[str]:
-    """The last ones in their order, and how many there were. Several ranks that gave up in one iteration are one line.
-
-    Args:
-        restarts: Of one round, in the order of time.
-        everything: Whether all are to be shown.
-    """
-    lines = list(dict.fromkeys(describe_restart(restart) for restart in restarts))
-    if everything or len(lines) <= _SHOWN:
-        return lines
-    done = [restart for restart in restarts if not restart.gave_up]
-    total = sum(restart.seconds for restart in done)
-    return [f"{len(done)} restarts within the processes, {total:.2f} s in all; the last:", *lines[1 - _SHOWN :]]
-
-
-def in_process_json(restarts: Sequence[InProcessRestart]) -> list[dict[str, Any]]:
-    """For report.json."""
-    return [
-        {
-            "iteration": restart.iteration,
-            "seconds": restart.seconds,
-            "world_size": restart.world_size,
-            "interruptions": [{"rank": rank, "interruption": kind} for rank, kind in restart.interruptions],
-            "joined": list(restart.joined),
-            "gave_up": restart.gave_up or None,
-            "told_ns": restart.told_ns,
-            "node": restart.node,
-        }
-        for restart in restarts
-    ]

@@ -1,10 +1,7 @@
-"""The page's part on bad nodes.
+"""report.html: the run to look at, in one file. It needs no network and no script, and what it quotes can't act in it.
 
-The page's part on goodput: how much of the time was training, and what each interruption cost.
-
-report.html: the run to look at, in one file. It needs no network and no script, and what it quotes can't act in it.
-
-The style sheet's hash stands in the page's content security policy, which allows nothing else: no script, no address.
+A layout of the `document`, with the chart and the parts on failures between its parts. The style sheet's hash stands in
+the page's content security policy, which allows nothing else: no script, no address.
 """
 
 from __future__ import annotations
@@ -12,133 +9,47 @@ from __future__ import annotations
 import hashlib
 from base64 import b64encode
 
-from hpc_elastic.report.clocks import NOTABLE_NS, milliseconds_text
+from hpc_elastic.base.text import milliseconds_text, plural
+from hpc_elastic.report.clocks import NOTABLE_NS
+from hpc_elastic.report.document import Document, build_document, round_entry
 from hpc_elastic.report.goodput import Goodput, measure_goodput
-from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
-from hpc_elastic.report.render_html_markup import Markup, duration, element, shorten, stylesheet, table_head, zone
-from hpc_elastic.report.render_html_parts import (
+from hpc_elastic.report.render_html_failures import (
     TextRoom,
     entry_parts,
+    evidence_text,
     failures_part,
-    head_part,
-    notes_part,
-    rounds_part,
+    opener,
     stacks_part,
-    verdict_part,
 )
-from hpc_elastic.report.subject import Subject, choose_subject
+from hpc_elastic.report.render_html_markup import (
+    Markup,
+    card,
+    clock_time,
+    duration,
+    element,
+    fact_list,
+    shorten,
+    stylesheet,
+    table,
+    time_of_day,
+    zone,
+)
+from hpc_elastic.report.subject import Subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline, make_axis
-
-MOST = 50
-
-
-def bad_nodes_part(history: RunHistory) -> Markup:
-    """Who they are, why, and whether the next attempt does without them."""
-    if not history.bad_nodes:
-        return Markup("")
-    rows = [
-        element(
-            "tr",
-            element("td", shorten(score.node, 80)),
-            element("td", f"{score.score:g}", class_="n"),
-            element("td", "left out" if score.node in history.excluded else "stays", class_="w"),
-            element("td", shorten(score.why, 300), class_="wide"),
-        )
-        for score in history.bad_nodes[:MOST]
-    ]
-    more = len(history.bad_nodes) - len(rows)
-    return element(
-        "section",
-        element("h2", "Bad nodes"),
-        element(
-            "div",
-            element("table", table_head("node", "score", "later attempts", "why", numbers=("score",)), *rows),
-            class_="scroll",
-        ),
-        element("p", f"{more} more are in report.json.", class_="muted") if more > 0 else "",
-        class_="card",
-        aria_label="Bad nodes",
-    )
-
-
-COSTS = 12
-
-
-def goodput_part(goodput: Goodput) -> Markup:
-    """How much of the time was training, and where the rest went."""
-    share = goodput.share
-    if share is None:
-        return Markup("")
-    parts = [
-        ("training", "all workers ran", goodput.training),
-        ("starting", "until they first ran", goodput.starting),
-        ("interrupted", "after failures, until all ran again", goodput.interrupted),
-        ("queued", "between attempts", goodput.queued),
-        ("ending", "ending", goodput.ending),
-    ]
-    parts = [part for part in parts if part[2] > 0]
-    bar = [element("i", class_=f"f-{key}", style=f"width:{100 * s / goodput.wall:.2f}%") for key, _, s in parts]
-    told = [
-        element("li", element("i", class_=f"f-{key}"), f"{words}: {duration(s)} ({100 * s / goodput.wall:.1f} %)")
-        for key, words, s in parts
-    ]
-    costs = sorted(goodput.costs, key=lambda cost: -cost.seconds)
-    rows = [
-        element(
-            "tr",
-            element("td", _lasted(cost.seconds, cost.queued, cost.recovered), class_="n"),
-            element("td", f"attempt {cost.attempt}, round {cost.round}", class_="w"),
-            element("td", shorten(cost.what, 300), class_="wide"),
-        )
-        for cost in costs[:COSTS]
-    ]
-    table: str = ""
-    if rows:
-        title = "What each interruption cost"
-        if len(costs) > len(rows):
-            title += f" (the {len(rows)} dearest of {len(costs)})"
-        head = table_head("cost", "where", "what", numbers=("cost",))
-        table = element(
-            "details",
-            element("summary", title),
-            element("div", element("table", head, *rows), class_="scroll"),
-            open=len(costs) <= COSTS,
-        )
-    return element(
-        "section",
-        element("h2", "Goodput"),
-        element(
-            "div",
-            element("div", f"{100 * share:.1f} %", class_="number"),
-            element("div", *bar, class_="share", aria_hidden="true"),
-            element("ul", *told, class_="parts"),
-            class_="goodput",
-        ),
-        element(
-            "p",
-            f"of {duration(goodput.wall)} of wall time all workers of the round were running. "
-            "Steps that were computed again after a restart are not taken off.",
-            class_="muted",
-        ),
-        table,
-        class_="card",
-        aria_label="Goodput",
-    )
-
-
-def _lasted(seconds: float, queued: float, recovered: bool) -> str:
-    more = [f"{duration(queued)} in the queue"] if queued > 0.05 else []
-    more += [] if recovered else ["to the end"]
-    return duration(seconds) + (f" ({', '.join(more)})" if more else "")
-
+from hpc_elastic.report.wording import describe_after_round, describe_decision, describe_outcome, describe_restarts
 
 ENTRIES = 250
-"""Failures, folded, of which the page tells everything."""
+"""Failures, folded, of which the page has everything."""
+ROUNDS = 300
+COSTS = 12
+BAD_NODES = 50
 _RANK_ROUNDS = 30_000
 """Of ranks' parts in rounds so many are drawn: beyond, only ranks that failed have rows of their own."""
 CHEAP_NODE_ROUNDS = 20_000
 """Nodes' parts in rounds of a run whose page is made within about a second."""
+_SHIFTED_HOSTS = 20
 
 
 def is_cheap(history: RunHistory) -> bool:
@@ -158,40 +69,37 @@ def render_html(history: RunHistory, *, attempt: int | None = None, limits: Char
     Returns:
         HTML without a character that UTF-8 can't write.
     """
-    subject = choose_subject(history, attempt=attempt)
-    shown = next((part for part in history.attempts if part.number == attempt), None)
-    if attempt is None and history.attempts:
-        shown = history.attempts[-1]
     limits = limits or ChartLimits()
     rounds = sum(len(part.rounds) for part in history.attempts)
     timeline = build_timeline(history, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
     axis = make_axis([(span.number, span.start_ns, span.end_ns) for span in timeline.attempts])
     goodput = measure_goodput(history, attempts=timeline.attempts, rounds=timeline.rounds)
-    told = _told(timeline)
+    document = build_document(history, attempt=attempt, goodput=goodput, separator=" ")
+    subject = document.subject
+    # What has its place in the page: the most important first, then the latest.
+    order = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))
+    shown = frozenset(entry.number for entry in order[:ENTRIES])
     verdict = _entry_of(subject, timeline)
-    chart = draw_chart(timeline, axis, shown=told, limits=limits)
+    chart = draw_chart(timeline, axis, shown=shown, limits=limits)
     room = TextRoom()
-    windows = entry_parts(timeline.entries, told, room)
-    stacks = subject.round if subject.round is not None and subject.round.stacks else None
-    first_ns = timeline.attempts[0].start_ns if timeline.attempts else None
+    windows = entry_parts(timeline.entries, shown, room)
     notes = [*_clock_notes(timeline), *_gap_notes(timeline), *chart.left_out]
-    if len(told) < len(timeline.entries):
-        hidden = len(timeline.entries) - len(told)
+    if hidden := len(timeline.entries) - len(shown):
         notes.append(f"{hidden} of {len(timeline.entries)} kinds of failures are left out here; report.json has all.")
     if room.refused:
         notes.append(f"{room.refused} tracebacks are left out for the page's size.")
     body = element(
         "main",
-        head_part(history, shown, zone=zone(first_ns)),
-        verdict_part(history, subject, shown, entry=verdict if verdict in told else None),
-        goodput_part(goodput),
-        element("section", element("h2", "Timeline"), chart.html, class_="card", aria_label="Timeline of the run"),
-        stacks_part(subject.attempt, stacks),
-        failures_part(timeline.entries, told),
-        rounds_part(history),
-        bad_nodes_part(history),
+        _head(document, zone=zone(timeline.attempts[0].start_ns if timeline.attempts else None)),
+        _verdict(document, entry=verdict if verdict in shown else None),
+        _goodput(goodput),
+        card("Timeline", chart.html, label="Timeline of the run"),
+        stacks_part(subject.attempt, subject.round),
+        failures_part(timeline.entries, shown),
+        _rounds(history),
+        _bad_nodes(history),
         windows,
-        notes_part(notes),
+        card("About this page", element("ul", *(element("li", note) for note in notes), class_="plain muted")),
     )
     return _page(f"{history.name} \u00b7 {history.run_id}", body)
 
@@ -217,12 +125,6 @@ def _page(title: str, body: Markup) -> str:
     return f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n"
 
 
-def _told(timeline: Timeline) -> frozenset[int]:
-    """The entries that have their place in the page: what counts first, then the latest."""
-    order = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))
-    return frozenset(entry.number for entry in order[:ENTRIES])
-
-
 def _entry_of(subject: Subject, timeline: Timeline) -> int | None:
     failure, loss = subject.verdict.failure, subject.verdict.lost_node
     for entry in timeline.entries:
@@ -235,6 +137,185 @@ def _entry_of(subject: Subject, timeline: Timeline) -> int | None:
 
 def _has(entry: Entry, failure: object) -> bool:
     return entry.fold is not None and any(member is failure for member in entry.fold.members)
+
+
+def _head(document: Document, *, zone: str) -> Markup:
+    """Which run, and how it ended."""
+    history, shown = document.history, document.shown
+    ended = shown.outcome if shown is not None else ""
+    tone = "good" if ended == "succeeded" else "bad" if ended else "warn"
+    sign = {"good": "\u2713 ", "bad": "\u2715 ", "warn": "\u2026 "}[tone]
+    facts = []
+    if shown is not None:
+        facts.append(f"attempt {shown.number}")
+        facts += [f"job {shown.job_id}"] if shown.job_id else []
+        facts += [f"exit code {shown.exit_code}"] if shown.exit_code is not None else []
+        facts += [plural(len(shown.nodes), "node")] if shown.nodes else []
+        facts += [f"started {clock_time(history.attempts[0].started_ns)}"]
+        facts += [f"times are {zone}"]
+    return element(
+        "header",
+        element("h1", history.name),
+        element("span", sign, document.status, class_=f"chip {tone}"),
+        element("p", " \u00b7 ".join(facts), class_="muted"),
+        element("p", document.survived) if document.survived else "",
+        element("p", element("span", "run directory ", class_="muted"), element("code", history.run_dir)),
+        class_="top",
+    )
+
+
+def _verdict(document: Document, *, entry: int | None) -> Markup:
+    """The root cause with its evidence, and what was done about it."""
+    subject, verdict = document.subject, document.subject.verdict
+    fine = document.is_fine
+    what = "No worker failed by itself." if fine else document.headline or "(no message)"
+    facts: list[tuple[str, str]] = [] if fine else list(document.facts)
+    facts = [
+        (name, f"{text} (confidence: {verdict.confidence.value})" if name == "verdict" else text)
+        for name, text in facts
+    ]
+    facts += [("" if number else "agents", line) for number, line in enumerate(() if fine else document.agents)]
+    done = [line.replace(" -> ", " \u2192 ") for line in document.done]
+    facts += [("" if number else "then", line) for number, line in enumerate(done)]
+    facts += document.notes
+    failure = verdict.failure
+    button: str = ""
+    if entry is not None and subject.round is not None and len(subject.round.failures) > 1:
+        button = element("p", opener(entry, "All that is known of this failure"), class_="screen")
+    return element(
+        "section",
+        "" if fine else element("div", "Root Cause (first observed failure)", class_="label"),
+        element("h2", what[:1].upper() + what[1:] if what.startswith("none of") else what, class_="what"),
+        fact_list(facts),
+        evidence_text(failure, TextRoom(), is_open=True) if failure is not None else "",
+        button,
+        class_=f"card verdict{' good' if fine else ''}",
+        aria_label="Verdict",
+    )
+
+
+def _goodput(goodput: Goodput) -> Markup:
+    """How much of the time was training, where the rest went, and what each interruption cost."""
+    share = goodput.share
+    if share is None:
+        return Markup("")
+    parts = [
+        ("training", "all workers ran", goodput.training),
+        ("starting", "until they first ran", goodput.starting),
+        ("interrupted", "after failures, until all ran again", goodput.interrupted),
+        ("queued", "between attempts", goodput.queued),
+        ("ending", "ending", goodput.ending),
+    ]
+    parts = [part for part in parts if part[2] > 0]
+    bar = [element("i", class_=f"f-{key}", style=f"width:{100 * s / goodput.wall:.2f}%") for key, _, s in parts]
+    legend = [
+        element("li", element("i", class_=f"f-{key}"), f"{what}: {duration(s)} ({100 * s / goodput.wall:.1f} %)")
+        for key, what, s in parts
+    ]
+    return card(
+        "Goodput",
+        element(
+            "div",
+            element("div", f"{100 * share:.1f} %", class_="number"),
+            element("div", *bar, class_="share", aria_hidden="true"),
+            element("ul", *legend, class_="parts"),
+            class_="goodput",
+        ),
+        element(
+            "p",
+            f"of {duration(goodput.wall)} of wall time all workers of the round were running. "
+            "Steps that were computed again after a restart are not taken off.",
+            class_="muted",
+        ),
+        _costs(goodput),
+    )
+
+
+def _costs(goodput: Goodput) -> Markup:
+    costs = sorted(goodput.costs, key=lambda cost: -cost.seconds)
+    if not costs:
+        return Markup("")
+    rows = []
+    for cost in costs[:COSTS]:
+        more = [f"{duration(cost.queued)} in the queue"] if cost.queued > 0.05 else []
+        more += [] if cost.recovered else ["to the end"]
+        lasted = duration(cost.seconds) + (f" ({', '.join(more)})" if more else "")
+        rows.append(
+            element(
+                "tr",
+                element("td", lasted, class_="n"),
+                element("td", f"attempt {cost.attempt}, round {cost.round}", class_="w"),
+                element("td", shorten(cost.what, 300), class_="wide"),
+            )
+        )
+    title = "What each interruption cost"
+    title += f" (the {len(rows)} dearest of {len(costs)})" if len(costs) > len(rows) else ""
+    body = table(("cost", "where", "what"), rows, numbers=("cost",))
+    return element("details", element("summary", title), body, open=len(costs) <= COSTS)
+
+
+def _rounds(history: RunHistory) -> Markup:
+    """Attempts and rounds in words."""
+    rows = []
+    total = sum(len(attempt.rounds) for attempt in history.attempts)
+    skipped = max(0, total - ROUNDS)
+    seen = 0
+    for attempt in history.attempts:
+        lasted = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
+        job = f" (job {attempt.job_id})" if attempt.job_id else ""
+        code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
+        end = f"{describe_outcome(history, attempt)}{code}"
+        title = f"Attempt {attempt.number}{job}: {clock_time(attempt.started_ns)}{lasted}: {end}"
+        rows.append(element("tr", element("td", title, colspan="5"), class_="group"))
+        for part in attempt.rounds:
+            seen += 1
+            if seen > skipped:
+                rows.append(_round_row(history, attempt, part))
+        if attempt.decision and attempt.outcome != "succeeded":
+            decision = describe_decision(attempt.decision)
+            rows.append(element("tr", element("td", decision, colspan="5", class_="wide")))
+    if not rows:
+        return Markup("")
+    columns = ("round", "began", "lasted", "who", "how it ended")
+    more = element("p", f"The first {skipped} of {total} rounds are left out.", class_="muted") if skipped else ""
+    return card("Attempts and rounds", table(columns, rows, numbers=("round", "lasted")), more)
+
+
+def _round_row(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> Markup:
+    entry = round_entry(history, attempt, part, separator=" ")
+    how = [shorten(entry.how, 240)]
+    how += describe_after_round(attempt, part)[:1] if entry.failure else []
+    how += describe_restarts(part.in_process, everything=False)
+    return element(
+        "tr",
+        element("td", str(part.index), class_="n"),
+        element("td", time_of_day(part.started_ns), class_="w"),
+        element("td", duration(part.seconds) if part.seconds is not None else "", class_="n"),
+        element("td", entry.size, class_="w"),
+        element("td", shorten("; ".join(how), 500).replace(" -> ", " \u2192 "), class_="wide"),
+    )
+
+
+def _bad_nodes(history: RunHistory) -> Markup:
+    """Which nodes are bad, why, and whether the next attempt does without them."""
+    if not history.bad_nodes:
+        return Markup("")
+    rows = [
+        element(
+            "tr",
+            element("td", shorten(score.node, 80)),
+            element("td", f"{score.score:g}", class_="n"),
+            element("td", "left out" if score.node in history.excluded else "stays", class_="w"),
+            element("td", shorten(score.why, 300), class_="wide"),
+        )
+        for score in history.bad_nodes[:BAD_NODES]
+    ]
+    more = len(history.bad_nodes) - len(rows)
+    return card(
+        "Bad nodes",
+        table(("node", "score", "later attempts", "why"), rows, numbers=("score",)),
+        element("p", f"{more} more are in report.json.", class_="muted") if more > 0 else "",
+    )
 
 
 def _clock_notes(timeline: Timeline) -> list[str]:
@@ -253,15 +334,15 @@ def _clock_notes(timeline: Timeline) -> list[str]:
             "so that marks on different hosts may have come in another order."
         )
     off = {name: offset for name, offset in offsets.items() if abs(offset.offset_ns) > max(NOTABLE_NS, offset.bound_ns)}
-    for name, offset in sorted(off.items())[:20]:
+    for name, offset in sorted(off.items())[:_SHIFTED_HOSTS]:
         way = "ahead of" if offset.offset_ns > 0 else "behind"
         how = "measured" if offset.measured else "concluded from when it learned of each round"
         notes.append(
             f"The clock of {name} is {duration(abs(offset.offset_ns) / 1e9)} {way} the others' ({how}, to within "
             f"{milliseconds_text(offset.bound_ns)}): its row is shifted by that, and the times in words are not."
         )
-    if len(off) > 20:
-        notes.append(f"{len(off) - 20} more hosts' rows are shifted in the same way.")
+    if len(off) > _SHIFTED_HOSTS:
+        notes.append(f"{len(off) - _SHIFTED_HOSTS} more hosts' rows are shifted in the same way.")
     return notes
 
 

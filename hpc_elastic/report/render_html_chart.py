@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct, field
 
+from hpc_elastic.base.text import plural
 from hpc_elastic.report.render_html_markup import (
     Markup,
     clock_time,
-    count,
     duration,
     element,
     join,
     names,
     ranks,
     shorten,
+    time_of_day,
 )
 from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline
 from hpc_elastic.report.timeline_attempt import Span, State
@@ -27,15 +28,6 @@ _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
 _TICK_SPACING = 0.1
 _LINE_SPACING = 0.02
-MARK_CLASSES = {
-    MarkKind.CAUSE: "cause",
-    MarkKind.LOST: "lost",
-    MarkKind.FAILURE: "failure",
-    MarkKind.HANG: "hang",
-    MarkKind.INFRASTRUCTURE: "infrastructure",
-    MarkKind.SYMPTOM: "symptom",
-    MarkKind.STOPPED: "stopped",
-}
 # Each state is a line of its own height and width, or several: they are told apart without their colours, and a picture
 # that is stretched sideways keeps them.
 _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
@@ -51,25 +43,6 @@ _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
 _HEIGHT = 16
 _OTHERS_FAULT = (MarkKind.SYMPTOM, MarkKind.STOPPED)
 """Nodes are alike whether they noticed another one's failure or were stopped before."""
-_STATE_WORDS = {
-    State.LAUNCHING: "agent being launched",
-    State.RENDEZVOUS: "rendezvous",
-    State.STARTING: "starting workers",
-    State.RUNNING: "running",
-    State.STOPPING: "stopping workers",
-    State.SPARE: "waiting as a spare",
-    State.DONE: "done",
-    State.LOST: "lost",
-}
-MARK_WORDS = {
-    MarkKind.CAUSE: "root cause",
-    MarkKind.LOST: "node lost or left",
-    MarkKind.FAILURE: "failure",
-    MarkKind.HANG: "hang",
-    MarkKind.INFRASTRUCTURE: "infrastructure",
-    MarkKind.SYMPTOM: "consequence",
-    MarkKind.STOPPED: "ended by this job",
-}
 
 
 class ChartLimits(Struct, frozen=True, kw_only=True):
@@ -220,7 +193,7 @@ def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
             merged[mark.entry] = Mark(entry=mark.entry, kind=mark.kind, at_ns=at, ranks=hit)
         found.append(
             Row(
-                name=count(len(members), "node"),
+                name=plural(len(members), "node"),
                 detail=names([row.name for row in members], limit=200),
                 spans=first.spans,
                 marks=tuple(sorted(merged.values(), key=lambda mark: mark.at_ns)),
@@ -289,11 +262,11 @@ class _View(Struct):
     def _button(self, row: Row, mark: Mark) -> Markup:
         entry = self.entries[mark.entry]
         whose = f" on {ranks(mark.ranks, limit=30)}" if mark.ranks and not row.name.startswith("rank ") else ""
-        words = f"{MARK_WORDS[mark.kind]}{whose} at {clock_time(mark.at_ns)}: {shorten(entry.headline, 90)}"
+        words = f"{mark.kind.value}{whose} at {time_of_day(mark.at_ns)}: {shorten(entry.headline, 90)}"
         return element(
             "button",
             type="button",
-            class_=f"m {MARK_CLASSES[mark.kind]}",
+            class_=f"m {mark.kind.name.lower()}",
             style=f"left:{100 * self.pictures.axis.place(mark.at_ns):.2f}%",
             popovertarget=f"e{mark.entry}",
             aria_label=f"{shorten(row.name, 40)}: {words}",
@@ -310,7 +283,7 @@ def _words(row: Row) -> str:
     sums: dict[State, int] = {}
     for span in row.spans:
         sums[span.state] = sums.get(span.state, 0) + span.end_ns - span.start_ns
-    told = [f"{_STATE_WORDS[state]} {duration(sums[state] / 1e9)}" for state in State if sums.get(state)]
+    told = [f"{state.value} {duration(sums[state] / 1e9)}" for state in State if sums.get(state)]
     return f"{shorten(row.name, 40)}: {', '.join(told) or 'nothing is known'}"
 
 
@@ -321,7 +294,7 @@ def _axis_row(axis: Axis, timeline: Timeline) -> Markup:
         if piece.attempt is None:
             waited = f" ({duration((piece.end_ns - piece.start_ns) / 1e9)} later)"
             continue
-        since = f"from {clock_time(piece.start_ns, date=True)}"
+        since = f"from {clock_time(piece.start_ns)}"
         name = f"attempt {piece.attempt}{waited if piece.right - piece.left > 0.15 else ''}"
         words.append(element("b", name, style=f"left:{100 * piece.left:.2f}%", title=since))
         waited = ""
@@ -338,8 +311,8 @@ def _axis_row(axis: Axis, timeline: Timeline) -> Markup:
             place = axis.place(when)
             edge = " first" if place * factor < 0.02 else ""
             at = f"left:{100 * place:.3f}%"
-            words.append(element("time", clock_time(when), style=at, class_=f"t{factor}{edge}"))
-    corner = element("span", clock_time(timeline.attempts[0].start_ns, date=True)[:10] if timeline.attempts else "")
+            words.append(element("time", time_of_day(when), style=at, class_=f"t{factor}{edge}"))
+    corner = element("span", clock_time(timeline.attempts[0].start_ns)[:10] if timeline.attempts else "")
     return element("div", corner, element("span", *words, class_="at"), class_="axis", aria_hidden="true")
 
 
@@ -406,10 +379,10 @@ def _legend(timeline: Timeline) -> Markup:
         if state in used:
             lines = Markup(_path(name, heights, [[0, 36]]))
             sample = element("svg", lines, viewBox=f"0 0 36 {_HEIGHT}", aria_hidden="true")
-            items.append(element("li", sample, _STATE_WORDS[state]))
+            items.append(element("li", sample, state.value))
     kinds = {mark.kind for row in (*timeline.nodes, *timeline.ranks) for mark in row.marks}
     for kind in MarkKind:
         if kind in kinds:
-            shape = element("span", class_=f"m {MARK_CLASSES[kind]}", aria_hidden="true")
-            items.append(element("li", shape, MARK_WORDS[kind]))
+            shape = element("span", class_=f"m {kind.name.lower()}", aria_hidden="true")
+            items.append(element("li", shape, kind.value))
     return element("ul", *items, class_="legend", aria_label="Legend")

@@ -1,61 +1,38 @@
-"""Times, durations and names as the page writes them.
+"""HTML that can't be broken out of (text becomes markup in `element` alone, and there it is escaped), and the page's
+style.
 
-HTML that can't be broken out of: text becomes markup in `element` alone, and there it is escaped.
-
-Colours and style of the page. Every state and mark has a shape of its own as well: no one needs the colours.
+Every state and mark has a shape of its own as well as a colour: no one needs the colours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from html import escape
 
-from hpc_elastic.failures.traceback_text import clean_text
-from hpc_elastic.report.fold import rank_ranges
-from hpc_elastic.report.render_text_words import DECEPTIVE
+from hpc_elastic.base.text import duration as _duration
+from hpc_elastic.base.text import local_time, ranks_text, safe_text, time_text
 from hpc_elastic.slurm.notation import HostlistError, compress
 
+duration = partial(_duration, fine=True)
+ranks = partial(ranks_text, limit=60)
 
-def clock_time(when_ns: int | None, *, date: bool = False, fine: bool = False) -> str:
-    """Local time of whoever makes the page."""
-    moment = _local(when_ns)
-    if moment is None:
-        return "?"
-    shown = moment.strftime("%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S")
-    return f"{shown}.{(when_ns or 0) // 1_000_000 % 1000:03d}" if fine else shown
+
+def clock_time(when_ns: int | None, *, fine: bool = False) -> str:
+    """``2026-11-21 05:30:00``, local time where the page is made."""
+    return time_text(when_ns, fine=fine, separator=" ") if when_ns else "?"
+
+
+def time_of_day(when_ns: int | None, *, fine: bool = False) -> str:
+    """``05:30:00``."""
+    return time_text(when_ns, date=False, fine=fine) if when_ns else "?"
 
 
 def zone(when_ns: int | None) -> str:
     """``UTC+02:00``: what the page's times are to be read as."""
-    moment = _local(when_ns)
+    moment = local_time(when_ns)
     offset = moment.astimezone().strftime("%z") if moment is not None else ""
     return f"UTC{offset[:3]}:{offset[3:5]}" if offset else "local time"
-
-
-def duration(seconds: float) -> str:
-    """``61.2 s``, ``3 min 05 s``, ``7 h 02 min``, ``2 d 03 h``."""
-    if seconds < 0.9995:
-        return f"{max(0.0, seconds) * 1000:.0f} ms"
-    if seconds < 99.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours:02d} h"
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``3 nodes``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def ranks(numbers: Sequence[int], *, limit: int = 60) -> str:
-    """``rank 3``, ``ranks 0-7,12``."""
-    shown = shorten(rank_ranges(numbers), limit)
-    return f"rank{'' if len(set(numbers)) == 1 else 's'} {shown}"
 
 
 def names(hosts: Sequence[str], *, limit: int = 60) -> str:
@@ -72,15 +49,6 @@ def shorten(value: str, limit: int) -> str:
     return value if len(value) <= limit else f"{value[: limit - 1]}\u2026"
 
 
-def _local(when_ns: int | None) -> datetime | None:
-    if not when_ns:
-        return None
-    try:
-        return datetime.fromtimestamp(when_ns // 1_000_000_000)
-    except (OverflowError, OSError, ValueError):
-        return None
-
-
 _VOID = frozenset({"meta", "input", "wbr"})
 _EMPTY = frozenset({"path", "use"})
 
@@ -92,9 +60,8 @@ class Markup(str):
 
 
 def text(value: str) -> Markup:
-    """Somebody's words as HTML, for content and for attributes alike."""
-    shown = DECEPTIVE.sub("\ufffd", clean_text(value)).encode("utf-8", "replace").decode("utf-8")
-    return Markup(escape(shown, quote=True))
+    """Foreign text as HTML, for content and for attributes alike."""
+    return Markup(escape(safe_text(value), quote=True))
 
 
 def element(name: str, /, *content: str, **attributes: str | bool | None) -> Markup:
@@ -122,10 +89,21 @@ def element(name: str, /, *content: str, **attributes: str | bool | None) -> Mar
     return Markup("".join(parts))
 
 
-def table_head(*columns: str, numbers: Sequence[str] = ()) -> Markup:
-    """A table's first row; `numbers` are the columns that are flush right."""
+def table(columns: Sequence[str], rows: Sequence[Markup], *, numbers: Sequence[str] = ()) -> Markup:
+    """A table that scrolls sideways; `numbers` are the columns that are flush right."""
     cells = (element("th", name, scope="col", class_="n" if name in numbers else None) for name in columns)
-    return element("tr", *cells)
+    return element("div", element("table", element("tr", *cells), *rows), class_="scroll")
+
+
+def card(title: str, *content: str, label: str = "") -> Markup:
+    """One part of the page under its title."""
+    return element("section", element("h2", title), *content, class_="card", aria_label=label or title)
+
+
+def fact_list(facts: Iterable[tuple[str, str]]) -> Markup:
+    """Names, each with its value."""
+    pairs = (join(element("dt", name), element("dd", value)) for name, value in facts)
+    return element("dl", *pairs, class_="facts")
 
 
 def join(*pieces: str) -> Markup:

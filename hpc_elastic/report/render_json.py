@@ -1,22 +1,30 @@
-"""report.json: the whole report for programs. The schema is in docs/reference/report-json.md."""
+"""report.json: the whole report for programs. The schema is in docs/reference/report-json.md.
+
+A record whose fields are the object's keys is written as it is (`_values`); what differs is said here.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from msgspec import Struct, to_builtins
+
 from hpc_elastic.base.files import json_text
+from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.fold import Fold, SimilarFailures, fold_failures, rank_ranges
+from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
+from hpc_elastic.report.document import choose_attempt
+from hpc_elastic.report.fold import Fold, fold_failures
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
-from hpc_elastic.report.incidents import in_process_json, losses_json, outages_json
+from hpc_elastic.report.incidents import InProcessRestart, Outage
 from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
 from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.node_score import NodeScore
 
 VERSION = 1
 MOST_EVIDENCE = 20
+_MOST_CANDIDATES = 100
 
 
 def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None) -> dict[str, Any]:
@@ -28,9 +36,8 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         goodput: Of the run, where it has been measured before.
     """
     subject = choose_subject(history, attempt=attempt)
-    shown = next((part for part in history.attempts if part.number == attempt), None)
-    if attempt is None and history.attempts:
-        shown = history.attempts[-1]
+    shown = choose_attempt(history, attempt)
+    measured = goodput or goodput_of(history)
     return {
         "version": VERSION,
         "run_id": history.run_id,
@@ -41,7 +48,7 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         "exit_code": shown.exit_code if shown is not None else None,
         "decision": (shown.decision if shown is not None else "") or None,
         "verdict": _verdict(subject),
-        "goodput": _goodput(goodput or goodput_of(history)),
+        "goodput": {"share": measured.share, **_values(measured)},
         "bad_nodes": [_bad_node(history, score) for score in history.bad_nodes],
         "problems": list(history.problems),
         "attempts": [_attempt(part) for part in history.attempts],
@@ -65,62 +72,37 @@ def json_report(history: RunHistory, *, attempt: int | None = None, goodput: Goo
     return "".join(parts)
 
 
+def _values(record: Struct, *, without: tuple[str, ...] = (), optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A record's fields; those that are `optional` as null where they are empty."""
+    value: dict[str, Any] = to_builtins(record)
+    for name in without:
+        del value[name]
+    for name in optional:
+        value[name] = value[name] or None
+    return value
+
+
 def _bad_node(history: RunHistory, score: NodeScore) -> dict[str, Any]:
+    names = ("kind", "why", "at_ns", "run_id", "attempt", "round")
+    evidence = [to_builtins(item) for item in score.evidence[:MOST_EVIDENCE]]
     return {
         "node": score.node,
         "score": score.score,
         "excluded": score.node in history.excluded,
         "until_ns": score.until_ns,
-        "evidence": [
-            {
-                "kind": item.kind.value,
-                "why": item.why,
-                "at_ns": item.at_ns,
-                "run_id": item.run_id,
-                "attempt": item.attempt,
-                "round": item.round,
-            }
-            for item in score.evidence[:MOST_EVIDENCE]
-        ],
-    }
-
-
-def _goodput(goodput: Goodput) -> dict[str, Any]:
-    return {
-        "share": goodput.share,
-        "wall": goodput.wall,
-        "training": goodput.training,
-        "starting": goodput.starting,
-        "interrupted": goodput.interrupted,
-        "queued": goodput.queued,
-        "ending": goodput.ending,
-        "until_ns": goodput.until_ns,
-        "costs": [
-            {
-                "attempt": cost.attempt,
-                "round": cost.round,
-                "what": cost.what,
-                "seconds": cost.seconds,
-                "queued": cost.queued,
-                "recovered": cost.recovered,
-                "is_failure": cost.is_failure,
-            }
-            for cost in goodput.costs
-        ],
+        "evidence": [{name: item[name] for name in names} for item in evidence],
     }
 
 
 def _verdict(subject: Subject) -> dict[str, Any]:
-    verdict = subject.verdict
+    verdict, attempt = subject.verdict, subject.attempt
+    clocks = attempt.clocks if attempt is not None else NO_CLOCKS
     return {
         **_verdict_core(verdict),
-        "attempt": subject.attempt.number if subject.attempt is not None and subject.round is not None else None,
+        "attempt": attempt.number if attempt is not None and subject.round is not None else None,
         "round": subject.round.index if subject.round is not None else None,
         "failure": verdict.failure.to_json() if verdict.failure is not None else None,
-        "candidates": [
-            _place(failure, subject.attempt.clocks if subject.attempt is not None else NO_CLOCKS)
-            for failure in verdict.candidates[:100]
-        ],
+        "candidates": [_place(failure, clocks) for failure in verdict.candidates[:_MOST_CANDIDATES]],
     }
 
 
@@ -134,7 +116,7 @@ def _verdict_core(verdict: Verdict) -> dict[str, Any]:
         "category": verdict.category.value if verdict.category is not None else None,
         "retryable": verdict.retryable,
         "fingerprint": verdict.fingerprint or None,
-        "same_failure_ranks": rank_ranges(verdict.same_failure),
+        "same_failure_ranks": ranges(verdict.same_failure),
         "lost_node": _loss(verdict.lost_node) if verdict.lost_node is not None else None,
     }
 
@@ -152,25 +134,18 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         "exit_code": attempt.exit_code,
         "decision": attempt.decision or None,
         "notices": list(attempt.notices),
-        "outages": outages_json(attempt.outages),
-        "output_lost": losses_json(attempt.output_lost),
-        "agents_ended": [
-            {"node": end.node, "name": end.name, "code": end.code, "detail": end.detail or None, "seen_ns": end.seen_ns}
-            for end in attempt.agent_ends
-        ],
+        "outages": [_outage(one) for one in attempt.outages],
+        "output_lost": [_values(loss) for loss in attempt.output_lost],
+        "agents_ended": [_values(end, without=("why",), optional=("detail",)) for end in attempt.agent_ends],
         "agents_relaunched": list(attempt.relaunched),
-        "nodes_given_up": [
-            {"node": one.node, "name": one.name, "cause": one.cause, "reason": one.reason, "seen_ns": one.seen_ns}
-            for one in attempt.given_up
-        ],
+        "nodes_given_up": [_values(one) for one in attempt.given_up],
         "problems": list(attempt.problems),
-        "clocks": _clocks(attempt),
+        "clocks": _clocks(attempt.clocks),
         "rounds": [_round(part, nodes) for part in attempt.rounds],
     }
 
 
 def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[str, Any]:
-    decision = part.decision
     return {
         "index": part.index,
         "reason": part.reason or None,
@@ -178,73 +153,54 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "seconds": part.seconds,
         "world_size": part.world_size,
         "nodes": [nodes.get(node) or nodes.setdefault(node, _node(node)) for node in part.nodes],
-        "replaced": [
-            {
-                "node": item.node,
-                "host": item.host,
-                "group_rank": item.group_rank,
-                "replaces_node": item.replaces_node,
-                "replaces_host": item.replaces_host,
-            }
-            for item in part.replaced
-        ],
-        "in_process": in_process_json(part.in_process),
+        "replaced": [_values(item) for item in part.replaced],
+        "in_process": [_restart(one) for one in part.in_process],
         "succeeded": part.succeeded,
         "stopping_reasons": list(part.stopping_reasons),
-        "decision": None
-        if decision is None
-        else {
-            "action": decision.action,
-            "reason": decision.reason,
-            "restarts_used": decision.restarts_used,
-            "max_restarts": decision.max_restarts,
-        },
+        "decision": None if part.decision is None else _values(part.decision),
         "lost_nodes": [_loss(loss) for loss in part.lost_nodes],
         "verdict": _verdict_core(verdict_of(part)) if part.broken else None,
         "failures": [_fold(fold, part.clocks) for fold in fold_failures(part.failures, part.clocks)],
-        "heartbeats": [
-            {
-                "rank": status.rank,
-                "node": status.node,
-                "step": status.step,
-                "section": status.section,
-                "age": status.age,
-                "told_ns": status.told_ns,
-            }
-            for status in part.rank_statuses
-        ],
+        "heartbeats": [_values(status) for status in part.rank_statuses],
         "stacks": [
-            {"ranks": rank_ranges(group.ranks), "stack": list(group.stack), "state": group.state}
-            for group in part.stacks
+            {"ranks": ranges(group.ranks), "stack": list(group.stack), "state": group.state} for group in part.stacks
         ],
         "threads": [
-            {"ranks": rank_ranges(group.ranks), "name": group.name, "stack": list(group.stack)}
-            for group in part.threads
+            {"ranks": ranges(group.ranks), "name": group.name, "stack": list(group.stack)} for group in part.threads
         ],
     }
 
 
 def _node(node: RoundNode) -> dict[str, Any]:
-    return {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": rank_ranges(node.ranks)}
+    return {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": ranges(node.ranks)}
+
+
+def _outage(one: Outage) -> dict[str, Any]:
+    value = _values(one, without=("observer",), optional=("error", "path"))
+    return {**value, "node": one.node if one.node != SUPERVISOR else None}
+
+
+def _restart(one: InProcessRestart) -> dict[str, Any]:
+    interruptions = [{"rank": rank, "interruption": kind} for rank, kind in one.interruptions]
+    return {**_values(one, optional=("gave_up",)), "interruptions": interruptions}
 
 
 def _fold(fold: Fold, clocks: Clocks) -> dict[str, Any]:
+    wordings = fold.wordings if len(fold.wordings) > 1 else ()
     return {
-        "ranks": rank_ranges(fold.ranks),
+        "ranks": ranges(fold.ranks),
         "count": len(fold.members),
         "hosts": list(fold.hosts),
         "first": fold.first.to_json(),
-        "wordings": [_wording(same) for same in fold.wordings] if len(fold.wordings) > 1 else [],
+        "wordings": [
+            {"ranks": ranges(same.ranks), "count": len(same.members), "first": same.first.to_json()}
+            for same in wordings
+        ],
         "members": [_place(failure, clocks) for failure in fold.members],
     }
 
 
-def _wording(same: SimilarFailures) -> dict[str, Any]:
-    return {"ranks": rank_ranges(same.ranks), "count": len(same.members), "first": same.first.to_json()}
-
-
-def _clocks(attempt: AttemptHistory) -> dict[str, Any] | None:
-    clocks = attempt.clocks
+def _clocks(clocks: Clocks) -> dict[str, Any] | None:
     if clocks.reference is None and not clocks.contradicted:
         return None
     return {
@@ -275,15 +231,5 @@ def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
 
 
 def _loss(loss: NodeLoss) -> dict[str, Any]:
-    return {
-        "node": loss.node,
-        "host": loss.host,
-        "round": loss.round if loss.round >= 0 else None,
-        "seen_ns": loss.seen_ns,
-        "silent_seconds": loss.age,
-        "detail": loss.detail or None,
-        "agent_only": loss.agent_only,
-        "left": loss.left or None,
-        "broke": loss.broke or None,
-        "unable": loss.unable or None,
-    }
+    value = _values(loss, without=("age", "observer"), optional=("detail", "left", "broke", "unable"))
+    return {**value, "round": loss.round if loss.round >= 0 else None, "silent_seconds": loss.age}

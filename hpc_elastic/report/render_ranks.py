@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from hpc_elastic.base.text import clean_line, clean_lines, plural, time_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text import describe_class
-from hpc_elastic.report.render_text_words import (
-    clean_line,
-    clean_lines,
-    fold_repeats,
-    plural,
-    text_field,
-    time_text,
-)
+from hpc_elastic.report.render_text import fold_repeats, text_field
 from hpc_elastic.report.subject import choose_subject
+from hpc_elastic.report.wording import describe_class
 from hpc_elastic.run.paths import RankPaths, RunPaths
 
 _RULE = 60

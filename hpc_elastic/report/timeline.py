@@ -14,10 +14,11 @@ from enum import Enum
 
 from msgspec import Struct
 
+from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import ClockOffset
-from hpc_elastic.report.fold import Fold, fold_failures, rank_ranges
+from hpc_elastic.report.fold import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import (
@@ -30,6 +31,7 @@ from hpc_elastic.report.timeline_attempt import (
     node_spans,
     place_attempts,
 )
+from hpc_elastic.report.wording import FAILURE_WORDS
 
 _GAP_SHARE = 0.035
 _LEAST_SHARE = 0.05
@@ -138,21 +140,14 @@ class MarkKind(str, Enum):
 
     CAUSE = "root cause"
     """What the verdict on its round names."""
-    LOST = "lost node"
-    FAILURE = "failure"
-    HANG = "hang"
-    INFRASTRUCTURE = "infrastructure"
-    SYMPTOM = "consequence"
-    STOPPED = "ended by this job"
+    LOST = "node lost or left"
+    FAILURE = FAILURE_WORDS[FailureClass.ROOT]
+    HANG = FAILURE_WORDS[FailureClass.HANG]
+    INFRASTRUCTURE = FAILURE_WORDS[FailureClass.INFRASTRUCTURE]
+    SYMPTOM = FAILURE_WORDS[FailureClass.SYMPTOM]
+    STOPPED = FAILURE_WORDS[FailureClass.STOPPED_BY_US]
 
 
-_KINDS = {
-    FailureClass.ROOT: MarkKind.FAILURE,
-    FailureClass.HANG: MarkKind.HANG,
-    FailureClass.INFRASTRUCTURE: MarkKind.INFRASTRUCTURE,
-    FailureClass.SYMPTOM: MarkKind.SYMPTOM,
-    FailureClass.STOPPED_BY_US: MarkKind.STOPPED,
-}
 IMPORTANCE = {kind: number for number, kind in enumerate(MarkKind)}
 
 
@@ -311,7 +306,7 @@ def _entries(attempts: Iterable[AttemptHistory]) -> tuple[Entry, ...]:
                 found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, loss=loss))
             for fold in fold_failures(item.failures, item.clocks):
                 is_cause = verdict.failure is not None and any(f is verdict.failure for f in fold.members)
-                kind = MarkKind.CAUSE if is_cause else _KINDS[fold.first.failure_class]
+                kind = MarkKind.CAUSE if is_cause else MarkKind(FAILURE_WORDS[fold.first.failure_class])
                 found.append(Entry(number=len(found), kind=kind, attempt=attempt.number, round=item.index, fold=fold))
     return tuple(found)
 
@@ -398,7 +393,7 @@ def _cut(spans: Iterable[Span], end_ns: int | None) -> list[Span]:
 
 
 def _ranks_of(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {rank_ranges(ranks)}" if ranks else ""
+    return f"rank{'' if len(ranks) == 1 else 's'} {ranges(ranks)}" if ranks else ""
 
 
 def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:

@@ -23,14 +23,14 @@ from hpc_elastic.report.node_times import NodeTimes, node_offsets
 class State(str, Enum):
     """Of a node or a rank."""
 
-    LAUNCHING = "launching"
-    """The attempt goes on, and its agent has not said a word yet."""
+    LAUNCHING = "agent being launched"
+    """The attempt goes on, and nothing was heard of its agent yet."""
     RENDEZVOUS = "rendezvous"
     """Between rounds: agents agree on the next one."""
-    STARTING = "starting"
+    STARTING = "starting workers"
     """The round is agreed upon, its workers are being started."""
     RUNNING = "running"
-    STOPPING = "stopping"
+    STOPPING = "stopping workers"
     SPARE = "waiting as a spare"
     """Others run a round without it."""
     DONE = "done"

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
+from hpc_elastic.base.text import clean_text, cut_middle
 from hpc_elastic.failures.traceback_text import (
     MESSAGE_LIMIT,
     TEXT_LIMIT,
     Frame,
-    clean_text,
-    cut_middle,
     find_cpp_terminate,
     find_fatal_error,
     find_python_traceback,

@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
 from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.fold import Fold, fold_failures, kind_of, rank_ranges, wording_of
+from hpc_elastic.report.fold import Fold, fold_failures, kind_of, wording_of
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
@@ -40,13 +41,13 @@ SENT_LATE = f"{_GLOO}unbound_buffer.cc:137] Timed out waiting 2000ms for send op
     [((), ""), ((5,), "5"), ((1, 0), "0-1"), ((12, 7, 6, 5, 0), "0,5-7,12"), ((3, 3), "3")],
 )
 def test_rank_ranges(ranks: tuple[int, ...], text: str) -> None:
-    assert rank_ranges(ranks) == text
+    assert ranges(ranks) == text
 
 
 @given(st.sets(st.integers(min_value=0, max_value=60)))
 def test_rank_ranges_name_exactly_the_ranks(ranks: set[int]) -> None:
     named: set[int] = set()
-    for part in filter(None, rank_ranges(tuple(ranks)).split(",")):
+    for part in filter(None, ranges(tuple(ranks)).split(",")):
         first, _, last = part.partition("-")
         named |= set(range(int(first), int(last or first) + 1))
     assert named == ranks
@@ -57,7 +58,7 @@ def test_the_same_failure_on_many_ranks_is_one_entry() -> None:
     failures = [make_failure(rank, at=2 - rank / 1000, exception=text) for rank, text in enumerate(texts)]
     failures.append(make_failure(500, at=1, exception="ValueError: bad"))
     folds = fold_failures(failures)
-    assert [(fold.first.global_rank, rank_ranges(fold.ranks)) for fold in folds] == [(500, "500"), (499, "0-499")]
+    assert [(fold.first.global_rank, ranges(fold.ranks)) for fold in folds] == [(500, "500"), (499, "0-499")]
     assert folds[1].hosts[:2] == ("n1", "n2")
     assert len(folds[1].hosts) == 500
 
@@ -84,7 +85,7 @@ def test_one_loss_in_many_wordings_is_one_entry() -> None:
     failures.append(make_failure(50, at=0.5, exception="ValueError: bad"))
     cause, loss = sorted(fold_failures(failures), key=lambda fold: len(fold.members))
     assert cause.ranks == (50,)
-    assert rank_ranges(loss.ranks) == "0-9"
+    assert ranges(loss.ranks) == "0-9"
     assert loss.first.global_rank == 9
     # "Read error" three times, with two exit codes: 1 and 9 with -6, 8 with 1.
     assert loss.wordings[0].ranks == (1, 9)
@@ -120,7 +121,7 @@ def _failure(rank: int, drawn: tuple[str, int, bool, int]) -> WorkerFailure:
 
 def _sets(folds: tuple[Fold, ...]) -> set[tuple[str, str, tuple[tuple[int, ...], ...]]]:
     words = ((normalise_message(fold.headline), fold) for fold in folds)
-    return {(text, rank_ranges(fold.ranks), tuple(same.ranks for same in fold.wordings)) for text, fold in words}
+    return {(text, ranges(fold.ranks), tuple(same.ranks for same in fold.wordings)) for text, fold in words}
 
 
 @given(_FAILURES, st.randoms(use_true_random=False))

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.render_text import describe_class
+from hpc_elastic.report.wording import describe_class
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 

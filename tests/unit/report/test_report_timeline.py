@@ -54,20 +54,24 @@ def test_states_of_a_node_follow_upon_each_other(builder: RunBuilder) -> None:
     builder.end(0, at=61, outcome="succeeded", code=0)
     timeline = picture(builder)
     assert told(row(timeline, "n1")) == [
-        ("launching", 0, 2),
+        ("agent being launched", 0, 2),
         ("rendezvous", 2, 5),
-        ("starting", 5, 5.01),
+        ("starting workers", 5, 5.01),
         ("running", 5.01, 20.9),
-        ("stopping", 20.9, 21),
+        ("stopping workers", 20.9, 21),
         ("rendezvous", 21, 25),
-        ("starting", 25, 25.01),
+        ("starting workers", 25, 25.01),
         ("running", 25.01, 58),
         ("done", 58, 60),
     ]
     assert row(timeline, "n1").detail == "ranks 0-1"
     # A rank is there in its rounds alone, and the one that failed ended before the others.
-    assert told(row(timeline, "rank 4"))[:2] == [("starting", 5, 5.01), ("running", 5.01, 20)]
-    assert told(row(timeline, "rank 5"))[:3] == [("starting", 5, 5.01), ("running", 5.01, 20.9), ("stopping", 20.9, 21)]
+    assert told(row(timeline, "rank 4"))[:2] == [("starting workers", 5, 5.01), ("running", 5.01, 20)]
+    assert told(row(timeline, "rank 5"))[:3] == [
+        ("starting workers", 5, 5.01),
+        ("running", 5.01, 20.9),
+        ("stopping workers", 20.9, 21),
+    ]
     assert row(timeline, "rank 4").detail == "n3"
     (mark,) = row(timeline, "n3").marks
     assert (mark.kind, mark.at_ns, mark.ranks) == (MarkKind.CAUSE, START_NS + 20 * SECOND, (4,))
@@ -101,7 +105,7 @@ def test_node_that_never_joins_waits_as_a_spare(builder: RunBuilder) -> None:
     builder.round(0, 0, at=5, without=(1,))
     builder.succeeded(0, 0, at=45, nodes=(0, 2))
     assert told(row(picture(builder), "n2")) == [
-        ("launching", 0, 1),
+        ("agent being launched", 0, 1),
         ("rendezvous", 1, 5),
         ("waiting as a spare", 5, 45),
         ("rendezvous", 45, 50),
@@ -227,7 +231,7 @@ def test_measured_offsets_are_used(builder: RunBuilder) -> None:
     first = make_failure(2, at=-90.0, exception="KeyError: 'first'")
     builder.fail(replace(first, ended_uptime_ns=UPTIME_NS + 10 * SECOND))
     timeline = picture(builder)
-    assert [told(row(timeline, name))[1][:3] for name in ("n1", "n2")] == [("starting", 5, 5.01)] * 2
+    assert [told(row(timeline, name))[1][:3] for name in ("n1", "n2")] == [("starting workers", 5, 5.01)] * 2
     assert timeline.clock_hosts == ("n1",)
     assert timeline.offsets["n2"].offset_ns == 2 * SECOND
     marks = {name: row(timeline, name).marks[0] for name in ("n2", "n3")}

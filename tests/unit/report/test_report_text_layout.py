@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from hpc_elastic.report.render_text_words import fit_traceback, fold_repeats, headline
+from hpc_elastic.report.render_text import fit_traceback, fold_repeats, headline_lines
 
 
 def test_a_headline_breaks_between_words_and_says_that_it_was_cut() -> None:
     text = "RuntimeError: " + "word " * 100
-    lines = headline(text, 60)
+    lines = headline_lines(text, 60)
     assert len(lines) == 3
     assert all(len(line) <= 60 and line == line.rstrip() for line in lines)
     assert all(line.endswith("word") for line in lines[:2])
     assert lines[2].endswith(" ...")
-    assert headline("x" * 70, 60) == ["  " + "x" * 58, "  " + "x" * 12]
-    assert headline("", 60) == ["  (no message)"]
+    assert headline_lines("x" * 70, 60) == ["  " + "x" * 58, "  " + "x" * 12]
+    assert headline_lines("", 60) == ["  (no message)"]
 
 
 def test_a_headline_is_without_the_place_in_a_librarys_source() -> None:
     text = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer"
-    assert headline(text, 120) == ["  RuntimeError: Connection closed by peer"]
+    assert headline_lines(text, 120) == ["  RuntimeError: Connection closed by peer"]
 
 
 def test_a_long_path_in_a_traceback_loses_its_beginning_not_the_function() -> None:

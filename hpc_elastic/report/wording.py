@@ -1,0 +1,234 @@
+"""What a report says in words: one place for every kind of failure, outcome, decision, outage and restart.
+
+The text, the page and `status` take their sentences from here (report.json has values instead); the sentence that
+explains a verdict stands with its decision, in `verdict`. Nothing here cuts a line or escapes it: that is the
+renderers' part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text
+from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.incidents import InProcessRestart, Outage, OutageKind, OutputLoss
+
+FAILURE_WORDS = {
+    FailureClass.ROOT: "failure",
+    FailureClass.HANG: "hang",
+    FailureClass.INFRASTRUCTURE: "infrastructure",
+    FailureClass.SYMPTOM: "consequence",
+    FailureClass.STOPPED_BY_US: "ended by this job",
+}
+"""The most important first."""
+_CATEGORY_WORDS = {
+    Category.INPUT: "input: the call or the environment",
+    Category.WORKER: "worker: the script",
+    Category.PLATFORM: "platform: hpc-elastic",
+    Category.INFRASTRUCTURE: "infrastructure: the node or the cluster",
+}
+_BLAMELESS = (FailureClass.STOPPED_BY_US, FailureClass.SYMPTOM)
+_MOST_NAMES = 4
+_MOST_SPARES = 3
+_MOST_RESTARTS = 3
+
+
+def describe_class(failure: WorkerFailure) -> str:
+    """Why a failure is of its class, whether its node is suspect, and whether another try may help."""
+    retry = f"; {failure.host} is suspect" if failure.node_suspect else ""
+    retry += "" if failure.retryable else "; not worth another try"
+    # A worker that was killed or stopped from outside may have done nothing wrong, nor one that lost a peer.
+    blameless = failure.failure_class in _BLAMELESS or "from outside" in failure.reason
+    whose = failure.category.value if blameless else _CATEGORY_WORDS[failure.category]
+    return f"{failure.reason} ({whose}){retry}" if failure.reason else f"{whose}{retry}"
+
+
+def describe_exit(failure: WorkerFailure) -> str:
+    """``-11 (pid: 4711) (SIGSEGV)``."""
+    return f"{failure.exitcode} (pid: {failure.pid})" + (f" ({failure.signal})" if failure.signal else "")
+
+
+def describe_silence(loss: NodeLoss) -> str:
+    """A lost node, and for how long there was no sign of it."""
+    return f"{loss.summary}{f' ({loss.age:.1f} s without a sign)' if loss.age else ''}"
+
+
+def describe_clock(host: str, node: int, clocks: Clocks) -> str:
+    """``n2's clock``, and how far that is off where it is off by much."""
+    offset = clocks.offsets.get(node)
+    if offset is None or abs(offset.offset_ns) <= max(NOTABLE_NS, offset.bound_ns):
+        return f"{host}'s clock"
+    way = "ahead of" if offset.offset_ns > 0 else "behind"
+    return f"{host}'s clock, {seconds_text(abs(offset.offset_ns) / 1e9)} {way} {clocks.host or 'the others'}'s"
+
+
+def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str:
+    """How an attempt ended."""
+    if attempt is None:
+        return "has no attempt yet"
+    if attempt.outcome:
+        return attempt.outcome.replace("_", " ")
+    if attempt.number < history.attempts[-1].number:
+        return "ended without a word"
+    return "is still running (or its supervisor died)"
+
+
+def describe_end(attempt: AttemptHistory | None) -> str:
+    """Why an attempt ended, where no failure says so."""
+    if attempt is None or not attempt.outcome:
+        return "no end is recorded"
+    notices = f" (notice: {', '.join(attempt.notices)})" if attempt.notices else ""
+    return f"{attempt.outcome.replace('_', ' ')}{notices}"
+
+
+def describe_decision(text: str) -> str:
+    """``requeue: requeue 1 of 3: …`` → the reason alone; ``end: …`` → that it was not requeued."""
+    action, separator, reason = text.partition(": ")
+    if not separator:
+        return text
+    if action == "end":
+        return f"not requeued: {reason}"
+    return reason if reason.startswith(action) else text
+
+
+def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
+    """What was done about a round's failure, and what the next round looks like."""
+    lines: list[str] = []
+    after = next((item for item in attempt.rounds if item.index > part.index), None)
+    decision = part.decision
+    if decision is not None:
+        text = decision.reason
+        if decision.action == "close":
+            text = f"given up: {text}"
+        elif decision.action == "continue":
+            text = f"a new round, which costs no restart: {text}"
+        elif not text.startswith(decision.action):
+            text = f"{decision.action}: {text}"
+        if after is not None and decision.action != "close":
+            text += f" -> round {after.index}"
+        lines.append(text)
+    if after is not None:
+        lines += _membership(part, after)
+    back = [name for name in attempt.relaunched if name]
+    if back:
+        lines.append(f"agent started again on {', '.join(dict.fromkeys(back))}")
+    return lines
+
+
+def _membership(part: RoundHistory, after: RoundHistory) -> list[str]:
+    """The spares that took a place, and how many nodes there are now."""
+    took = {item.node: item for item in after.replaced}
+    lines = [f"spare {item.host} took over from {item.replaces_host}" for item in after.replaced[:_MOST_SPARES]]
+    if len(after.replaced) > _MOST_SPARES:
+        lines.append(f"{len(after.replaced) - _MOST_SPARES} more spares took over")
+    before_nodes = {node.node: node.host for node in part.nodes}
+    after_nodes = {node.node: node.host for node in after.nodes}
+    taken = {item.replaces_node for item in after.replaced}
+    gone = [host for node, host in before_nodes.items() if node not in after_nodes and node not in taken]
+    came = [host for node, host in after_nodes.items() if node not in before_nodes and node not in took]
+    if not before_nodes or not after_nodes or not (gone or came):
+        return lines
+    now, then = len(after_nodes), len(before_nodes)
+    size = f"{'shrunk' if now < then else 'grown'} to {plural(now, 'node')} from {then}"
+    if now == then:
+        size = f"{plural(now, 'node')} as before"
+    change = [f"without {first_of(gone, 5)}"] if gone else []
+    change += [f"with {first_of(came, 5)}"] if came else []
+    return [*lines, f"round {after.index}: {size}, {'; '.join(change)}"]
+
+
+def describe_size(part: RoundHistory) -> str:
+    """``2 nodes, 4 workers``."""
+    size = [plural(len(part.nodes), "node")] if part.nodes else []
+    size += [plural(part.world_size, "worker")] if part.world_size is not None else []
+    return ", ".join(size) or "never started"
+
+
+def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> list[tuple[str, str]]:
+    """What was out, and for how long; for each error, with the path in a line of its own, and each link.
+
+    Args:
+        outages: As `incidents.attributed` gives them.
+        clock: A time in nanoseconds → the time of day.
+    """
+    lines = []
+    by_error: dict[str, list[Outage]] = {}
+    by_link: dict[str, list[Outage]] = {}
+    for one in outages:
+        groups, key = (by_link, one.host) if one.kind is OutageKind.LINK else (by_error, one.error)
+        groups.setdefault(key or f"node {one.node}", []).append(one)
+    for error, found in by_error.items():
+        longest = max(found, key=lambda one: one.seconds)
+        hosts = list(dict.fromkeys("the supervisor" if one.node == SUPERVISOR else one.host for one in found))
+        often = max(sum(1 for one in found if (one.node, one.host) == (other.node, other.host)) for other in found)
+        times = f"{often} times, at most" if often > 1 else "for"
+        lasts = "" if all(one.over for one in found) else ", to the end"
+        when = f"{times} {longest.seconds:.0f} s from {clock(found[0].since_ns)} on{lasts}"
+        *names, last = hosts[:_MOST_NAMES] + ([f"{len(hosts) - _MOST_NAMES} more"] if len(hosts) > _MOST_NAMES else [])
+        lines.append(("filesystem", f"refused {', '.join(names)}{' and ' if names else ''}{last} {when}: {error}"))
+        lines += [("", longest.path)] if longest.path else []
+    for host, found in by_link.items():
+        often_lost = "once" if len(found) == 1 else f"{len(found)} times"
+        lasts = "" if found[-1].over else "; it was not back at the end"
+        in_all = f"{sum(one.seconds for one in found):.0f} s{' in all' if len(found) > 1 else ''}"
+        first = clock(found[0].since_ns)
+        lines.append(("network", f"{host}: network link lost {often_lost}, {in_all}, first at {first}{lasts}"))
+    return lines
+
+
+def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:
+    """What of the output is lost: at most one line for the files, and one for the job log."""
+    lines = []
+    files = [loss for loss in losses if loss.not_in_files]
+    if files:
+        reasons = ", ".join(list(dict.fromkeys(loss.reason for loss in files))[:3])
+        numbers = [one.rank for loss in files for one in loss.streams if one.not_in_file]
+        lines.append(_lost_bytes(sum(loss.not_in_files for loss in files), numbers, "are in no file", reasons))
+    dropped = sum(loss.not_in_job_log for loss in losses)
+    if dropped:
+        numbers = [one.rank for loss in losses for one in loss.streams if one.not_in_job_log]
+        lines.append(_lost_bytes(dropped, numbers, "are not in the job log", "the job log could not keep up"))
+    return lines
+
+
+def _lost_bytes(count: int, numbers: Sequence[int], where: str, why: str) -> str:
+    whose = f" of {ranks_text(numbers)}" if numbers else ""
+    return f"{count} bytes of the output{whose} {where}: {why}"
+
+
+def describe_restart(restart: InProcessRestart) -> str:
+    """One clause, as in ``iteration 2 after 0.12 s: EXCEPTION on rank 1``."""
+    if restart.gave_up:
+        return f"the in-process restart group gave up: {restart.gave_up}"
+    kinds: dict[str, list[int]] = {}
+    for rank, kind in restart.interruptions:
+        kinds.setdefault(kind, []).append(rank)
+    named = [f"{kind} on {_each(numbers)}" for kind, numbers in kinds.items()]
+    why = "; ".join(named[:_MOST_NAMES]) or "a fault"
+    fresh = f"; fresh process in place of {_each(restart.joined)}" if restart.joined else ""
+    return f"iteration {restart.iteration} after {restart.seconds:.2f} s: {why}{fresh}"
+
+
+def _each(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {ranges(numbers)}"
+
+
+def describe_restarts(restarts: Sequence[InProcessRestart], *, everything: bool) -> list[str]:
+    """The last ones in their order, and how many there were. Several ranks that gave up in one iteration are one line.
+
+    Args:
+        restarts: Of one round, in the order of time.
+        everything: Whether all are to be shown.
+    """
+    lines = list(dict.fromkeys(describe_restart(restart) for restart in restarts))
+    if everything or len(lines) <= _MOST_RESTARTS:
+        return lines
+    done = [restart for restart in restarts if not restart.gave_up]
+    total = sum(restart.seconds for restart in done)
+    return [
+        f"{len(done)} restarts within the processes, {total:.2f} s in all; the last:",
+        *lines[1 - _MOST_RESTARTS :],
+    ]
