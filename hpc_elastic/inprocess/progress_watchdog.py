@@ -15,8 +15,7 @@ import mmap
 import struct
 import threading
 from collections.abc import Callable, Mapping
-
-from msgspec import Struct
+from typing import NamedTuple
 
 from hpc_elastic.base.staleness import Staleness
 
@@ -24,7 +23,7 @@ _FIELDS = struct.Struct("=qqqq")
 _SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
 
 
-class Reading(Struct, frozen=True, kw_only=True):
+class Reading(NamedTuple):
     """The counters at one moment.
 
     Attributes:

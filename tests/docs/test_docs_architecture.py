@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,6 +52,14 @@ def test_every_module_of_the_glossary_is_there() -> None:
     named = re.findall(r"`(\w+/(?:\w+\.py)?)`", (PAGES / "glossary.md").read_text(encoding="utf-8"))
     assert len(named) > 50
     assert not [path for path in named if path != "hpc_elastic/" and not (ROOT / "hpc_elastic" / path).exists()]
+
+
+def test_the_packages_that_an_agent_imports_are_those_of_the_answer() -> None:
+    names = "(name.split('.')[1] for name in sys.modules if name.startswith('hpc_elastic.'))"
+    code = f"import sys, hpc_elastic.agent.main; print(*{names})"
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (answer,) = re.findall(r"^\| What does an agent import\? \| (.*?); never", ARCHITECTURE, re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", answer)) == set(loaded.split())
 
 
 def test_it_fits_a_page() -> None:
