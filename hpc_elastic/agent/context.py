@@ -17,7 +17,7 @@ from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileThread
 from hpc_elastic.options.worker_values import Std
-from hpc_elastic.output.pump import Pump
+from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.run.attempt import AttemptInfo
@@ -42,7 +42,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     clock: Clock
     coordination: Coordination
     notifier: Notifier | None
-    pump: Pump
+    pump: LogPump
     store_server: StoreServer
     torch_available: Callable[[], bool]
     events: EventLog

@@ -31,7 +31,7 @@ from hpc_elastic.failures.evidence import describe_exit, describe_failure, write
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.worker_values import Std
-from hpc_elastic.output.pump import Pump
+from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
@@ -106,7 +106,7 @@ class LocalWorkers:
         round_index: int,
         layout: RankLayout,
         inherited: Inherited,
-        pump: Pump,
+        pump: LogPump,
         clock: Clock,
         shown: Callable[[int], Std],
         excluding: Callable[[], AbstractSet[int]],

@@ -1,9 +1,4 @@
-"""``hpc-elastic report RUN|JOBID|DIR`` (or ``why``): what failed first, while the run goes on or after it ended.
-
-The text report in colours, for a terminal. Pure.
-
-``hpc-elastic report --follow``: the report again each time that the run's story has grown, to its end.
-"""
+"""``hpc-elastic report RUN|JOBID|DIR`` (or ``why``): what failed first, while the run goes on or after it ended."""
 
 from __future__ import annotations
 
@@ -13,13 +8,21 @@ import re
 import sys
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.files import read_bytes, write_private
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.follow import follow_to_end
-from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_run, check_attempt, whole_number
+from hpc_elastic.cli.run_argument import (
+    AskedRun,
+    add_run_arguments,
+    asked_run,
+    check_attempt,
+    check_ranks,
+    parse_numbers,
+    whole_number,
+)
 from hpc_elastic.cli.screen import (
     BOLD,
     DIM,
@@ -32,14 +35,24 @@ from hpc_elastic.cli.screen import (
     wants_colour,
     width_for,
 )
-from hpc_elastic.errors import UsageError
+from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
-
-if TYPE_CHECKING:
-    from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
+from hpc_elastic.report.subject import with_end
+from hpc_elastic.run.paths import RankPaths, RunPaths
 
 _CLEAR = "\x1b[H\x1b[2J"
 _STACKS_LIMIT = 256 << 10
+_SHORTEST_S = 1.0
+_FILES_PER_SECOND = 200
+_SHARE = 10
+"""Making a report takes at most a tenth of the time."""
+_FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
+_RULE = re.compile(r"[-=]{20,}\Z")
+_BOLD_RED = f"{BOLD};{RED}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,61 +100,40 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--follow goes with --format text or json; a page is written at the end of every attempt")
     asked = asked_run(args)
     if args.format == "html":
-        _print(_page(_collect(asked, args), asked.attempt, args.output))
+        _print(_page(_history(asked, args), asked.attempt, args.output))
         return 0
-    render = _renderer(args)
     if not args.follow:
-        _print(render(_collect(asked, args), asked.attempt))
+        _print(_text(_history(asked, args), asked.attempt, args))
         return 0
-    from hpc_elastic.base.clock import SystemClock
+    clears = args.format == "text" and is_terminal(sys.stdout)
+    shown = ""
+
+    def show() -> None:
+        nonlocal shown
+        text = _text(_history(asked, args, follows=True), asked.attempt, args)
+        if text != shown:
+            shown = text
+            _print((_CLEAR if clears else "") + text)
 
     clock = SystemClock()
-    return follow_to_end(asked, ReportFollower(asked, _Shown(args, asked, render).show, clock=clock), clock=clock)
+    return follow_to_end(asked, ReportFollower(asked, show, clock=clock), clock=clock)
 
 
-class _Shown:
-    """The report that stands on the screen, or that was appended last."""
-
-    def __init__(self, args: argparse.Namespace, asked: AskedRun, render: Callable[[RunHistory, int | None], str]):
-        self._clear = _CLEAR if args.format == "text" and is_terminal(sys.stdout) else ""
-        self._args = args
-        self._asked = asked
-        self._render = render
-        self._text = ""
-
-    def show(self) -> None:
-        """Print it again where it has changed."""
-        text = self._render(_collect(self._asked, self._args, wait=True), self._asked.attempt)
-        if text != self._text:
-            self._text = text
-            _print(self._clear + text)
-
-
-def _collect(asked: AskedRun, args: argparse.Namespace, *, wait: bool = False) -> RunHistory:
-    from hpc_elastic.report.collect import collect_run
-
-    ranks: Container[int] = ()
-    if args.rank is not None:
-        from hpc_elastic.cli.run_argument import parse_numbers
-
-        ranks = parse_numbers(args.rank, option="--rank")
+def _history(asked: AskedRun, args: argparse.Namespace, *, follows: bool = False) -> RunHistory:
+    ranks: Container[int] = parse_numbers(args.rank, option="--rank") if args.rank is not None else ()
     try:
         history = collect_run(asked.paths.root, ranks=ranks)
     except OSError as error:
         raise UsageError(f"{asked.paths.root} can't be read: {error.strerror}") from None
-    if asked.attempt is not None and not (wait and not history.attempts):
+    if asked.attempt is not None and (history.attempts or not follows):
         check_attempt(asked.attempt, [part.number for part in history.attempts], history.run_id)
-    return history if wait else _with_slurms_end(history, asked)
+    return history if follows else _with_slurms_end(history, asked)
 
 
 def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     """The history with the end that the files do not hold and Slurm knows; it is asked only where they hold none."""
     if history.attempts and history.attempts[-1].exit_code not in (None, ExitCode.REQUEUED):
         return history
-    from hpc_elastic.base.clock import SystemClock
-    from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
-    from hpc_elastic.report.subject import with_end
-
     clock = SystemClock()
     before = read_status(asked.paths, clock=clock)
     client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
@@ -160,41 +152,22 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     )
 
 
-def _renderer(args: argparse.Namespace) -> Callable[[RunHistory, int | None], str]:
-    """What makes the text of a history."""
+def _text(history: RunHistory, attempt: int | None, args: argparse.Namespace) -> str:
     if args.format == "json":
+        from hpc_elastic.report.render_json import json_report
 
-        def as_json(history: RunHistory, attempt: int | None) -> str:
-            from hpc_elastic.report.render_json import json_report
-
-            text = json_report(history, attempt=attempt)
-            return text.replace("\n", "") + "\n" if args.follow else text
-
-        return as_json
-
-    def as_text(history: RunHistory, attempt: int | None) -> str:
-        from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
-
-        if args.rank is not None:
-            text = _ranks(history, attempt, args)
-        else:
-            width = args.width if args.width is not None else width_for(sys.stdout)
-            lines = None if args.all else DEFAULT_LINES
-            text = render_text(history, attempt=attempt, max_lines=lines, width=width)
-        if not wants_colour(sys.stdout, os.environ):
-            return text
-
-        return coloured_report(text)
-
-    return as_text
+        text = json_report(history, attempt=attempt)
+        return text.replace("\n", "") + "\n" if args.follow else text
+    if args.rank is not None:
+        text = _ranks(history, attempt, args)
+    else:
+        width = args.width if args.width is not None else width_for(sys.stdout)
+        text = render_text(history, attempt=attempt, max_lines=None if args.all else DEFAULT_LINES, width=width)
+    return coloured_report(text) if wants_colour(sys.stdout, os.environ) else text
 
 
 def _ranks(history: RunHistory, attempt: int | None, args: argparse.Namespace) -> str:
-    from hpc_elastic.base.files import read_bytes
-    from hpc_elastic.cli.run_argument import check_ranks, parse_numbers
-    from hpc_elastic.errors import UnsafePathError
     from hpc_elastic.report.render_ranks import render_ranks, world_size
-    from hpc_elastic.run.paths import RankPaths
 
     ranks = parse_numbers(args.rank, option="--rank")
     size = world_size(history, attempt=attempt)
@@ -224,9 +197,7 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
     Raises:
         UsageError: it can't be written there.
     """
-    from hpc_elastic.base.files import write_private
     from hpc_elastic.report.render_html import render_html
-    from hpc_elastic.run.paths import RunPaths
 
     if output is not None:
         path = Path(os.path.abspath(output))
@@ -248,11 +219,6 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
 def _print(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
-
-
-_FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
-_RULE = re.compile(r"[-=]{20,}\Z")
-_BOLD_RED = f"{BOLD};{RED}"
 
 
 def coloured_report(text: str) -> str:
@@ -289,12 +255,6 @@ def _status_colour(line: str) -> str:
     if " SUCCEEDED" in line:
         return f"{BOLD};{GREEN}"
     return f"{BOLD};{YELLOW}" if "still running" in line or "no attempt yet" in line else _BOLD_RED
-
-
-_SHORTEST_S = 1.0
-_FILES_PER_SECOND = 200
-_SHARE = 10
-"""Making a report takes at most a tenth of the time."""
 
 
 class ReportFollower:

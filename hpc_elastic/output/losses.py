@@ -1,7 +1,7 @@
-"""What of the workers' output was lost, whose, and why: told once per episode, not once per line.
+"""What of the workers' output was lost, whose, and why: reported once per episode, not once per line.
 
-An episode begins with the first byte that a file does not get, which is said at once, and ends when nothing has been
-lost for `QUIET_S`; then it is summed up. What the job log could not keep up with is told of there in its place, by
+An episode begins with the first byte that a file does not get, which is logged at once, and ends when nothing has been
+lost for `QUIET_S`; then it is summed up. What the job log could not keep up with is reported there in its place, by
 `job_log`; here it is counted for the event.
 """
 
@@ -14,55 +14,44 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.text import first_of
 from hpc_elastic.output.job_log import JobLogSource
+from hpc_elastic.run.paths import round_index
 
 QUIET_S = 10.0
 LONGEST_EPISODE_S = 600.0
-"""After so long what was lost so far is told, though it goes on."""
+"""After so long what was lost so far is reported, though it goes on."""
 _NAMED = 8
 """Streams that a line names."""
+_MOST_STREAMS = 100
+"""That an event lists."""
 
 
 class StreamLoss(Struct, frozen=True, kw_only=True):
     """What was lost of one stream in an episode, in bytes of what the worker printed."""
 
+    round: int | None
     rank: int
     stream: str
     """``stdout`` or ``stderr``."""
-    path: Path
     not_in_file: int
     not_in_job_log: int
 
 
 class LossEpisode(Struct, frozen=True, kw_only=True):
-    """What was lost on this node from one quiet time to the next."""
+    """What was lost on this node from one quiet time to the next: the fields of the event ``output_lost``."""
 
     reason: str
-    """Why files did not get it; empty where they did and the job log alone could not keep up."""
+    not_in_files: int
+    not_in_job_log: int
     streams: tuple[StreamLoss, ...]
     """The largest losses first."""
 
-    @property
-    def not_in_files(self) -> int:
-        return sum(one.not_in_file for one in self.streams)
-
-    @property
-    def not_in_job_log(self) -> int:
-        return sum(one.not_in_job_log for one in self.streams)
-
-    def describe(self) -> str:
-        """What files lack, in one line."""
-        lacking = [one for one in self.streams if one.not_in_file]
-        named = ", ".join(f"rank {one.rank} {one.stream} {one.not_in_file}" for one in lacking[:_NAMED])
-        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-        why = f" ({self.reason})" if self.reason else ""
-        return f"{self.not_in_files} bytes of the workers' output are not in their files: {named}{more}{why}"
-
 
 class StreamAccount:
-    """One stream's losses that no episode has told of yet. Only its `LossBook` changes it."""
+    """One stream's losses that no episode has reported yet. Only its `LossBook` changes it."""
 
-    __slots__ = ("has_ended", "lost", "path", "rank", "seen_dropped", "source", "stream")
+    __slots__ = ("has_ended", "lost", "path", "rank", "reported", "source", "stream")
 
     def __init__(self, *, rank: int, stream: str, path: Path, source: JobLogSource | None) -> None:
         self.rank = rank
@@ -70,17 +59,26 @@ class StreamAccount:
         self.path = path
         self.source = source
         self.lost = 0
-        self.seen_dropped = 0
+        """Bytes that are not in its file."""
+        self.reported = 0
+        """Bytes that the job log dropped, of which an episode has reported."""
         self.has_ended = False
 
-    def take(self) -> StreamLoss | None:
-        dropped = self.source.dropped - self.seen_dropped if self.source is not None else 0
-        if not (self.lost or dropped):
-            return None
+    @property
+    def dropped(self) -> int:
+        """Bytes that the job log dropped in all."""
+        return self.source.dropped if self.source is not None else 0
+
+    def take(self) -> StreamLoss:
+        """What was lost since it was taken last."""
         loss = StreamLoss(
-            rank=self.rank, stream=self.stream, path=self.path, not_in_file=self.lost, not_in_job_log=dropped
+            round=round_index(self.path.parent.parent.name),
+            rank=self.rank,
+            stream=self.stream,
+            not_in_file=self.lost,
+            not_in_job_log=self.dropped - self.reported,
         )
-        self.seen_dropped += dropped
+        self.reported += loss.not_in_job_log
         self.lost = 0
         return loss
 
@@ -88,24 +86,24 @@ class StreamAccount:
 class LossBook:
     """All accounts of a node. Any thread may call it; none waits for another that writes."""
 
-    def __init__(self, *, clock: Clock, say: Callable[[str], None]) -> None:
+    def __init__(self, *, clock: Clock, log: Callable[[str], None]) -> None:
         """Args:
         clock: For what is quiet and what is long.
-        say: Writes a line to the job log, without waiting.
+        log: Writes a line to the job log, without waiting.
         """
         self._clock = clock
-        self._say = say
+        self._log = log
         self._lock = threading.Lock()
         self._accounts: set[StreamAccount] = set()
         self._began: float | None = None
         self._changed_at = 0.0
         self._total = 0
-        """By when it was looked at last."""
+        """All losses, when they were summed up last."""
         self._lost = 0
         self._reason = ""
 
     def open(self, account: StreamAccount) -> StreamAccount:
-        """Keep `account`, until it was ended and told of."""
+        """Keep `account` until it has ended and its losses are reported."""
         with self._lock:
             self._accounts.add(account)
         return account
@@ -125,16 +123,16 @@ class LossBook:
             is_first = not self._reason
             self._reason = self._reason or reason
         if is_first:
-            self._say(
+            self._log(
                 f"{account.path}: {reason}; the workers run on, and what they print is lost until it can be written"
                 " again"
             )
 
     def settle(self, *, final: bool = False) -> LossEpisode | None:
-        """To be called every few seconds: the episode that has ended, or has lasted long; None: nothing to tell."""
+        """To be called every few seconds: the episode that has ended, or has lasted long; None: there is none."""
         now = self._clock.monotonic()
         with self._lock:
-            total = self._lost + sum(a.source.dropped for a in self._accounts if a.source is not None)
+            total = self._lost + sum(account.dropped for account in self._accounts)
             if total != self._total:
                 self._total, self._changed_at = total, now
                 self._began = now if self._began is None else self._began
@@ -143,24 +141,30 @@ class LossBook:
             ):
                 self._forget()
                 return None
-            losses = [loss for account in self._accounts if (loss := account.take()) is not None]
-            episode = LossEpisode(
-                reason=self._reason,
-                streams=tuple(
-                    sorted(losses, key=lambda one: (-one.not_in_file, -one.not_in_job_log, one.rank, one.stream))
-                ),
-            )
+            losses = [
+                account.take() for account in self._accounts if account.lost or account.dropped > account.reported
+            ]
+            losses.sort(key=lambda one: (-one.not_in_file, -one.not_in_job_log, one.rank, one.stream))
+            reason = self._reason
             self._began, self._reason = None, ""
             self._forget()
-            self._total = self._lost + sum(a.source.dropped for a in self._accounts if a.source is not None)
-        if episode.not_in_files:
-            self._say(episode.describe())
-        return episode
+            self._total = self._lost + sum(account.dropped for account in self._accounts)
+        lacking = [f"rank {one.rank} {one.stream} {one.not_in_file}" for one in losses if one.not_in_file]
+        not_in_files = sum(one.not_in_file for one in losses)
+        if lacking:
+            why = f" ({reason})" if reason else ""
+            whose = first_of(lacking, _NAMED)
+            self._log(f"{not_in_files} bytes of the workers' output are not in their files: {whose}{why}")
+        return LossEpisode(
+            reason=reason or "the job log could not keep up",
+            not_in_files=not_in_files,
+            not_in_job_log=sum(one.not_in_job_log for one in losses),
+            streams=tuple(losses[:_MOST_STREAMS]),
+        )
 
     def _forget(self) -> None:
-        """Let go of the accounts that have ended and lack nothing that was not told. Called with the lock."""
-        for account in [a for a in self._accounts if a.has_ended]:
-            dropped = account.source.dropped if account.source is not None else 0
-            if not account.lost and dropped == account.seen_dropped:
+        """Let go of the accounts that have ended and lack nothing that was not reported. Called with the lock."""
+        for account in [account for account in self._accounts if account.has_ended]:
+            if not account.lost and account.dropped == account.reported:
                 self._accounts.discard(account)
-                self._total -= dropped
+                self._total -= account.dropped

@@ -5,14 +5,10 @@ per-rank files, `job_log.JobLog` the agent's stdout. Supervision (the main threa
 
 What a worker's ``print`` may be held up for, at most: 0.5 s by a job log that is not read, and 1/50 of the time in the
 long run; 5 s by files on a disk that takes nothing, and as long as it takes by one that takes more than 1 MiB/s. The
-rest is lost, counted, and told (`log_losses`).
+rest is lost, counted and logged (`losses`).
 
 Memory, whatever the workers print: 4 MiB for the files, 2 MiB for the job log, 64 KiB per stream for lines that have
 begun and for its reserve, and some hundred KiB for what is being read and written.
-
-What takes the workers' output, as far as an agent's other parts need it.
-
-The loss of workers' output on this node, as an event. The job log has it by then.
 """
 
 from __future__ import annotations
@@ -27,9 +23,8 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.worker_values import Std
@@ -40,7 +35,6 @@ from hpc_elastic.output.log_times import STDERR, STDOUT, StreamTimes, times_path
 from hpc_elastic.output.losses import LossBook, LossEpisode, StreamAccount
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_pieces import PieceLimit
-from hpc_elastic.run.paths import round_index
 from hpc_elastic.workers.spawn import WorkerProcess
 
 _READ_BYTES = 256 << 10
@@ -129,7 +123,7 @@ class LogPump:
         self._limit = limit
         self._node = node
         self._files = FileWriter(clock=clock, on_room=self._wake)
-        self._losses = LossBook(clock=clock, say=lambda line: job_log.write_line(f"[{host}] {line}"))
+        self._losses = LossBook(clock=clock, log=lambda line: job_log.write_line(f"[{host}] {line}"))
         self._budget = HoldBudget(now=clock.monotonic())
         self._streams: dict[int, _Stream] = {}
         self._paused: set[_Stream] = set()
@@ -383,39 +377,8 @@ def _bytes_in_pipe(fd: int) -> int:
     return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"), sys.byteorder)
 
 
-class Pump(Protocol):
-    """What is needed of `processes.logs.LogPump`."""
-
-    def add(
-        self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std
-    ) -> Callable[[], bytes]: ...
-
-    def drained(self, pid: int, timeout: float) -> bool: ...
-
-    def take_losses(self) -> LossEpisode | None: ...
-
-
-_MOST_STREAMS = 100
-
-
-def log_losses(events: EventLog, pump: Pump) -> None:
+def log_losses(events: EventLog, pump: LogPump) -> None:
     """Write an event where an episode of losses has ended. Costs next to nothing where there is none."""
     episode = pump.take_losses()
-    if episode is None:
-        return
-    events.write(
-        "output_lost",
-        reason=episode.reason or "the job log could not keep up",
-        not_in_files=episode.not_in_files,
-        not_in_job_log=episode.not_in_job_log,
-        streams=[
-            {
-                "round": round_index(one.path.parent.parent.name),
-                "rank": one.rank,
-                "stream": one.stream,
-                "not_in_file": one.not_in_file,
-                "not_in_job_log": one.not_in_job_log,
-            }
-            for one in episode.streams[:_MOST_STREAMS]
-        ],
-    )
+    if episode is not None:
+        events.write("output_lost", **to_builtins(episode))

@@ -15,7 +15,7 @@ class _Book:
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.said: list[str] = []
-        self.book = LossBook(clock=self.clock, say=self.said.append)
+        self.book = LossBook(clock=self.clock, log=self.said.append)
 
     def account(self, rank: int, stream: str = "stdout", *, shown: bool = False) -> StreamAccount:
         source = JobLogSource(f"[n:{rank}] ") if shown else None
@@ -84,7 +84,7 @@ def test_what_the_job_log_drops_is_counted_without_a_word_of_ours(at: _Book) -> 
     at.clock.now += QUIET_S
     episode = at.book.settle()
     assert episode is not None
-    assert (episode.not_in_job_log, episode.not_in_files, episode.reason) == (500, 0, "")
+    assert (episode.not_in_job_log, episode.not_in_files, episode.reason) == (500, 0, "the job log could not keep up")
     assert not at.said, "the job log says so in its place"
     account.source.dropped += 20
     at.book.settle()
