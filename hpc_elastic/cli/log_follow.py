@@ -10,6 +10,7 @@ from hpc_elastic.output.follow import FollowedFiles
 from hpc_elastic.output.log_reader import Chunk, OutputReader
 from hpc_elastic.output.log_streams import (
     LogStream,
+    Piece,
     last_of,
     merged,
     read_round_marks,
@@ -61,14 +62,14 @@ class LogFollower:
         if everything:
             self._round_at.clear()
         for stream, chunk in self._files.look(everything=everything):
-            self._show(stream, chunk.data, self._clock.time_ns() // 1000, after_gap=chunk.after_gap)
+            self._show(Piece(stream, self._clock.time_ns() // 1000, chunk.data, chunk.after_gap))
         self._printer.flush()
         return self._files.seconds_until_due()
 
     def finish(self) -> None:
         """As `Follower` has it."""
         for stream, chunk in self._files.rests():
-            self._show(stream, chunk.data, after_gap=chunk.after_gap)
+            self._show(Piece(stream, None, chunk.data, chunk.after_gap))
         self._printer.flush()
 
     def _begin(self) -> None:
@@ -86,7 +87,7 @@ class LogFollower:
         marks = read_round_marks(attempt.round_dir(index), offsets_ns=read_offsets_ns(attempt))
         pieces = merged(readers, marks, is_over=False)
         for piece in pieces if self._tail is None else last_of(pieces, self._tail):
-            self._show(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
+            self._show(piece)
         for stream, reader in readers.items():
             self._files.add(stream, reader)
 
@@ -125,9 +126,9 @@ class LogFollower:
                     found.append((attempt, index))
         return found
 
-    def _show(self, stream: LogStream, data: bytes, time_us: int | None = None, *, after_gap: bool) -> None:
-        place = (stream.attempt, stream.round)
+    def _show(self, piece: Piece) -> None:
+        place = (piece.stream.attempt, piece.stream.round)
         if self._shown is not None and place > self._shown:
-            self._printer.title(f"attempt {stream.attempt}, round {stream.round}")
+            self._printer.title(f"attempt {place[0]}, round {place[1]}")
         self._shown = place if self._shown is None else max(place, self._shown)
-        self._printer.lines(stream, data, time_us, after_gap=after_gap)
+        self._printer.show(piece)

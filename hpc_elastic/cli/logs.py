@@ -1,9 +1,4 @@
-"""Of which attempt, rounds, ranks and streams somebody wants to see the output.
-
-Prints workers' lines: with their rank before each, and fit for where they go.
-
-``hpc-elastic logs RUN``: what the workers printed, of all ranks in one, while the run goes on or after it ended.
-"""
+"""``hpc-elastic logs RUN``: what the workers printed, of all ranks in one, while the run goes on or after it ended."""
 
 from __future__ import annotations
 
@@ -15,7 +10,9 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from msgspec import Struct
 
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.text import ranks_text, time_text
+from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (
     AskedRun,
     NumberSet,
@@ -55,6 +52,11 @@ if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
 
 ALL_STREAMS = (STDOUT, STDERR)
+SECONDS = 10
+LINES = 40
+_FOLLOWED_LINES = 10
+_ALL = "all"
+_TIME_WIDTH = 23
 
 
 class LogChoice(Struct, frozen=True, kw_only=True):
@@ -113,39 +115,37 @@ class LogChoice(Struct, frozen=True, kw_only=True):
         )
 
 
-_NO_TIME = "-"
-_TIME_WIDTH = 23
-
-
-class LogStyle(Struct, frozen=True, kw_only=True):
-    """How lines are printed."""
-
-    clean: bool
-    """Without what steers a terminal."""
-    prefix: bool = True
-    times: bool = False
-    colours: bool = False
-
-
 class LogPrinter:
-    """Writes to one output."""
+    """Prints workers' lines: with their rank before each, and fit for where they go."""
 
-    def __init__(self, out: BinaryIO, style: LogStyle) -> None:
+    def __init__(
+        self, out: BinaryIO, *, clean: bool = False, prefix: bool = True, times: bool = False, colours: bool = False
+    ) -> None:
+        """Args:
+        out: Where to.
+        clean: Without what steers a terminal.
+        prefix: With the rank before each line.
+        times: With the time before each line.
+        colours: Of the ranks, and of lines of our own.
+        """
         self._out = out
-        self._style = style
-        self._prefixes: dict[int, str] = {}
+        self._clean = clean
+        self._prefix = prefix
+        self._times = times
+        self._colours = colours
+        self._labels: dict[int, str] = {}
 
-    def lines(self, stream: LogStream, data: bytes, time_us: int | None, *, after_gap: bool = False) -> None:
-        """Whole lines of one worker's that were printed at one time."""
-        if after_gap:
-            self.note(f"[rank {stream.rank}] ... what stood here was removed: see --log-max-files ...")
-        if self._style.clean:
-            data = harmless(data)
-        self._out.write(with_prefix(data, self._prefix(stream.rank, time_us).encode()))
+    def show(self, piece: Piece) -> None:
+        """Lines of one worker."""
+        rank = piece.stream.rank
+        if piece.after_gap:
+            self.note(f"[rank {rank}] ... what stood here was removed: see --log-max-files ...")
+        data = harmless(piece.data) if self._clean else piece.data
+        self._out.write(with_prefix(data, self._before(rank, piece.time_us).encode()))
 
     def note(self, text: str, colour: str = DIM) -> None:
         """A line of our own."""
-        line = painted(one_line(text), colour if self._style.colours else "")
+        line = painted(one_line(text), colour if self._colours else "")
         self._out.write(line.encode("utf-8", "replace") + b"\n")
 
     def title(self, text: str) -> None:
@@ -156,23 +156,15 @@ class LogPrinter:
         """Show it."""
         self._out.flush()
 
-    def _prefix(self, rank: int, time_us: int | None) -> str:
-        prefix = ""
-        if self._style.times:
-            prefix = f"{time_text(time_us * 1000, fine=True) if time_us is not None else _NO_TIME:<{_TIME_WIDTH}} "
-        if not self._style.prefix:
-            return prefix
-        label = self._prefixes.get(rank)
-        if label is None:
-            label = painted(f"[rank {rank}]", rank_colour(rank) if self._style.colours else "") + " "
-            self._prefixes[rank] = label
-        return prefix + label
-
-
-_FOLLOWED_LINES = 10
-_ALL = "all"
-SECONDS = 10
-LINES = 40
+    def _before(self, rank: int, time_us: int | None) -> str:
+        text = ""
+        if self._times:
+            text = f"{time_text(time_us * 1000, fine=True) if time_us is not None else '-':<{_TIME_WIDTH}} "
+        if self._prefix:
+            if rank not in self._labels:
+                self._labels[rank] = painted(f"[rank {rank}]", rank_colour(rank) if self._colours else "") + " "
+            text += self._labels[rank]
+        return text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -235,12 +227,10 @@ def run(args: argparse.Namespace) -> int:
     asked = asked_run(args)
     printer = LogPrinter(
         sys.stdout.buffer,
-        LogStyle(
-            clean=is_terminal(sys.stdout) and not args.raw,
-            prefix=not args.no_prefix,
-            times=args.timestamps,
-            colours=wants_colour(sys.stdout, os.environ) and not args.raw,
-        ),
+        clean=is_terminal(sys.stdout) and not args.raw,
+        prefix=not args.no_prefix,
+        times=args.timestamps,
+        colours=wants_colour(sys.stdout, os.environ) and not args.raw,
     )
     if args.around_failure:
         return _around(args, asked, choice, printer)
@@ -251,9 +241,7 @@ def run(args: argparse.Namespace) -> int:
     if attempt is not None:
         choice.check(attempt, rounds)
     if args.follow:
-        from hpc_elastic.base.clock import SystemClock
-        from hpc_elastic.cli.follow import follow_to_end
-        from hpc_elastic.cli.log_follow import LogFollower
+        from hpc_elastic.cli.log_follow import LogFollower  # it stands on this module
 
         clock = SystemClock()
         return follow_to_end(asked, LogFollower(asked, choice, printer, tail=tail, clock=clock), clock=clock)
@@ -305,7 +293,7 @@ def _print(
         if len(rounds) > 1 and (before is None or before.round != piece.stream.round):
             printer.title(f"attempt {attempt.number}, round {piece.stream.round}")
         before = piece.stream
-        printer.lines(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
+        printer.show(piece)
     printer.flush()
 
 
@@ -337,10 +325,12 @@ def _around(args: argparse.Namespace, asked: AskedRun, choice: LogChoice, printe
     pieces = merged(readers, marks, window=window)
     before, after = nearest_lines(pieces, at_us=at_us, count=lines, ended=moment.rank)
     printer.title(f"attempt {moment.attempt}, round {moment.round}, {seconds} s before and after the first failure")
-    _show(before, printer)
+    for piece in before:
+        printer.show(piece)
     printer.note(f"--- {moment.caption} ---", RED)
     printer.note(f"--- {moment.evidence} ---", RED)
-    _show(after, printer)
+    for piece in after:
+        printer.show(piece)
     quiet = sorted({one.rank for one in streams} - {piece.stream.rank for piece in (*before, *after)})
     if quiet:
         printer.note(f"--- nothing of {ranks_text(quiet)} in that time ---")
@@ -395,11 +385,6 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
         caption=f"{time_text(when, fine=True)} {caption}",
         evidence=verdict.evidence,
     )
-
-
-def _show(pieces: Sequence[Piece], printer: LogPrinter) -> None:
-    for piece in pieces:
-        printer.lines(piece.stream, piece.block.data, piece.block.time_us, after_gap=piece.block.after_gap)
 
 
 def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None:

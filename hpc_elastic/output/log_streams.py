@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
@@ -235,16 +236,26 @@ def _end_of(path: Path, size: int) -> bytes:
         os.close(fd)
 
 
-class Block(Struct, frozen=True):
-    """Whole lines that were printed at one time."""
+class Piece(Struct, frozen=True):
+    """Whole lines of one stream that were printed at one time."""
 
+    stream: LogStream
     time_us: int | None
     """None: it is not known when."""
     data: bytes
     after_gap: bool = False
 
+    @property
+    def lines(self) -> int:
+        """How many."""
+        return self.data.count(b"\n")
 
-def timed_blocks(chunk: Chunk, marks: StreamMarks) -> Iterator[Block]:
+
+def _by_time(piece: Piece) -> float:
+    return math.inf if piece.time_us is None else piece.time_us
+
+
+def timed_pieces(stream: LogStream, chunk: Chunk, marks: StreamMarks) -> Iterator[Piece]:
     """Cut a chunk where another time begins; a line's time is that of its first byte."""
     data, at = chunk.data, 0
     time_us = marks.time_at(chunk.head)
@@ -258,16 +269,9 @@ def timed_blocks(chunk: Chunk, marks: StreamMarks) -> Iterator[Block]:
             if cut == at > 0:
                 time_us = later  # several within one line: the next one begins after the last of them
             continue
-        yield Block(time_us, data[at:cut], gap)
+        yield Piece(stream, time_us, data[at:cut], gap)
         at, time_us, gap = cut, later, False
-    yield Block(time_us, data[at:], gap)
-
-
-class Piece(Struct, frozen=True):
-    """Whole lines of one stream that were printed at one time."""
-
-    stream: LogStream
-    block: Block
+    yield Piece(stream, time_us, data[at:], gap)
 
 
 def merged(
@@ -285,45 +289,48 @@ def merged(
         is_over: Nothing more will come: a line without its end is one too.
         window: Only what was printed from then to then, microseconds; what has no time is there too.
     """
-    parts = [
-        _pieces(reader, one, marks.of(one.rank, one.stream), is_over, window)
-        for one, reader in sorted(readers.items(), key=lambda item: (item[0].rank, item[0].stream))
-    ]
-    # By time; equal times by rank, for heapq.merge is stable.
-    yield from heapq.merge(*parts, key=lambda piece: math.inf if piece.block.time_us is None else piece.block.time_us)
+
+    def pieces(stream: LogStream) -> Iterator[Piece]:
+        reader, times = readers[stream], marks.of(stream.rank, stream.stream)
+        while (chunk := reader.read() or (reader.rest() if is_over else None)) is not None:
+            for piece in timed_pieces(stream, chunk, times):
+                if window is not None and piece.time_us is not None:
+                    if piece.time_us > window[1]:
+                        return
+                    if piece.time_us < window[0]:
+                        continue
+                yield piece
+
+    # Equal times by rank, for heapq.merge is stable.
+    yield from heapq.merge(*map(pieces, sorted(readers, key=_place)), key=_by_time)
 
 
-def _pieces(
-    reader: OutputReader, stream: LogStream, marks: StreamMarks, is_over: bool, window: tuple[int, int] | None
-) -> Iterator[Piece]:
-    while True:
-        chunk = reader.read() or (reader.rest() if is_over else None)
-        if chunk is None:
-            return
-        for block in timed_blocks(chunk, marks):
-            if window is not None and block.time_us is not None:
-                if block.time_us > window[1]:
-                    return
-                if block.time_us < window[0]:
-                    continue
-            yield Piece(stream, block)
+def _place(stream: LogStream) -> tuple[int, int]:
+    return stream.rank, stream.stream
 
 
-def readers_of(streams: Sequence[LogStream]) -> dict[LogStream, OutputReader]:
-    """Readers that begin at the beginning."""
-    return {one: OutputReader(one.path, chunk=chunk_for(len(streams))) for one in streams}
+def readers_of(
+    streams: Sequence[LogStream], begin: Callable[[LogStream], Place | None] = lambda stream: None
+) -> dict[LogStream, OutputReader]:
+    """Readers of many outputs.
+
+    Args:
+        streams: The outputs.
+        begin: Where to begin; None, or where it raises an OSError: at the beginning.
+    """
+    readers = {}
+    for one in streams:
+        try:
+            place = begin(one)
+        except OSError:
+            place = None  # nothing can be read yet
+        readers[one] = OutputReader(one.path, at=place, chunk=chunk_for(len(streams)))
+    return readers
 
 
 def readers_of_last(streams: Sequence[LogStream], count: int) -> dict[LogStream, OutputReader]:
-    """Readers that begin with the last `count` lines of each; at the beginning where nothing can be read yet."""
-    readers = readers_of(streams)
-    for one in streams:
-        try:
-            place = last_lines_place(one.path, count)
-        except OSError:
-            continue
-        readers[one] = OutputReader(one.path, at=place, chunk=chunk_for(len(streams)))
-    return readers
+    """Readers that begin with the last `count` lines of each."""
+    return readers_of(streams, lambda one: last_lines_place(one.path, count))
 
 
 def readers_around(
@@ -337,48 +344,54 @@ def readers_around(
         since_us: The moment.
         without_times: Lines at the end of an output that has no times: a failure is near a round's end.
     """
-    readers = readers_of(streams)
-    for one in streams:
+
+    def begin(one: LogStream) -> Place | None:
         times = marks.of(one.rank, one.stream)
-        try:
-            if times.first_us is None:
-                place: Place | None = last_lines_place(one.path, without_times)
-            else:
-                place = times.place_at(since_us)
-        except OSError:
-            continue
-        readers[one] = OutputReader(one.path, at=place, chunk=chunk_for(len(streams)))
-    return readers
+        return last_lines_place(one.path, without_times) if times.first_us is None else times.place_at(since_us)
+
+    return readers_of(streams, begin)
+
+
+class _LastLines:
+    """The pieces with the last `count` lines of those that were added."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pieces: deque[Piece] = deque()
+        self._lines = 0
+
+    def add(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._lines += piece.lines
+        while self._pieces and self._lines - (first := self._pieces[0].lines) >= self._count:
+            self._lines -= first
+            self._pieces.popleft()
+
+    def pieces(self) -> list[Piece]:
+        """Them, the first one without its lines before the last `count` of all."""
+        surplus = self._lines - self._count
+        if surplus <= 0 or not self._pieces:
+            return list(self._pieces)
+        first, *rest = self._pieces
+        return [replace(first, data=first.data[_end_of_lines(first.data, surplus) :], after_gap=False), *rest]
+
+
+def _end_of_lines(data: bytes, count: int) -> int:
+    """Where the first `count` lines of `data` end, or all."""
+    at = 0
+    for _ in range(count):
+        at = data.find(b"\n", at) + 1
+        if at in (0, len(data)):
+            return len(data)
+    return at
 
 
 def last_of(pieces: Iterable[Piece], count: int) -> list[Piece]:
     """The pieces with the last `count` lines."""
-    kept: deque[Piece] = deque()
-    lines = 0
+    last = _LastLines(count)
     for piece in pieces:
-        kept.append(piece)
-        lines += piece.block.data.count(b"\n")
-        while kept and lines - (first := kept[0].block.data.count(b"\n")) >= count:
-            lines -= first
-            kept.popleft()
-    if kept and lines > count:
-        first_piece = kept.popleft()
-        data = first_piece.block.data
-        at = 0
-        for _ in range(lines - count):
-            at = data.find(b"\n", at) + 1
-        kept.appendleft(Piece(first_piece.stream, Block(first_piece.block.time_us, data[at:])))
-    return list(kept)
-
-
-def first_lines(piece: Piece, count: int) -> Piece:
-    """The piece with its first `count` lines alone."""
-    data, at = piece.block.data, 0
-    for _ in range(count):
-        at = data.find(b"\n", at) + 1
-        if at in (0, len(data)):
-            return piece
-    return Piece(piece.stream, Block(piece.block.time_us, data[:at], piece.block.after_gap))
+        last.add(piece)
+    return last.pieces()
 
 
 def nearest_lines(
@@ -392,27 +405,17 @@ def nearest_lines(
         count: Lines of each output, before and after.
         ended: The rank that ended at that moment: what it printed was before it, also where its agent read it later.
     """
-    before: dict[LogStream, deque[tuple[int, Piece]]] = {}
-    lines: dict[LogStream, int] = {}
+    before: dict[LogStream, _LastLines] = {}
     after: list[Piece] = []
     left: dict[LogStream, int] = {}
-    for order, piece in enumerate(pieces):
-        if piece.block.time_us is not None and piece.block.time_us > at_us and piece.stream.rank != ended:
-            room = left.get(piece.stream, count)
-            first = first_lines(piece, room)
-            left[piece.stream] = room - first.block.data.count(b"\n")
-            if first.block.data:
-                after.append(first)
+    for piece in pieces:
+        stream = piece.stream
+        if piece.time_us is None or piece.time_us <= at_us or stream.rank == ended:
+            before.setdefault(stream, _LastLines(count)).add(piece)
             continue
-        kept = before.setdefault(piece.stream, deque())
-        kept.append((order, piece))
-        lines[piece.stream] = lines.get(piece.stream, 0) + piece.block.data.count(b"\n")
-        while kept and lines[piece.stream] - (number := kept[0][1].block.data.count(b"\n")) >= count:
-            lines[piece.stream] -= number
-            kept.popleft()
-    found: list[tuple[int, Piece]] = []
-    for kept in before.values():
-        # The first one may have lines beyond the last `count` of all.
-        found += zip((order for order, _ in kept), last_of((piece for _, piece in kept), count), strict=True)
-    found.sort(key=lambda item: item[0])
-    return [piece for _, piece in found], after
+        first = replace(piece, data=piece.data[: _end_of_lines(piece.data, left.setdefault(stream, count))])
+        left[stream] -= first.lines
+        if first.data:
+            after.append(first)
+    parts = [before[stream].pieces() for stream in sorted(before, key=_place)]
+    return list(heapq.merge(*parts, key=_by_time)), after

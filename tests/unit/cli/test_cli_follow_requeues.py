@@ -12,7 +12,7 @@ import pytest
 from hpc_elastic.cli import events as events_module
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.log_follow import LogFollower
-from hpc_elastic.cli.logs import LogChoice, LogPrinter, LogStyle
+from hpc_elastic.cli.logs import LogChoice, LogPrinter
 from hpc_elastic.cli.report import ReportFollower
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.run.paths import RunPaths
@@ -73,7 +73,7 @@ def story(tmp_path: Path) -> tuple[RunPaths, Clock]:
 def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, clock = story(tmp_path)
     out = io.BytesIO()
-    printer = LogPrinter(out, LogStyle(clean=False))
+    printer = LogPrinter(out)
     asked = AskedRun(paths=paths, attempt=None)
     follower = LogFollower(asked, LogChoice(), printer, tail=2, clock=clock)
     assert follow_to_end(asked, follower, clock=clock) == 0
@@ -94,7 +94,7 @@ def test_logs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_logs_of_one_attempt_end_with_it(tmp_path: Path) -> None:
     paths, clock = story(tmp_path)
     out = io.BytesIO()
-    printer = LogPrinter(out, LogStyle(clean=False))
+    printer = LogPrinter(out)
     asked = AskedRun(paths=paths, attempt=0)
     follower = LogFollower(asked, LogChoice(), printer, tail=1, clock=clock)
     assert follow_to_end(asked, follower, clock=clock) == 75
@@ -108,7 +108,7 @@ def test_logs_of_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.Capture
     clock.happens = [(clock.now + 1.0, lambda: hidden.rename(paths.attempt(0).root)), *clock.happens[:1]]
     out = io.BytesIO()
     asked = AskedRun(paths=paths, attempt=None)
-    follower = LogFollower(asked, LogChoice(), LogPrinter(out, LogStyle(clean=False)), tail=1, clock=clock)
+    follower = LogFollower(asked, LogChoice(), LogPrinter(out), tail=1, clock=clock)
     clock.happens.append((clock.now + 5.0, lambda: (paths.attempt(0).result_json).write_text(RESULT)))
     assert follow_to_end(asked, follower, clock=clock) == 0
     assert out.getvalue().count(b"\n") == 20, "what was not there at first is new"

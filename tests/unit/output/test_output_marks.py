@@ -10,18 +10,19 @@ from hpc_elastic.output.log_streams import (
     LogStream,
     RoundMarks,
     StreamMarks,
-    first_lines,
     last_of,
     merged,
+    nearest_lines,
     read_round_marks,
     readers_around,
     readers_of,
     readers_of_last,
-    timed_blocks,
+    timed_pieces,
 )
 from hpc_elastic.output.log_times import HEADER, STDERR, STDOUT, TimeMark, TimesFile, mark_line, times_path
 
 SECOND = 1_000_000
+STREAM = LogStream(0, 0, 0, 1, Path("stdout.log"))
 
 
 def chunk(data: bytes, offset: int = 0) -> Chunk:
@@ -38,7 +39,7 @@ def marks(*entries: tuple[int, int]) -> StreamMarks:
 def cut(one: Chunk, times: StreamMarks) -> list[tuple[int | None, bytes]]:
     return [
         (block.time_us // SECOND if block.time_us is not None else None, block.data)
-        for block in timed_blocks(one, times)
+        for block in timed_pieces(STREAM, one, times)
     ]
 
 
@@ -109,7 +110,7 @@ def text(pieces: object) -> list[str]:
     return [
         f"{piece.stream.rank}:{line}"
         for piece in pieces  # type: ignore[attr-defined]
-        for line in piece.block.data.decode().splitlines()
+        for line in piece.data.decode().splitlines()
     ]
 
 
@@ -194,10 +195,10 @@ def test_the_last_lines_of_all_together(tmp_path: Path) -> None:
         readers = readers_of_last(part.streams(), count)
         pieces = last_of(merged(readers, found), count)
         assert text(pieces) == lines
-    piece = last_of(merged(readers_of(part.streams()), found), 4)[0]
-    assert text([first_lines(piece, 2)]) == ["1:a", "1:b"]
-    assert text([first_lines(piece, 0)]) == []
-    assert text([first_lines(piece, 9)]) == ["1:a", "1:b", "1:c"]
+    for count, last, first in ((2, ["0:old", "0:old", "1:b", "1:c"], ["0:d"]), (0, [], [])):
+        pieces = merged(readers_of(part.streams()), found)
+        before, after = nearest_lines(pieces, at_us=2 * SECOND, count=count)
+        assert (text(before), text(after)) == (last, first)
 
 
 def test_of_very_many_times_the_end_is_read(tmp_path: Path, monkeypatch: object) -> None:
