@@ -25,6 +25,7 @@ from typing import NoReturn
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
 from hpc_elastic.workers.tree import Environ, Proc, TreeKiller
@@ -360,18 +361,16 @@ _STOPPED = "T"
 
 
 class StoppedWatch:
-    """Whether an agent stays stopped: the others go on without it, and its workers must not run beside theirs."""
+    """Whether an agent stays stopped: the others go on without it, and its workers must not run beside theirs. Pure."""
 
     def __init__(self, *, limit: float, longest_gap: float) -> None:
         """Args:
         limit: Seconds for which it has to be seen stopped.
         longest_gap: Between two looks; where more time has passed, the guardian was stopped itself (the whole job was
-            suspended), and begins anew.
+            suspended), and that time does not count.
         """
         self._limit = limit
-        self._longest_gap = longest_gap
-        self._since: float | None = None
-        self._looked: float | None = None
+        self._is_stopped = Staleness[str](longest_gap=longest_gap)
 
     def look(self, state: str, now: float) -> bool:
         """Take a look in.
@@ -383,10 +382,5 @@ class StoppedWatch:
         Returns:
             Whether it has been stopped for so long that its workers are to be ended.
         """
-        suspended = self._looked is not None and now - self._looked > self._longest_gap
-        self._looked = now
-        if state != _STOPPED:
-            self._since = None
-        elif self._since is None or suspended:
-            self._since = now
-        return self._since is not None and now - self._since >= self._limit
+        is_stopped = state == _STOPPED
+        return self._is_stopped.observe("agent", is_stopped, now) >= self._limit and is_stopped
