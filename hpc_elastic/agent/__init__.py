@@ -1,4 +1,4 @@
-"""One node's part in a run: joins rounds, starts and watches workers, ends them, and says what failed.
+"""One node's part in a run: joins rounds, starts and watches workers, ends them, and reports what failed.
 
 For Python users, with torch's names: `WorkerSpec`, `LocalElasticAgent`, and `SimpleElasticAgent` for other ways of
 starting workers. They are imported when they are first used: ``hpc-elastic agent`` needs none of them.

@@ -1,9 +1,9 @@
 """Which addresses are served at a TCP port: the kernel decides as a connection begins, and no privilege is needed.
 
-Two sockets listen at one port (SO_REUSEPORT), and a classic BPF program says which of them gets a connection
+Two sockets listen at one port (SO_REUSEPORT), and a classic BPF program decides which of them gets a connection
 (socket(7), SO_ATTACH_REUSEPORT_CBPF, since Linux 4.5). Nothing is spent on a connection once it is there. A filter on
 the socket itself (SO_ATTACH_FILTER) would do, but asks for CAP_NET_ADMIN on a TCP socket since June 2026 (Linux commit
-5d39580f68e6, and the stable kernels of that month). Nodes do not say which IPv6 addresses they have: all are served.
+5d39580f68e6, and the stable kernels of that month). Nodes do not publish their IPv6 addresses: all are served.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MOST_RANGES = 200
 """In one program, for which the kernel may allow 20 KiB (net.core.optmem_max)."""
 MOST_REFUSALS = 256
-"""Connections that are told of, and closed at once; later ones wait for nothing."""
+"""Connections that are logged and closed at once; later ones are left to wait."""
 Range = tuple[int, int]
 """First and last address, as numbers."""
 _LOOPBACK = (127 << 24, (128 << 24) - 1)
@@ -70,9 +70,9 @@ def program(ranges: Sequence[Range]) -> list[Instruction]:
 
 
 class Guard:
-    """Who is served at a port: all others come to a second socket there, where nobody serves them.
+    """Which addresses are served at a port: all others reach a second socket there, which is not served.
 
-    Before `admit` that is everybody.
+    Before `admit` all are others.
     """
 
     def __init__(self, first: socket.socket, bind_beside: Callable[[int], socket.socket]) -> None:
@@ -97,7 +97,7 @@ class Guard:
         self._refusals = 0
 
     def fileno(self) -> int:
-        """Readable when somebody was refused."""
+        """Readable when a connection was refused."""
         return self._refusing.fileno()
 
     @property
@@ -106,7 +106,7 @@ class Guard:
         return self._refusals >= MOST_REFUSALS
 
     def admit(self, addresses: Iterable[str] | None) -> None:
-        """Serve these addresses and this host itself alone; None: everybody. For any thread; once closed, nothing."""
+        """Serve these addresses and this host itself alone; None: all. For any thread; once closed, it does nothing."""
         try:
             if addresses is None:
                 logger.info("the workers' TCPStore serves every address: some nodes have not said theirs")
@@ -118,7 +118,7 @@ class Guard:
             pass  # closed: this round is over
 
     def refuse(self) -> list[str]:
-        """Close the connections of those who were refused. Returns the addresses that are new among them."""
+        """Close the refused connections. Returns the addresses that are new among them."""
         found = []
         while not self.has_refused_enough:
             try:

@@ -1,7 +1,4 @@
-"""Tells the coordinator of this node's checkpoints, while nodes wait to be taken in after one.
-
-The notice that the job is going to be ended, on one node: handed to the workers, answered when they have saved.
-"""
+"""What this node's agent reports of its workers' checkpoints: to nodes that wait, and before a preemption."""
 
 from __future__ import annotations
 
@@ -44,14 +41,14 @@ class CheckpointStatus(Struct, frozen=True, kw_only=True):
 class CheckpointWatch:
     """One agent's. All methods are for its main thread, and none waits.
 
-    In each period in which nodes wait, a node says at most three things: that its last checkpoint was so long ago, that
+    In each period in which nodes wait, a node reports at most three things: how long ago its last checkpoint was, that
     it is writing one, and that this one is complete.
     """
 
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
         """Args:
         watch: Reads the workers' heartbeats.
-        spec: Says whether anybody waits for a checkpoint, and at how many members no one is taken in.
+        spec: Whether nodes that wait are taken in after a checkpoint, and the most members.
         clock: The heartbeats'.
         """
         self._watch = watch
@@ -72,7 +69,7 @@ class CheckpointWatch:
         return self._due
 
     def on_record(self, record: RoundRecord) -> None:
-        """A newer record: does it say that nodes wait?"""
+        """A newer record: do nodes wait?"""
         if record.round != self._round:
             self._round, self._serial, self._is_waiting = record.round, 0, False
         waiting = record.status is Status.FINAL and record.waiting > 0 and len(record.members) < self._max_nodes
@@ -144,7 +141,7 @@ class PreemptionWatch:
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
         """Args:
         watch: Reads and writes the workers' pages.
-        spec: Says whether workers are sent a signal, and so follow notices whatever their pages say.
+        spec: Whether workers are sent a signal, and so follow notices whatever their pages show.
         clock: The pages'.
         """
         self._watch = watch
@@ -161,11 +158,11 @@ class PreemptionWatch:
 
     @property
     def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to say."""
+        """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to report."""
         return self._due
 
     def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
-        """A newer record: does it tell of a notice, of one that leaves less time, or of the step that is agreed?
+        """A newer record: does it hold a notice, one that leaves less time, or the step that is agreed?
 
         Args:
             record: The record.

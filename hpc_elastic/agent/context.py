@@ -56,7 +56,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     watch: HangWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
     health: HealthChecks = field(default_factory=no_health_checks)
-    """Says whether this node may join a round."""
+    """Checks whether this node may join a round."""
     restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)
     """Follows in-process restarts, and replaces single workers."""
     crash: CrashGuard = field(default_factory=CrashGuard)

@@ -1,7 +1,7 @@
 """A Python function as a worker's program: handed over through a file, its return value handed back through another.
 
 Parent and worker are the same user's, on one node; the files lie in a 0700 folder on that node's own disk, so
-nobody else can plant one. cloudpickle writes them: functions of ``__main__``, lambdas and closures go by value.
+no other user can plant one. cloudpickle writes them: functions of ``__main__``, lambdas and closures go by value.
 
 As a program, ``python -m hpc_elastic.agent.function_call CALL RESULTS``, this is what a worker runs.
 """
@@ -45,7 +45,7 @@ class FunctionCall:
         self._call.write_bytes(pickle.dumps(sys.path) + raw)
 
     def argv(self, python: str, *, round_index: int) -> list[str]:
-        """The workers' command; each one's LOCAL_RANK says where its result goes."""
+        """The workers' command; each one's LOCAL_RANK names its result's file."""
         results = f"{self._folder.name}/result-{round_index}"
         return [python, *worker_arguments("hpc_elastic.agent.function_call"), str(self._call), results]
 

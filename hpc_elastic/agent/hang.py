@@ -63,7 +63,7 @@ class HangVerdict(Struct, frozen=True, kw_only=True):
     limit: float
     """The timeout that is over, seconds."""
     hung: Mapping[int, str]
-    """Local rank → why, of the culprit and of those that can't be told from it."""
+    """Local rank → why, of the culprit and of those that look the same."""
 
     @property
     def reason(self) -> str:

@@ -174,7 +174,7 @@ class SharedFacts(Struct, frozen=True, kw_only=True):
     is_full: bool = False
     """There was no room: that stops recording, not training."""
     lacks_descriptor: bool = False
-    """No file could be opened, wherever it lies: that says nothing about this filesystem."""
+    """No file could be opened, wherever it lies: that is no sign of this filesystem."""
     is_refusal: bool = False
     """It may pass: `file_thread.is_refusal`."""
     clock: ClockOffset | None = None
@@ -182,7 +182,7 @@ class SharedFacts(Struct, frozen=True, kw_only=True):
 
 
 class GpuDevice(Struct, frozen=True, kw_only=True):
-    """One GPU by NVML. None: it can't say."""
+    """One GPU by NVML. None: it has no such figure."""
 
     index: int
     uuid: str = ""
@@ -192,7 +192,7 @@ class GpuDevice(Struct, frozen=True, kw_only=True):
     """Pages or rows of its memory are to be retired or remapped at the next reset."""
     remap_failed: bool | None = None
     error: str = ""
-    """What NVML says in place of an answer: ``GPU is lost``."""
+    """NVML's error in place of an answer: ``GPU is lost``."""
 
 
 class GpuFacts(Struct, frozen=True, kw_only=True):
@@ -329,7 +329,7 @@ def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least
 
 
 def _ours(devices: Sequence[GpuDevice], given: int | None, visible: str | None) -> Sequence[GpuDevice]:
-    """The job's own, where that can be told; else none: another job's broken GPU is no reason to leave."""
+    """The job's own, where they are known; else none: another job's broken GPU is no reason to leave."""
     if given is None and visible is None:
         return devices
     if given is not None and len(devices) <= given:

@@ -76,7 +76,7 @@ class HealthSite(Struct, frozen=True, kw_only=True):
     """Where the user's check runs."""
     inherited: Inherited
     addresses: tuple[str, ...] = ()
-    """Of this node, for others; empty: nobody else takes part."""
+    """Of this node, for others; empty: no other node takes part."""
     is_refused_alone: Callable[[], bool] = lambda: False
     """Whether the shared filesystem refuses this node and not the others: then it need not be waited for."""
     gpus_given: int | None = None
@@ -102,7 +102,7 @@ class HealthChecks:
         self._session: _Session | None = None
         self._warned: set[str] = set()
         self._have_had_link: set[str] = set()
-        """Network interfaces that had one at some look: of others the driver may not be able to tell."""
+        """Network interfaces that had one at some look: of others the driver may not know."""
         self._is_awaited = False
         """Whether something was begun whose answer has not been taken."""
 
@@ -277,8 +277,8 @@ class _Job(Struct, frozen=True):
 class _Session:
     """One run of all checks: a thread for each, and one that sums up."""
 
-    def __init__(self, tell: Callable[[HealthVerdict], None]) -> None:
-        self._post = tell
+    def __init__(self, post: Callable[[HealthVerdict], None]) -> None:
+        self._post = post
         self._changed = threading.Condition()
         self._found: dict[str, list[Finding]] = {}
         self._cancelled = threading.Event()

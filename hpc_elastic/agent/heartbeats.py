@@ -1,7 +1,7 @@
 """The agent's side of the heartbeats: a folder on the node itself with one small file per worker.
 
-Nothing of it touches the shared filesystem. The folder is the agent's alone (0700), goes when the agent ends, by the
-guardian's hand where it was killed, and where both were killed at once, with the next agent of this user on the node.
+Nothing of it touches the shared filesystem. The folder is the agent's alone (0700), goes when the agent ends, is
+removed by the guardian where it was killed, and where both were killed at once, by the user's next agent on the node.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeartbeatFolder:
     def __init__(self, path: Path | None, lock_fd: int = -1) -> None:
         """Args:
         path: The folder, or None.
-        lock_fd: Holds the lock that says that its agent lives.
+        lock_fd: Holds the lock that shows that its agent lives.
         """
         self.path = path
         self._lock_fd = lock_fd
@@ -236,21 +236,21 @@ class RoundBeats:
         self.beats = [RankBeat(rank=first_rank + n, local_rank=n, section=SETUP, at=now) for n in range(count)]
 
     def begin_again(self, local_rank: int, now: float) -> None:
-        """Another process comes in this one's place, and has said nothing yet. A new file: the old one is mapped."""
+        """Another process comes in this one's place, and has sent nothing yet. A new file: the old one is mapped."""
         self.paths[local_rank] = self._folder.make_file(f"{self._round}-{local_rank}")
         self.beats[local_rank] = RankBeat(
             rank=self.beats[local_rank].rank, local_rank=local_rank, section=SETUP, at=now
         )
 
     def read(self, now: float) -> list[RankBeat]:
-        """Every worker's last word, by local rank. Some microseconds for each."""
+        """Every worker's last heartbeat, by local rank. Some microseconds for each."""
         for local_rank, path in enumerate(self.paths):
             self.beats[local_rank] = self._read(self.beats[local_rank], path, now)
         self._last_look = now
         return list(self.beats)
 
     def write_notice(self, notice: NoticeRecord) -> None:
-        """Tell every worker. One that has no page, or whose page is gone, is not told."""
+        """Write the notice to every worker's page; a page that is missing is left out."""
         offset, raw = pack_notice(notice)
         for path in self.paths:
             try:

@@ -83,7 +83,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         log_limit: When the workers' output files are rotated; None: never.
         shutdown_timeout: Seconds from SIGTERM to SIGKILL.
         section_timeouts: As ``--section-timeouts`` has it, ``setup:900,step:60``: seconds without a heartbeat that make
-            a hang; empty: nobody is judged. Each agent judges its own workers.
+            a hang; empty: no worker is judged. Each agent judges its own workers.
         env: The workers' environment, beside their ranks; this process' own by default.
         exit_barrier_timeout: Seconds that this node waits for the others when its workers are done.
         metrics: Where figures go.

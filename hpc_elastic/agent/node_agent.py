@@ -2,7 +2,7 @@
 
 `run` waits for what comes first: the end of a worker (its pidfd), a newer record of the rendezvous (from the
 coordination thread), a signal, an answer of the health checks, the TCPStore's process, or a time that is due. `step`
-takes in all that has come: what was observed becomes an `Event`, `supervision.TRANSITIONS` says which phase follows,
+takes in all that has come: what was observed becomes an `Event`, `supervision.TRANSITIONS` holds which phase follows,
 and `_happens` does what belongs to it. The way of a worker that is killed:
 
 - `_handle_workers` sees its end, and `_report_failure` reports the bare fact, so that all nodes stop;
@@ -299,7 +299,7 @@ class NodeAgent:
     # -- what follows --------------------------------------------------------------------------------------------
 
     def _happens(self, event: Event, reason: str) -> None:
-        """Take `event` in: the table says which phase follows, the methods below do what belongs to it."""
+        """Take `event` in: the table holds which phase follows, the methods below do what belongs to it."""
         before = self._phase
         if before is Phase.ENDED:
             return

@@ -1,11 +1,8 @@
 """A process' place in the run's rendezvous, agent or supervisor: its address, notifier, store and participant.
 
-The how-manyeth agent of its node an agent is: later agents supersede earlier ones, whatever the node's clock says.
-
-A node can come back with another time than it had, an hour back say. Its new agent would take the dead one for the
-newer, and leave; so starts are counted in the store.
-
-``--nproc-per-node``: how many workers this node runs.
+An agent's starts on its node are counted in the store: later agents supersede earlier ones, whatever the node's clock
+says. A node can come back with another time than it had, an hour back say, and its new agent would take the dead one
+for the newer, and leave.
 """
 
 from __future__ import annotations

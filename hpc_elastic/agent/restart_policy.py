@@ -1,6 +1,6 @@
-"""Whether a round's failures are worth another round: pure, asked by the coordinator when it freezes the next one.
+"""Whether a round's failures are worth another round: pure, decided by the coordinator when it freezes the next one.
 
-What a node tells the coordinator about its workers' failures in a round: one record of them all.
+`sum_up`, `early_failure` and `platform_failure` make the one record (`NodeFailure`) that a node sends for that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers
 
 PROGRESS_SECONDS = 600.0
-"""Workers that ran this long made progress, where neither a step nor `--restart-window` says otherwise."""
+"""Workers that ran this long made progress, where neither steps nor `--restart-window` decide that."""
 
 
 class RestartPolicy(Struct, frozen=True, kw_only=True):
@@ -38,8 +38,8 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
     def decide_restart(self, record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
         """Decide about the failures of the round before `record`'s.
 
-        A round that broke because a node was lost, where all that the others have to tell is a symptom of that, is a
-        membership change and free of charge.
+        A round that broke because a node was lost, where the others report only symptoms of that, is a membership
+        change and free of charge.
         """
         memory = record.memory
         if not failures:
@@ -60,10 +60,8 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             )
         used = 0 if refilled else record.restarts_used
         if used >= self.max_restarts:
-            told = f"{used} of {self.max_restarts} restarts used"
-            return RestartDecision(
-                go_on=False, counts=False, reason=f"restarts exhausted ({told}): {cause.message}", memory=memory
-            )
+            reason = f"restarts exhausted ({used} of {self.max_restarts} restarts used): {cause.message}"
+            return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory)
         left = f"{self.max_restarts - used - 1} left" + (f", refilled by {refilled}" if refilled else "")
         return RestartDecision(
             go_on=True,
@@ -138,7 +136,7 @@ def sum_up(
     counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
     return NodeFailure(
         node=node,
-        # Who kills from outside is no bug in the script: it never counts as "the same failure again".
+        # A kill from outside is no bug in the script: it never counts as "the same failure again".
         fingerprint=first.fingerprint if counts else "",
         failure_class=first.failure_class.value,
         retryable=all(f.retryable for f in failures),
@@ -153,9 +151,9 @@ def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangW
     """A failure of this node's workers as it is reported at once, before the evidence is there.
 
     Args:
-        reason: In a few words.
+        reason: One line.
         node: Index of this node.
-        workers: Know how long they ran, and whether one of them said by its exit code not to try again.
+        workers: Know how long they ran, and whether the exit code of one asks for no other try.
         watch: Knows whether one hangs, and how far they came.
     """
     hang = watch.mark

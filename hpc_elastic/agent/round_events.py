@@ -1,10 +1,9 @@
 """Events of a round, for the agent's event log and, where a person should read them, for the job log.
 
-What an agent logs of its host's clock: how far it is ahead of the coordinators', each with a bound.
-
-Every node compares its clock with the coordinator's alone, by the packets that pass between the two anyway: so the
-report can order what happened on different nodes, over a chain of them where the coordinator changed. Little is logged,
-and only where another line is written too: once of each coordinator, when workers start, and anew when a worker fails.
+Beside them this host's clock: how far it is ahead of the coordinators', each with a bound. Every node compares its
+clock with the coordinator's alone, by the packets that pass between the two anyway: so the report can order what
+happened on different nodes, over a chain of them where the coordinator changed. Little is logged, and only where
+another event is written too: once for each coordinator, when workers start, and anew when a worker fails.
 """
 
 from __future__ import annotations
@@ -92,11 +91,11 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 
 
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
-    """What was found before a round: nothing is told of a node that is well.
+    """What was found before a round: nothing where the node is fit.
 
     Args:
         events: The agent's.
-        verdict: What all checks say.
+        verdict: Of all checks.
         round_index: The last round that this node was in.
     """
     for check, text in verdict.warnings.items():
@@ -124,16 +123,16 @@ def log_stacks(
         beats: Their last signs of life.
         now: On the beats' clock, when the workers were about to be ended.
     """
-    told = {rank: found.main for rank, found in stacks.items() if found.main}
+    main = {rank: found.main for rank, found in stacks.items() if found.main}
     events.write(
         "stacks_taken",
         round=round_index,
-        groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(told)[:_STACK_GROUPS]],
+        groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(main)[:_STACK_GROUPS]],
         threads=[
             {"ranks": ranks, "name": name, "stack": list(stack)}
             for ranks, (name, stack) in fold_threads(stacks)[:_STACK_GROUPS]
         ],
-        silent=sorted(set(stacks) - set(told)),
+        silent=sorted(set(stacks) - set(main)),
         states=[{"rank": rank, "state": found.where} for rank, found in sorted(stacks.items()) if found.where],
         beats=[describe_beat(beat, now) for beat in beats],
     )
@@ -162,7 +161,7 @@ class ClockSample(Struct, frozen=True, kw_only=True):
 
 
 def is_news(sample: ClockSample, logged: ClockSample | None) -> bool:
-    """Whether `sample` says more than `logged`, the last one of its kind: that one grows old."""
+    """Whether `sample` is worth a line after `logged`, the last one of its kind, which grows old."""
     if logged is None:
         return True
     age = sample.uptime_ns - logged.uptime_ns
@@ -230,7 +229,7 @@ class ClockOffsetLog:
                 )
 
     def _both_clocks(self) -> tuple[int, int]:
-        """The time since the boot and the wall clock's, at one moment: who is put to sleep in between reads again."""
+        """The time since the boot and the wall clock's, at one moment: the closest of several reads."""
         reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
         before, wall, after = min(reads, key=lambda read: read[2] - read[0])
         return (before + after) // 2, wall

@@ -83,7 +83,7 @@ class StoreState(str, Enum):
     BOUND = "bound"  # connections wait in the backlog; nothing serves them yet
     STARTING = "starting"  # handed over, not confirmed yet: connections still wait
     SERVING = "serving"
-    FAILED = "failed"  # `StoreServer.failure` says why; connections are refused
+    FAILED = "failed"  # why: `StoreServer.failure`; connections are refused
 
 
 class StoreServer:
@@ -141,16 +141,16 @@ class StoreServer:
         """Bind the port of a new round and listen on it; the former round's is released first.
 
         Args:
-            address: What the workers will be told. An IP address is what is listened on; with a name, which may mean
+            address: What the workers get. An IP address is what is listened on; with a name, which may mean
                 something else on another node, all addresses of this node are.
             port: The user's own, in every round the same; None for any free one.
-            guarded: Hear nobody before `Guard.admit`, where other hosts can reach it and the kernel has filters.
+            guarded: Serve no address before `Guard.admit`, where other hosts can reach it and the kernel has filters.
 
         Returns:
             `address`, and the port.
 
         Raises:
-            MasterPortTakenError: somebody listens on `port`.
+            MasterPortTakenError: another program listens on `port`.
             StoreBindError: the address is not this node's, or the port may not be used.
         """
         self.release()
@@ -192,7 +192,7 @@ class StoreServer:
         self._hand_over()
 
     def handle(self) -> StoreState:
-        """Take in what the process has said since the last call, its end included. Never blocks."""
+        """Take in the process' messages since the last call, its end included. Never blocks."""
         if self.guard is not None:
             self._log_refused(self.guard)
         while self._control is not None:
@@ -312,7 +312,7 @@ class StoreServer:
         was_ready = self._was_ready
         self._end()
         if self._state is StoreState.STARTING and not self._full_import and not was_ready:
-            # The lean import crashed, which no exception handler in the process can catch. Nobody was served yet.
+            # The lean import crashed, which no exception handler in the process can catch. No worker was served yet.
             self._full_import = True
             if self._start():
                 self._hand_over()
@@ -322,7 +322,7 @@ class StoreServer:
     def _fail(self, why: str) -> None:
         self._state = StoreState.FAILED
         self.failure = why
-        # Kept as FAILED and not IDLE; but workers that connect are to hear at once that nobody will answer.
+        # Kept as FAILED and not IDLE; but workers that connect must fail at once.
         self._shut_port()
 
     def _log_tail(self) -> str:
@@ -338,7 +338,7 @@ class StoreServer:
         return f": {text.splitlines()[-1]}" if text else ""
 
     def _dropped(self) -> bool:
-        """Ask the process to drop its store. Returns whether it has said so in time."""
+        """Ask the process to drop its store. Returns whether it confirms that in time."""
         assert self._control is not None
         deadline = time.monotonic() + _RELEASE_SECONDS
         try:
@@ -361,7 +361,7 @@ class StoreServer:
         if self._listener is None:
             return
         try:
-            # Ends the process' copy of the socket too, whatever that is busy with, and resets who is in the backlog.
+            # Ends the process' copy of the socket too, whatever that is busy with, and resets the backlog.
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it was shut before
@@ -386,7 +386,7 @@ class StoreServer:
 
 
 def listen_for(address: str) -> tuple[socket.socket, str]:
-    """A socket that listens on a free port for those that are told `address`, and where this node itself connects.
+    """A socket that listens on a free port for workers that get `address`, and where this node itself connects.
 
     At that address alone, as `StoreServer.bind`; at all, where it is not this node's own.
     """
@@ -400,7 +400,7 @@ def listen_for(address: str) -> tuple[socket.socket, str]:
 
 
 def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
-    """The family and address to listen on for workers that are told `address`, and where this node itself connects."""
+    """The family and address to listen on for workers that get `address`, and where this node itself connects."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, address.partition("%")[0])

@@ -1,6 +1,6 @@
-"""The words of PyTorch's elastic agent: a worker, its group, their state, what a run returns.
+"""The states of an agent: its phases with the one table of what may follow, and the worker group with torch's names.
 
-What an agent is doing, and what may follow: the one table. docs/reference/states.md is generated from it.
+docs/reference/states.md is generated from the table.
 """
 
 from __future__ import annotations

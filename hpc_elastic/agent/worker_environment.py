@@ -104,7 +104,7 @@ _AGENTS_OWN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS
 
 
 def _set_slurm_variables(env: dict[str, str], layout: RankLayout, local_rank: int) -> None:
-    """What srun would say had it started each worker as a task.
+    """Slurm's variables as srun would set them had it started each worker as a task.
 
     To Slurm, the agents are the tasks: one on each node. A library or script that asks Slurm for its rank (Lightning's
     SLURMEnvironment, `int(os.environ["SLURM_PROCID"])`) would have all workers of a node think that they are the same

@@ -80,13 +80,13 @@ class WorkerSpec(Struct):
     """Workers on this node; nodes may differ."""
     entrypoint: Callable[..., Any] | Entrypoint | str | None = None
     """A Python function, called in each worker with `args`; the path of a script, or a command's name; or an
-    `Entrypoint`, which says which of script, module and command it is."""
+    `Entrypoint`, which names the kind: script, module or command."""
     args: tuple[Any, ...] = ()
     rdzv_handler: Rendezvous | None = None
     max_restarts: int = MAX_RESTARTS
     """Rounds that may follow a worker's failure, in the whole run: n allows n + 1 starts."""
     monitor_interval: float = MONITOR_INTERVAL
-    """Seconds; only the fallback's, where nothing tells of a change."""
+    """Seconds between two looks, where nothing signals a change."""
     master_port: int | None = None
     """The same in every round; None: a free one in each."""
     master_addr: str | None = None

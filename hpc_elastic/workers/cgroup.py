@@ -17,7 +17,7 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
         proc: Where procfs is mounted (tests pass a tree of their own).
 
     Returns:
-        The counter, or None where no cgroup with one can be read: then nothing can be said about OOM kills.
+        The counter, or None where no cgroup with one can be read: then nothing is known of OOM kills.
     """
     found = _memory_cgroup(pid, proc)
     if found is None:
@@ -92,7 +92,7 @@ def _folder(mounts: str, kind: str, path: str, *, controller: str | None) -> tup
         if controller is not None and controller not in after[2].split(","):
             continue
         root, point = _unescape(fields[3]), _unescape(fields[4])
-        if "/../" in root + "/":  # mounted outside our cgroup namespace, whose place in it nobody tells
+        if "/../" in root + "/":  # mounted outside our cgroup namespace, whose place in it is not known
             continue
         if root == "/":
             relative = path

@@ -321,7 +321,7 @@ class ChildSnapshot:
         """Take in the children of this moment: one read where none has come or gone."""
         pids = tree.main_children(self._agent)
         if pids is None:
-            return  # it is dying, or this kernel doesn't tell
+            return  # it is dying, or this kernel has no such file
         seen: dict[int, _Child] = {}
         for pid in pids:
             known = self._children.get(pid)

@@ -56,8 +56,8 @@ class Tag(Struct, frozen=True, kw_only=True):
 
         Args:
             environ: The process' own.
-            cgroup_job: Looks up the job of its cgroup, for a process that has dropped SLURM_JOB_ID. Where that says
-                nothing either, the process counts as another's.
+            cgroup_job: Looks up the job of its cgroup, for a process that has dropped SLURM_JOB_ID. Where there
+                is none either, the process counts as another's.
         """
         job = environ.get(JOB_VARIABLE)
         if not self.jobs:

@@ -108,7 +108,7 @@ def _read(path: str) -> bytes | None:
         return SPARE.lend(lambda: _read_now(path))
     except OSError as error:
         if error.errno in OUT_OF_DESCRIPTORS:
-            raise  # to say "there is no such process" would be a lie
+            raise  # not "there is no such process"
         return None
 
 
