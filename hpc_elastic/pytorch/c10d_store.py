@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from hpc_elastic.store.base import StoreError
+from hpc_elastic.store.base import Store, StoreError
 
 _NOT_THERE = b"\0"
 """No value: all begin with a tag."""
@@ -34,7 +34,7 @@ _LONGEST_WASTE = 4096
 T = TypeVar("T")
 
 
-class C10dStore:
+class C10dStore(Store):
     """The contract of `hpc_elastic.store.base.Store` over `store`. Safe to share between threads."""
 
     def __init__(self, store: dist.Store) -> None:

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Generic, TypeVar
 
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, decode_failure, node_of
-from hpc_elastic.store.base import Store, get_many
+from hpc_elastic.store.base import Store
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ class ClaimReader(Generic[T]):
         uids = claims.get(self._kind.value, ())
         unread = [uid for uid in uids if uid not in self._read and uid not in without]
         keys = [claim_key(round_index, self._kind, uid) for uid in unread]
-        for uid, raw in zip(unread, get_many(self._store, keys), strict=True):
+        for uid, raw in zip(unread, self._store.get_many(keys), strict=True):
             value = decode_object(raw)
             found = self._decode(value) if value is not None else None
             if found is not None:

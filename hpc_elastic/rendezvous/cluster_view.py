@@ -26,7 +26,7 @@ from hpc_elastic.rendezvous.growth import GrowthSigns
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.preemption import PreemptionStatus, decode_status
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
-from hpc_elastic.store.base import Store, make_folder
+from hpc_elastic.store.base import Store
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ class ClaimScanner:
     def prepare(self, round_index: int) -> None:
         """Make the folders that are going to be looked into."""
         for folder in (claim_folder(round_index), claim_folder(round_index + 1), _GONE):
-            make_folder(self._store, folder)
+            self._store.make_folder(folder)
 
     def is_idle(self, record: RoundRecord | None) -> bool:
         """Whether workers run, and this participant and all others who take part hear each other."""

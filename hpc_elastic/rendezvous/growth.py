@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, decode_object
-from hpc_elastic.store.base import Store, get_many
+from hpc_elastic.store.base import Store
 
 SETTLE_SECONDS = 2.5
 """From the word that one node's checkpoint is complete until the others', which still write theirs, must have said so:
@@ -110,7 +110,7 @@ class GrowthSigns:
         self._saving = {(uid, serial) for uid, serial, _ in _words(claims, ClaimKind.SAVING)}
         unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
         keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]
-        for (uid, serial, _), raw in zip(unread, get_many(self._store, keys), strict=True):
+        for (uid, serial, _), raw in zip(unread, self._store.get_many(keys), strict=True):
             self._saved_at[uid, serial] = now - _age(decode_object(raw))
 
     def paused_for(self, seconds: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 
@@ -93,37 +93,12 @@ class Store(Protocol):
         """
         ...
 
-
-class BulkStore(Protocol):
-    """What a store may offer beside `Store`, where many round trips cost more than one."""
-
     def make_folder(self, folder: str) -> None:
         """Create a folder before anybody looks into it: one that is missing is asked for again and again."""
-        ...
 
     def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
-        """`Store.get` for each of `keys`, several at a time."""
-        ...
-
-
-def make_folder(store: Store, folder: str) -> None:
-    """`BulkStore.make_folder` where the store has it; elsewhere a folder needs no making."""
-    if _is_bulk(store):
-        store.make_folder(folder)
-
-
-def get_many(store: Store, keys: Sequence[str]) -> list[str | None]:
-    """`BulkStore.get_many` where the store has it, else one after the other."""
-    if not keys:
-        return []
-    if _is_bulk(store):
-        return store.get_many(keys)
-    return [store.get(key) for key in keys]
-
-
-def _is_bulk(store: Store) -> TypeGuard[BulkStore]:
-    # Not isinstance: asked several times a second, a Protocol's takes longer than what it is asked for.
-    return hasattr(store, "get_many")
+        """`get` for each of `keys`; several at a time where many round trips cost more than one."""
+        return [self.get(key) for key in keys]
 
 
 def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> StoreWipedError:

@@ -27,7 +27,7 @@ from typing import TypeVar
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FULL, is_refusal
 from hpc_elastic.base.files import check_private_dir, make_private_dir
-from hpc_elastic.store.base import StoreError, StoreFullError
+from hpc_elastic.store.base import Store, StoreError, StoreFullError
 
 LONGEST_SYMLINK = 900
 """Bytes of a value that still goes into a symlink: XFS takes 1,023 bytes with the checksum."""
@@ -45,7 +45,7 @@ _NO_SUCH_KIND = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 
 
-class FileStore:
+class FileStore(Store):
     """Files under `root`, which belongs to this user alone (0700)."""
 
     def __init__(

@@ -23,9 +23,9 @@ from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.store import file_store
 from hpc_elastic.store.base import StoreError, StoreFullError, fits_key
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject, wait_for_second
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
 NUMBERS = itertools.count()

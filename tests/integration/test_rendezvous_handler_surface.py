@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.membership import Membership
 from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store import file_store
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_handlers import HandlerRig, until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rendezvous.md"

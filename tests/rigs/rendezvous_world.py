@@ -28,16 +28,17 @@ from hpc_elastic.rendezvous.state import (
     new_uid,
     supersedes,
 )
-from hpc_elastic.store.memory_store import MemoryStore
+from hpc_elastic.store.base import Store
 from hpc_elastic.store.notifier import Address
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 
 
 class Crash(BaseException):
     """The participant's process has died here."""
 
 
-class GatedStore:
+class GatedStore(Store):
     """A participant's own view of the shared store: every write passes `gate`, before and after."""
 
     def __init__(self, inner: MemoryStore, gate: Callable[[str], None]) -> None:

@@ -24,7 +24,7 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import RoundRecord, Status, new_uid
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
 from tests.rigs.specs import make_attempt
 

@@ -6,8 +6,8 @@ import pytest
 
 from hpc_elastic.agent.rendezvous_session import START_NUMBER_SECONDS, next_start_number
 from hpc_elastic.store.base import StoreFullError
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 
 
 class Refusing(MemoryStore):

@@ -10,7 +10,7 @@ from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import rests_on_absence
 from hpc_elastic.rendezvous.proposals import Proposal
 from hpc_elastic.rendezvous.state import Member, NodeFailure, RoundEvent, RoundRecord, Status
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 
 RECORD = RoundRecord(number=7, epoch="e", term=1, leader="me", round=3, status=Status.FINAL)
 

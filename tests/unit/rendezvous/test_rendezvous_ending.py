@@ -19,8 +19,8 @@ from hpc_elastic.rendezvous.ending import (
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 
 INTERVALS = poll_intervals(RendezvousSettings())
 CLOSED = RoundRecord(

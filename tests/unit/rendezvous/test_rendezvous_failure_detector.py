@@ -8,8 +8,8 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.failure_detector import INVALIDATE_SECONDS, FailureDetector, HeartbeatAges
 from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
 from hpc_elastic.rendezvous.schedule import poll_intervals
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 
 SETTINGS = RendezvousSettings(min_nodes=1, max_nodes=4, expected_nodes=4)
 INTERVALS = poll_intervals(SETTINGS)

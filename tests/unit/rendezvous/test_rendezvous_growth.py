@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
 from hpc_elastic.rendezvous.growth import GrowthFacts, GrowthSigns, decide_growth
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 
 NEVER_SAVED = float("inf")
 HEALTHY = GrowthFacts(

@@ -10,8 +10,8 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundEvent, Status
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 from tests.unit.rendezvous.test_rendezvous_coordinator import SETTINGS, DecideRestart, info, record, uid, view
 
 ALL = tuple(uid(node) for node in range(4))

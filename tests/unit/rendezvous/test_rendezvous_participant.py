@@ -19,8 +19,8 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo, announcement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.store.base import StoreWipedError
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,

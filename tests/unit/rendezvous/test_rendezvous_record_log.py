@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 
 
 class CountingStore(MemoryStore):

@@ -9,7 +9,7 @@ import pytest
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RoundLog
 from hpc_elastic.rendezvous.state import MOST_PLAIN, MOST_REPEATED, Member, RoundRecord, Status, decode_record
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 
 
 def members(count: int) -> tuple[Member, ...]:

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.sweep import (
     old_rounds,
 )
 from hpc_elastic.store.base import StoreWipedError
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import World
 
 SETTINGS = RendezvousSettings(

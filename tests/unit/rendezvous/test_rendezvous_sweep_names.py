@@ -20,8 +20,8 @@ from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
-from hpc_elastic.store.memory_store import MemoryStore
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import World
 
 SETTINGS = RendezvousSettings(

@@ -13,7 +13,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store import key_value
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
-from hpc_elastic.store.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore
 
 
 class JumpingClock:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 
+from hpc_elastic.store.base import Store
 
-class MemoryStore:
+
+class MemoryStore(Store):
     """The same contract as `FileStore`, without a disk. Safe to share between threads."""
 
     def __init__(self) -> None:
