@@ -17,6 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.files import check_private_dir
+from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.worker_api.heartbeat_record import (
     FILE_BYTES,
@@ -103,28 +104,9 @@ def candidates(env: Mapping[str, str]) -> Iterator[Path]:
     yield Path("/tmp")
 
 
-def filesystem_type(path: str, mountinfo: str) -> str:
-    """Which filesystem `path` is on: proc(5)'s fields, the longest mount point that holds it, the last one mounted."""
-    best, kind = "", ""
-    for line in mountinfo.splitlines():
-        left, separator, right = line.partition(" - ")
-        fields = left.split(" ")
-        if not separator or len(fields) < 5:
-            continue
-        point = fields[4].replace("\\040", " ")
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(best):
-            best, kind = point, right.split(" ")[0]
-    return kind
-
-
 def _is_local(base: Path, mounts: str) -> bool:
-    try:
-        with open(mounts, "rb") as file:
-            text = file.read(4 << 20).decode("utf-8", "replace")
-    except OSError:
-        return str(base) == "/dev/shm"
-    return filesystem_type(os.path.realpath(base), text) in _LOCAL_TYPES
+    kind = filesystem_type(os.path.realpath(base), mountinfo=mounts)
+    return str(base) == "/dev/shm" if kind is None else kind in _LOCAL_TYPES
 
 
 def _make(path: Path) -> HeartbeatFolder:

@@ -112,3 +112,27 @@ def _interface_addresses() -> list[str]:
             continue
         found += addresses
     return found
+
+
+def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
+    """Which filesystem `real`, a path without links, is on; None where it can't be found out.
+
+    By proc(5): the longest mount point above it, the last one mounted there.
+    """
+    best, kind = -1, None
+    try:
+        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as file:
+            for line in file:
+                left, _, right = line.partition(" - ")
+                cells = left.split(" ")
+                if len(cells) < 5 or not right:
+                    continue
+                mount = cells[4]
+                for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+                    mount = mount.replace(code, char)
+                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
+                if inside and len(mount) >= best:
+                    best, kind = len(mount), right.split(" ")[0]
+    except OSError:
+        return None
+    return kind

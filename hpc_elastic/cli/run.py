@@ -12,9 +12,8 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.command_line import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.attempts import earlier_run
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
-from hpc_elastic.launch.run_directory import create_run, why_not_shared
+from hpc_elastic.launch.run_directory import create_run, earlier_run, why_not_shared
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import (
     asked_cluster,
@@ -70,8 +69,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
         )
         sys.stdout.write(each_line(text))
         return 0
-    from hpc_elastic.launch.front import run_behind_front
-    from hpc_elastic.launch.local import run_local
+    from hpc_elastic.launch.local import run_behind_front, run_local
 
     def work(ready: Callable[[], None]) -> int:
         return run_local(create_run(spec, runs_dir).paths.root, ready=ready)

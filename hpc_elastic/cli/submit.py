@@ -13,8 +13,8 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.command_line import read_command_line
 from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
-from hpc_elastic.launch.attempts import job_now
 from hpc_elastic.launch.requeue import back_off
+from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options.run_request import asked_cluster, cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions

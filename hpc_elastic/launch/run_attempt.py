@@ -26,15 +26,15 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
-from hpc_elastic.launch.attempts import claim_attempt, forget_attempt, give_way, slurm_job_ids
-from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
 from hpc_elastic.launch.job_watch import EndClaim, JobWatch
-from hpc_elastic.launch.output import HUNG_SECONDS, JobOutput, log_plain
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
+from hpc_elastic.launch.run_directory import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.signals import SignalResolver
 from hpc_elastic.launch.site import Site
 from hpc_elastic.launch.supersede import EarlierAttempts, StartInterruptedError
 from hpc_elastic.launch.supervisor import Supervisor
+from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
@@ -44,7 +44,7 @@ from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.notifier import read_secret
-from hpc_elastic.workers.linux import SignalQueue
+from hpc_elastic.workers.linux import SignalQueue, output_pipes
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,13 @@ _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 BEGIN_SECONDS = 120.0
 """How long a filesystem that refuses is waited for before an attempt, as an agent waits for it before a round."""
+
+_MOST_BYTES = 16 << 20
+"""That wait: a report of a large run, and the messages before it."""
+_JOB_LOG_SECONDS = 2.0
+"""How long a file is waited for in the end: it may lie on a mount that hangs."""
+_READ_SECONDS = 1e6
+"""A terminal, or a reader at a pipe's other end, takes the time that it wants."""
 
 T = TypeVar("T")
 
@@ -265,6 +272,40 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
     ]
     for line in lines:
         log_plain(f"[hpc-elastic] {line}")
+
+
+class _Handler(logging.Handler):
+    def __init__(self, job_log: JobLog) -> None:
+        super().__init__()
+        self._job_log = job_log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._job_log.write_line(self.format(record))
+
+
+class JobOutput:
+    """This process' stdout, from now on: a queue, since it may be a file on a mount that hangs.
+
+    `log_plain` and the package's loggers write to it.
+    """
+
+    def __init__(self) -> None:
+        self._job_log = JobLog(1, total_bytes=_MOST_BYTES, source_bytes=_MOST_BYTES)
+        messages, plain = _Handler(self._job_log), _Handler(self._job_log)
+        messages.setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
+        for name, handler in (("hpc_elastic", messages), (JOB_LOG, plain)):
+            logger = logging.getLogger(name)
+            logger.setLevel(logging.INFO)
+            logger.addHandler(handler)
+            logger.propagate = False
+        self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _JOB_LOG_SECONDS
+        self._handlers = (("hpc_elastic", messages), (JOB_LOG, plain))
+
+    def close(self) -> bool:
+        """Write what waits. Returns whether stdout took it all, in bounded time."""
+        for name, handler in self._handlers:
+            logging.getLogger(name).removeHandler(handler)
+        return self._job_log.close(self._close_seconds)
 
 
 def log_to_stdout() -> JobOutput:

@@ -1,21 +1,36 @@
-"""Makes a run directory, and takes it away again where the submission fails."""
+"""The folders of runs and attempts: made, claimed, found again, and removed where a submission fails.
+
+A run directory is made by `create_run`. An attempt takes the next free number in it by an exclusive mkdir
+(`claim_attempt`), and gives way to another job that has begun (`give_way`). A run may go on in a follow-on job
+(`job_now`), and a requeued batch script of the user's own, which is only ``run`` again, finds the run that it began
+(`earlier_run`).
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir, why_replaceable, write_private
-from hpc_elastic.errors import UsageError
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.base.host_facts import filesystem_type
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.run import index
+from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.result import load_result
+from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.job_environment import JobEnvironment
 
 _LEAST_FREE = 1 << 20
 """Bytes. What a small run writes; with less it would begin, and wait for room to say that it has ended."""
@@ -174,26 +189,184 @@ def _remove_empty(folders: list[Path]) -> None:
             return
 
 
-def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
-    """What `real`, a path without links, is on: the longest mount point above it, the last one mounted there."""
-    best, kind = -1, None
+YOUNG_SECONDS = 5.0
+"""How long an attempt that was just begun by another job may take to say which one that is."""
+_LOOK_SECONDS = 0.2
+
+
+class RunElsewhereError(HpcElasticError):
+    """Two jobs were submitted for one run directory, and this is the later one."""
+
+    template = "attempt {attempt} of this run is running in job {job}; this job ends, and changes nothing"
+
+
+def claim_attempt(paths: RunPaths) -> AttemptPaths:
+    """Make the directory of a new attempt, for this process alone, and point ``latest`` at it.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    before = paths.attempts()
+    number = before[-1].number + 1 if before else 0
+    while True:
+        attempt = paths.attempt(number)
+        try:
+            make_private_dir(attempt.root, exist_ok=False)
+        except FileExistsError:
+            number += 1  # another supervisor of this run was quicker; a listing may not show it yet
+            continue
+        make_private_dir(attempt.events)
+        _point_latest(paths.latest, attempt.root)
+        return attempt
+
+
+def give_way(
+    paths: RunPaths,
+    mine: AttemptPaths,
+    *,
+    job_id: str | None,
+    restart_count: int = 0,
+    is_running: Callable[[str], bool],
+    clock: Clock,
+) -> None:
+    """Leave a run alone that is going on in another job: of two that begin at once, the later one gives way.
+
+    A batch script that begins late, on a node that Slurm has given up since, gives way to the same job's newer start.
+
+    Args:
+        paths: The run's.
+        mine: The attempt that was just claimed; it is removed where this job gives way.
+        job_id: This job's.
+        restart_count: How often Slurm had requeued this job when it started this process.
+        is_running: Whether Slurm says that of a job; False where it can't be asked.
+        clock: For the time that another one has to say which job it is.
+
+    Raises:
+        RunElsewhereError: it gives way.
+    """
+    deadline = clock.monotonic() + YOUNG_SECONDS
+    for number in range(mine.number - 1, -1, -1):
+        before = paths.attempt(number)
+        while before.root.is_dir() and not before.attempt_json.exists() and clock.monotonic() < deadline:
+            clock.wait(threading.Event(), _LOOK_SECONDS)
+        if not before.root.is_dir():
+            continue  # one that gave way
+        try:
+            info = load_attempt(before.attempt_json)
+        except UnreadableAttemptError:
+            return
+        other = info.job_id
+        is_newer_start = other is not None and other == job_id and info.restart_count > restart_count
+        if not is_newer_start and (
+            other is None or other == job_id or before.result_json.exists() or not is_running(other)
+        ):
+            return
+        forget_attempt(paths, mine)
+        raise RunElsewhereError(attempt=number, job=other)
+
+
+def forget_attempt(paths: RunPaths, attempt: AttemptPaths) -> None:
+    """Remove an attempt that was claimed and started nothing."""
+    shutil.rmtree(attempt.root, ignore_errors=True)
+    begun = paths.begun_attempts()
+    if begun:
+        _point_latest(paths.latest, begun[-1].root)
+
+
+def slurm_job_ids(paths: RunPaths, number: int, own: str) -> tuple[str, ...]:
+    """`own`, and those of the attempts before `number`: the agents end what these left on their nodes."""
+    found = dict.fromkeys([own] if own else [])
+    for before in range(number - 1, -1, -1):
+        try:
+            found |= dict.fromkeys(load_attempt(paths.attempt(before).attempt_json).slurm_job_ids)
+            break  # it names those before it
+        except UnreadableAttemptError:
+            continue  # it gave way to another one, or was never written
+    return tuple(found)
+
+
+def _point_latest(link: Path, target: Path) -> None:
+    temporary = link.with_name(f".latest.{os.getpid()}")
     try:
-        with open(mountinfo, encoding="utf-8", errors="surrogateescape") as file:
-            for line in file:
-                left, _, right = line.partition(" - ")
-                cells = left.split(" ")
-                if len(cells) < 5 or not right:
-                    continue
-                mount = _unescaped(cells[4])
-                inside = real == mount or real.startswith(mount.rstrip("/") + "/")
-                if inside and len(mount) >= best:
-                    best, kind = len(mount), right.split(" ")[0]
+        os.symlink(target.name, temporary)
+        os.replace(temporary, link)
     except OSError:
+        pass  # a convenience for people; nothing of ours reads it
+
+
+def job_now(paths: RunPaths) -> str | None:
+    """The Slurm job that has the run now, or had it last; None where none has begun.
+
+    Where an attempt's note of its follow-on job was lost, or is past, that job's own attempt names it.
+    """
+    for attempt in reversed(paths.begun_attempts()):
+        stored = load_result(attempt.result_json)
+        if stored is not None and stored.next_job and stored.exit_code == ExitCode.REQUEUED:
+            return stored.next_job
+        try:
+            job_id = load_attempt(attempt.attempt_json).job_id
+        except UnreadableAttemptError:
+            continue
+        if job_id:
+            return job_id
+    return None
+
+
+_MOST = 200
+"""Runs of the folder that are looked at, newest first: the index is a home's, and a node may have another home."""
+
+
+def earlier_run(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path | None:
+    """The directory of the run that this very job began, with this very command; None where there is none.
+
+    A script may have several runs, one after the other: where it was requeued from is the one that has not ended.
+
+    Args:
+        job: This one.
+        spec: What is asked for now.
+        runs_dir: Where its directory would be made.
+        env: For the index.
+    """
+    if not job.restart_count:
         return None
-    return kind
+    found = []
+    for paths in _candidates(job, runs_dir, env):
+        try:
+            before = load_run_spec(paths.run_json)
+        except UnreadableRunError:
+            continue
+        same = (before.entrypoint, before.cwd, before.cluster) == (spec.entrypoint, spec.cwd, spec.cluster)
+        attempts = _attempts_of(paths, job) if same else []
+        if attempts:
+            result = load_result(paths.attempt(attempts[-1].number).result_json)
+            if result is None or result.exit_code == ExitCode.REQUEUED:
+                return paths.root
+            found.append(paths.root)
+    return found[0] if found else None
 
 
-def _unescaped(text: str) -> str:
-    for code, char in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        text = text.replace(code, char)
-    return text
+def _candidates(job: JobEnvironment, runs_dir: Path, env: Mapping[str, str]) -> Iterator[RunPaths]:
+    seen = set()
+    for entry in index.entries(job.requeue_id, cluster=job.cluster, env=env):
+        seen.add(entry.run_dir)
+        yield RunPaths(entry.run_dir)
+    try:
+        names = sorted(os.listdir(runs_dir), reverse=True)  # ids begin with the time
+    except OSError:
+        return
+    for name in names[:_MOST]:
+        if runs_dir / name not in seen and not name.startswith("."):
+            yield RunPaths(runs_dir / name)
+
+
+def _attempts_of(paths: RunPaths, job: JobEnvironment) -> list[AttemptInfo]:
+    """Those that this job made before it was requeued, in order."""
+    found = []
+    for begun in paths.begun_attempts():
+        try:
+            attempt = load_attempt(begun.attempt_json)
+        except UnreadableAttemptError:
+            continue
+        if attempt.job_id == job.requeue_id and attempt.restart_count < job.restart_count:
+            found.append(attempt)
+    return found

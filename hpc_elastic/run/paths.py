@@ -7,7 +7,7 @@
       secret                             0600: authenticates rings (store/notifier.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
       nodes.json                         what speaks against nodes, and which are left out (node_records.py)
-      call.pkl  launcher.json            of a submitted function: see submission/places.py
+      call.pkl  launcher.json            of a submitted function: see submission/call.py
       latest -> attempt-000
       attempt-000/                       one per execution of the job
         attempt.json                     job id, nodes, versions, requeue armed or why not

@@ -10,8 +10,7 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import JobPaths
 
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission import places
-from hpc_elastic.submission.places import FOLDER_VARIABLE, JOB_VARIABLE
+from hpc_elastic.submission.call import FOLDER_VARIABLE, JOB_VARIABLE, call_file, newest_round, result_file
 
 
 class ElasticJobPaths(JobPaths):  # type: ignore[misc]
@@ -47,11 +46,11 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
 
     @property
     def submitted_pickle(self) -> Path:
-        return places.call_file(self.run)
+        return call_file(self.run)
 
     @property
     def result_pickle(self) -> Path:
-        return places.result_file(self._rank_dir)
+        return result_file(self._rank_dir)
 
     @property
     def stdout(self) -> Path:
@@ -64,7 +63,7 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
     @property
     def _rank_dir(self) -> Path:
         """Of the newest round; of the first one before there is any."""
-        place = places.newest_round(self.run)
+        place = newest_round(self.run)
         return self.run.attempt(0).rank(0, self.task_id).root if place is None else place.rank_dir(self.task_id)
 
 

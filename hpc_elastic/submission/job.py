@@ -16,15 +16,15 @@ from submitit.core.utils import DelayedSubmission
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.launch.attempts import job_now
+from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.submission import local_process, outcome, places
-from hpc_elastic.submission.call import UnreadableObjectError, read_call
+from hpc_elastic.submission import local_process, outcome
+from hpc_elastic.submission.call import UnreadableObjectError, call_file, read_call
 from hpc_elastic.submission.environment import ElasticJobPaths
 from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
 
@@ -196,7 +196,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def submission(self) -> DelayedSubmission:
         """The submitted call, with `function`, `args` and `kwargs`."""
-        call = read_call(places.call_file(self._run))
+        call = read_call(call_file(self._run))
         return DelayedSubmission(call.function, *call.args, **call.kwargs)
 
     # -- what becomes of it -----------------------------------------------------------------------------------------

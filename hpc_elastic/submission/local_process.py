@@ -19,7 +19,7 @@ from hpc_elastic.base.host_facts import command_line
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission import places
+from hpc_elastic.submission.call import launcher_file
 from hpc_elastic.workers import tree
 
 _MODULE = "hpc_elastic.submission.local_process"
@@ -56,14 +56,14 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
     _children[process.pid] = process
     proc = tree.look_at(process.pid)
     write_json(
-        places.launcher_file(paths),
+        launcher_file(paths),
         {"pid": process.pid, "starttime": proc.starttime if proc else 0, "host": os.uname().nodename},
     )
 
 
 def lives(paths: RunPaths) -> bool:
     """Whether the run's launcher is there. On another machine's nothing can be said: yes."""
-    facts = read_json(places.launcher_file(paths))
+    facts = read_json(launcher_file(paths))
     if isinstance(facts, str):
         return False
     if facts.get("host") != os.uname().nodename:
@@ -77,7 +77,7 @@ def lives(paths: RunPaths) -> bool:
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
     """A signal for the launcher (and its shell, where it has one); False where it is not there."""
-    facts = read_json(places.launcher_file(paths))
+    facts = read_json(launcher_file(paths))
     if isinstance(facts, str) or facts.get("host") != os.uname().nodename:
         return False
     proc = _launcher(paths, facts)

@@ -18,8 +18,17 @@ from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import load_newest_result
-from hpc_elastic.submission import places
-from hpc_elastic.submission.call import UnreadableObjectError, read_head, read_object
+from hpc_elastic.submission.call import (
+    RoundPlace,
+    UnreadableObjectError,
+    exception_file,
+    newest_round,
+    ranks,
+    read_head,
+    read_object,
+    result_file,
+    rounds,
+)
 
 
 class _FactsError(Exception):
@@ -116,8 +125,8 @@ def find_end(paths: RunPaths) -> RunEnd | None:
 
 def world_size(paths: RunPaths) -> int | None:
     """Workers of the newest round; None where none has begun."""
-    place = places.newest_round(paths)
-    found = places.ranks(place.attempt.round_dir(place.round)) if place is not None else []
+    place = newest_round(paths)
+    found = ranks(place.attempt.round_dir(place.round)) if place is not None else []
     return found[-1] + 1 if found else None
 
 
@@ -127,10 +136,10 @@ def read_result(paths: RunPaths, rank: int) -> Any:
     Raises:
         UnreadableObjectError: it left nothing, or what can't be made again here.
     """
-    place = places.newest_round(paths)
+    place = newest_round(paths)
     if place is None:
         raise UnreadableObjectError(path=str(paths.root), why="no worker has begun", errno=errno.ENOENT)
-    path = places.result_file(place.rank_dir(rank))
+    path = result_file(place.rank_dir(rank))
     try:
         return read_object(path)
     except UnreadableObjectError as error:
@@ -146,11 +155,11 @@ def results_count(paths: RunPaths) -> int | None:
 
     That file says it for sure: a mount may show a folder as it was a minute ago, with fewer ranks in it.
     """
-    place = places.newest_round(paths)
+    place = newest_round(paths)
     if place is None:
         return None
     try:
-        return int(read_head(places.result_file(place.rank_dir(0)))["world_size"])
+        return int(read_head(result_file(place.rank_dir(0)))["world_size"])
     except (UnreadableObjectError, KeyError, TypeError, ValueError):
         return None
 
@@ -185,16 +194,16 @@ def _exception_files(paths: RunPaths) -> Iterator[Path]:
     failure = verdict.get("failure") or {}
     try:
         attempt, number, rank = int(verdict["attempt"]), int(verdict["round"]), int(failure["global_rank"])
-        yield places.exception_file(paths.attempt(attempt).rank(number, rank).root)
+        yield exception_file(paths.attempt(attempt).rank(number, rank).root)
     except (KeyError, TypeError, ValueError):
         pass  # it is about a node, say
-    place = places.newest_round(paths)
+    place = newest_round(paths)
     if place is not None:
-        written = [places.exception_file(place.rank_dir(rank)) for rank in places.ranks(_folder(place))]
+        written = [exception_file(place.rank_dir(rank)) for rank in ranks(_folder(place))]
         yield from sorted(filter(Path.exists, written), key=lambda path: path.stat().st_mtime_ns)
 
 
-def _folder(place: places.RoundPlace) -> Path:
+def _folder(place: RoundPlace) -> Path:
     return place.attempt.round_dir(place.round)
 
 
@@ -217,7 +226,7 @@ def output(paths: RunPaths, rank: int, stream: str) -> str | None:
     """
     texts = []
     for attempt in paths.begun_attempts():
-        for number in places.rounds(attempt):
+        for number in rounds(attempt):
             text = _whole(getattr(attempt.rank(number, rank), stream))
             if text is not None:
                 texts.append(text)

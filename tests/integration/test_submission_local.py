@@ -26,8 +26,8 @@ from hpc_elastic.submission import (
     ElasticJobFailedError,
     ElasticJobUncompletedError,
     Script,
+    call,
     local_process,
-    places,
 )
 from hpc_elastic.submission.outcome import WorkerRaisedError
 from hpc_elastic.workers import tree
@@ -262,7 +262,7 @@ def test_the_launcher_that_a_copied_run_names_is_not_believed(tmp_path: Path) ->
                 {"pid": -1, "starttime": 0},
                 {},
             ):
-                write_json(places.launcher_file(paths), {"host": os.uname().nodename, **facts})
+                write_json(call.launcher_file(paths), {"host": os.uname().nodename, **facts})
                 assert not local_process.lives(paths)
                 assert not local_process.send(paths, signal.SIGTERM)
             assert bystander.poll() is None
@@ -287,7 +287,7 @@ def test_a_signal_goes_past_the_shell_to_the_launcher(tmp_path: Path) -> None:
             proc = tree.look_at(shell.pid)
             assert proc is not None
             facts = {"pid": proc.pid, "starttime": proc.starttime, "host": os.uname().nodename}
-            write_json(places.launcher_file(paths), facts)
+            write_json(call.launcher_file(paths), facts)
             assert local_process.lives(paths)
             assert local_process.send(paths, signal.SIGTERM)
             assert shell.stdout.readline() == f"the launcher ended: {128 + signal.SIGTERM}\n"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.launch.attempts import claim_attempt
-from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.launch.run_directory import claim_attempt, create_run
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths

@@ -14,8 +14,9 @@ import pytest
 
 from hpc_elastic.agent import heartbeats
 from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch, SectionTimeouts
-from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, filesystem_type, open_folder
+from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, open_folder
 from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_record
 from tests.rigs.fake_clock import FakeClock
@@ -57,8 +58,9 @@ class Inline(FileThread):
         ("/over", "tmpfs"),
     ],
 )
-def test_which_filesystem_a_folder_is_on(path: str, kind: str) -> None:
-    assert filesystem_type(path, MOUNTS) == kind
+def test_which_filesystem_a_folder_is_on(tmp_path: Path, path: str, kind: str) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert filesystem_type(path, mountinfo=str(tmp_path / "mountinfo")) == kind
 
 
 def test_memory_first_and_never_a_shared_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.launch import attempts
-from hpc_elastic.launch.attempts import claim_attempt, slurm_job_ids
+from hpc_elastic.launch import run_directory
+from hpc_elastic.launch.run_directory import claim_attempt, slurm_job_ids
 from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.paths import RunPaths
 from tests.rigs.specs import make_attempt
@@ -66,7 +66,7 @@ def test_a_listing_that_lags_behind_holds_nobody_up(tmp_path: Path, monkeypatch:
     def stale(path: Path) -> list[str]:
         return ["attempt-000"]
 
-    monkeypatch.setattr(attempts.os, "listdir", stale)
+    monkeypatch.setattr(run_directory.os, "listdir", stale)
     assert claim_attempt(paths).number == 3
 
 

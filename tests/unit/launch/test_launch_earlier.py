@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.launch.attempts import earlier_run
-from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.launch.run_directory import create_run, earlier_run
 from hpc_elastic.run import index
 from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread
-from hpc_elastic.launch.output import HUNG_SECONDS, REPORT_SECONDS, LastFiles
+from hpc_elastic.launch.conclude import HUNG_SECONDS, REPORT_SECONDS, LastFiles
 from tests.rigs.fake_clock import FakeClock
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_elastic.base.file_executor import FileThread, is_refusal
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.launch.supersede import (
     END_SECONDS,
     AgentState,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.launch.attempts import claim_attempt
+from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog

@@ -15,17 +15,20 @@ import pytest
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult
-from hpc_elastic.submission import call, outcome, places
+from hpc_elastic.submission import outcome
 from hpc_elastic.submission.call import (
     Call,
     CallTerms,
+    RoundPlace,
     UnreadableObjectError,
+    exception_file,
     function_name,
     own_sys_path,
     read_call,
     read_head,
     read_object,
     read_terms,
+    result_file,
     write_call,
     write_object,
 )
@@ -125,7 +128,7 @@ def test_where_inodes_do_not_last_the_path_counts(
 ) -> None:
     path = tmp_path / "result.pkl"
     write_object(path, {}, 7)
-    monkeypatch.setattr(call, "filesystem_type", lambda _: kind)
+    monkeypatch.setattr("hpc_elastic.submission.call.filesystem_type", lambda _: kind)
     renumbered = path.read_bytes().replace(f'"inode": {path.stat().st_ino}'.encode(), b'"inode": 1')
     path.write_bytes(renumbered)
     if is_read:
@@ -162,8 +165,8 @@ def run(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path)
 
 
-def make_round(run: RunPaths, attempt: int, number: int, ranks: int) -> places.RoundPlace:
-    place = places.RoundPlace(attempt=run.attempt(attempt), round=number)
+def make_round(run: RunPaths, attempt: int, number: int, ranks: int) -> RoundPlace:
+    place = RoundPlace(attempt=run.attempt(attempt), round=number)
     for rank in range(ranks):
         place.rank_dir(rank).mkdir(parents=True)
     return place
@@ -191,7 +194,7 @@ def test_results_are_those_of_the_last_round(run: RunPaths) -> None:
     for number in (0, 999, 1000):
         place = make_round(run, 0, number, 2)
         for rank in range(2):
-            write_object(places.result_file(place.rank_dir(rank)), {}, (number, rank))
+            write_object(result_file(place.rank_dir(rank)), {}, (number, rank))
     assert [outcome.read_result(run, rank) for rank in range(2)] == [(1000, 0), (1000, 1)]
     assert outcome.world_size(run) == 2
     with pytest.raises(UnreadableObjectError, match="rank 2 ended without returning anything"):
@@ -202,8 +205,8 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
     place = make_round(run, 0, 1, 3)
     for rank in (2, 1):
         head = {"type": "ValueError", "message": str(rank), "traceback": f"line {rank}"}
-        write_object(places.exception_file(place.rank_dir(rank)), head, ValueError(rank))
-        os.utime(places.exception_file(place.rank_dir(rank)), ns=(10 - rank, 10 - rank))
+        write_object(exception_file(place.rank_dir(rank)), head, ValueError(rank))
+        os.utime(exception_file(place.rank_dir(rank)), ns=(10 - rank, 10 - rank))
     assert outcome.read_exception(run)[1]["message"] == "2", "the first one"  # type: ignore[index]
     verdict = '{"verdict": {"attempt": 0, "round": 1, "failure": {"global_rank": 1}}}'
     run.attempt(0).report_json.write_text(verdict)
@@ -213,7 +216,7 @@ def test_the_exception_is_that_of_the_rank_that_the_report_names(run: RunPaths) 
 
 
 def test_the_exception_in_a_copied_run_is_text(run: RunPaths) -> None:
-    path = places.exception_file(make_round(run, 0, 0, 1).rank_dir(0))
+    path = exception_file(make_round(run, 0, 0, 1).rank_dir(0))
     write_object(path, {"type": "ValueError", "message": "m"}, ValueError("m"))
     path.write_bytes(path.read_bytes().replace(b'"inode": ', b'"inode": 1'))
     found = outcome.read_exception(run)

@@ -21,9 +21,9 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.errors import SubmissionRefusedError
-from hpc_elastic.submission import ElasticExecutor, requests
-from hpc_elastic.submission.call import read_terms
-from hpc_elastic.submission.places import call_file
+from hpc_elastic.submission import ElasticExecutor
+from hpc_elastic.submission import executor as module
+from hpc_elastic.submission.call import call_file, read_terms
 from tests.rigs.fake_slurm import FakeSlurm
 
 TEMPLATE = "#!/bin/bash\n#SBATCH --qos=mine --time=40\n@SBATCH_LINES@\ntrap '' USR2\nexec @COMMAND@\n"
@@ -37,7 +37,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     def client(submission: Submission, env: object, clock: SystemClock, tell: object) -> CommandSlurmClient:
         return CommandSlurmClient(found, clock)
 
-    monkeypatch.setattr(requests, "submission_client", client)
+    monkeypatch.setattr(module, "submission_client", client)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("SITE", "USER", "PROJECT"):
         monkeypatch.setenv(f"HPC_ELASTIC_{name}_CONFIG", "")

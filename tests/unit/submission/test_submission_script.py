@@ -12,7 +12,7 @@ import pytest
 from hpc_elastic.errors import UsageError
 from hpc_elastic.submission import Script
 from hpc_elastic.submission.call import Call, function_name
-from hpc_elastic.submission.checkpointing import next_call
+from hpc_elastic.submission.worker import next_call
 from hpc_elastic.worker_api import heartbeat
 
 
