@@ -11,10 +11,10 @@ from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
 
@@ -52,7 +52,7 @@ class CheckpointWatch:
         clock: The heartbeats'.
         """
         self._watch = watch
-        self._is_asked_for = spec.grow == GrowPolicy.CHECKPOINT.value
+        self._is_asked_for = spec.grow is GrowPolicy.CHECKPOINT
         self._max_nodes = spec.max_nodes
         self._clock = clock
         self._round = -1

@@ -15,13 +15,13 @@ from hpc_elastic.agent.metrics import RoundFigures
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileThread
-from hpc_elastic.options.worker_values import Std
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.store.notifier import Notifier
 from hpc_elastic.workers.linux import SignalQueue
@@ -51,7 +51,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Local rank → what of its output goes to the job log."""
     helpers: Callable[[], AbstractSet[int]]
     """Pids of the agent's own helpers, which are no workers."""
-    files: FileThread = field(default_factory=FileThread)
+    files: FileExecutor = field(default_factory=FileExecutor)
     """Does what the loop needs done with files: the loop itself touches none."""
     watch: HangWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""

@@ -12,15 +12,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat, RoundBeats
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, write_json
-from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, VARIABLE, NoticeRecord, is_section_name
+from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
+from hpc_elastic.worker_api.heartbeat_record import STEP, VARIABLE, NoticeRecord
 
 HANG_FINGERPRINT = "hang:"
 """What every hang's fingerprint begins with."""
@@ -28,31 +28,11 @@ STOPPED_FINGERPRINT = "hang:stopped"
 """Of a worker that was stopped from outside."""
 KERNEL_FINGERPRINT = "hang:kernel"
 """Of a worker that sat in the kernel, where no signal reached it."""
-AUTO = "auto"
 LEARNED_INTERVALS = 20
 """So many times between two heartbeats must have been measured before a timeout is learned from them."""
 LEARNED_FACTOR = 5.0
-LEARNED_LEAST = 60.0
-"""Seconds: a learned timeout is never shorter."""
 SLACK_SECONDS = 1.0
 SLACK_SHARE = 0.1
-
-
-class SectionTimeouts(Struct, frozen=True, kw_only=True):
-    """The user's timeouts: seconds without a heartbeat, by section."""
-
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    learns_step: bool = False
-    """The timeout of ``step`` is learned from the run's own steps."""
-
-    def __bool__(self) -> bool:
-        return bool(self.seconds) or self.learns_step
-
-    @property
-    def shortest(self) -> float | None:
-        """No worker hangs for less; None where none is judged."""
-        found = [*self.seconds.values(), *([LEARNED_LEAST] if self.learns_step else [])]
-        return min(found, default=None)
 
 
 class HangVerdict(Struct, frozen=True, kw_only=True):
@@ -77,43 +57,6 @@ def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) 
     step = f" at step {beat.step}" if beat.step is not None else ""
     timeout = f" (timeout {limit:g} s)" if limit is not None else ""
     return f"no heartbeat for {beat.age(now):.1f} s{where}{step}{timeout}"
-
-
-def parse_section_timeouts(text: str, *, option: str = "--section-timeouts") -> SectionTimeouts:
-    """Read ``setup:900,step:60,checkpoint:300`` or ``step:auto``.
-
-    Raises:
-        UsageError: names the part that can't be right.
-    """
-    seconds: dict[str, float] = {}
-    learns = False
-    for part in text.split(","):
-        name, colon, value = part.strip().partition(":")
-        if not colon:
-            raise UsageError(f"{option} {text}: {part!r} is not of the form section:seconds, as in step:60")
-        if not is_section_name(name):
-            raise UsageError(
-                f"{option} {text}: {name!r} is no section's name; it has 1 to {NAME_LIMIT} letters, digits, _, - and ."
-            )
-        if name in seconds or (learns and name == STEP):
-            raise UsageError(f"{option} {text}: section {name!r} is there twice")
-        if value == AUTO:
-            if name != STEP:
-                raise UsageError(f"{option} {text}: only step:auto can be learned, not {part!r}; give it seconds")
-            learns = True
-            continue
-        seconds[name] = _seconds(value, text, option)
-    return SectionTimeouts(seconds=seconds, learns_step=learns)
-
-
-def _seconds(value: str, text: str, option: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = -1.0
-    if not 0 < number <= 1e8:
-        raise UsageError(f"{option} {text}: {value!r} is not a number of seconds above 0")
-    return number
 
 
 def learned_timeout(intervals: int, longest: float) -> float | None:
@@ -251,7 +194,7 @@ class HangWatch:
         folder: HeartbeatFolder,
         timeouts: SectionTimeouts,
         clock: Clock,
-        files: FileThread,
+        files: FileExecutor,
         summary: Path | None = None,
         node: int = 0,
         host: str = "",
@@ -475,5 +418,5 @@ def describe_beat(beat: RankBeat, now: float) -> dict[str, Any]:
 def silent_watch() -> HangWatch:
     """A watch without a folder, which watches no worker."""
     return HangWatch(
-        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=FileThread(name="beats")
+        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=FileExecutor(name="beats")
     )

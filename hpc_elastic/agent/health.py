@@ -10,11 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import shlex
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 
 from msgspec import Struct, field
 
@@ -22,45 +19,11 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory
-from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers.cgroup import memory_folders
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS
 
-MIB = 1 << 20
-
-
-class Check(str, Enum):
-    """What can be checked."""
-
-    TMP = "tmp"
-    """Room on the node's own disk: TMPDIR, or /tmp."""
-    SHM = "shm"
-    """Room in /dev/shm."""
-    MEMORY = "memory"
-    """Memory that can still be had: the node's, and below the cgroup's limits."""
-    SHARED = "shared"
-    """The run directory takes a small file and gives it back."""
-    CLOCK = "clock"
-    """The wall clock against that of the run directory's server: a warning, never more."""
-    GPU = "gpu"
-    """The node's GPUs, as NVML sees them."""
-    LINK = "link"
-    """The network interfaces by which other nodes reach this one have a link."""
-
-
-DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
-    {
-        Check.TMP: 16 * MIB,
-        Check.SHM: 1 * MIB,
-        Check.MEMORY: 64 * MIB,
-        Check.SHARED: 120.0,
-        Check.CLOCK: 60.0,
-        Check.GPU: 1.0,
-        Check.LINK: 3.0,
-    }
-)
-"""Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, and for
-which there may be no link; uncorrectable ECC errors that make a GPU unfit."""
 DESCRIPTORS = "descriptors"
 """The check that a finding names where the agent has no file descriptor left."""
 CHECK_SECONDS = 10.0
@@ -68,8 +31,6 @@ CHECK_SECONDS = 10.0
 GPU_SECONDS = 60.0
 """How long NVML may take: without persistence mode it starts every GPU first, seconds each."""
 SCRIPT_SECONDS = 30.0
-_SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_REASONS = 4
 
 
@@ -80,60 +41,6 @@ class HealthPlan(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     """The user's own check; empty: none."""
     command_seconds: float = SCRIPT_SECONDS
-
-
-def parse_health_checks(text: str, *, option: str = "--health-checks") -> dict[Check, float]:
-    """Read ``none``, or a list as in ``default,tmp=10G,shared=30``: those that are named, ``default`` for all.
-
-    Args:
-        text: Empty for the default.
-        option: How the user called it.
-
-    Raises:
-        UsageError: names the part that can't be right.
-    """
-    if text == "none":
-        return {}
-    limits: dict[Check, float] = {}
-    for part in (text or "default").split(","):
-        name, equals, value = part.strip().partition("=")
-        if name == "default" and not equals:
-            limits = {**DEFAULT_LIMITS, **limits}
-            continue
-        try:
-            check = Check(name)
-        except ValueError:
-            known = ", ".join(item.value for item in Check)
-            raise UsageError(f"{option} {text}: {name!r} is no check; there are {known}, default and none") from None
-        limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
-    return limits
-
-
-def _limit(check: Check, value: str, text: str, option: str) -> float:
-    unit = value[-1:].upper() if check in _SIZES and value[-1:].isalpha() else ""
-    try:
-        number = float(value[: len(value) - len(unit)]) * _UNITS[unit]
-    except (ValueError, KeyError):
-        number = -1.0
-    if not 0 <= number < 1e18 or (number == 0 and check not in _SIZES):
-        wanted = "a size, as in 500M or 10G" if check in _SIZES else "a number above 0"
-        raise UsageError(f"{option} {text}: {check.value}={value} is not {wanted}")
-    return number
-
-
-def parse_health_command(text: str, *, option: str = "--health-check") -> tuple[str, ...]:
-    """The user's own check as an argument list: a program and its arguments, quoted as for a shell; none is started.
-
-    Raises:
-        UsageError: empty, or a quote that is not closed.
-    """
-    try:
-        argv = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UsageError(f"{option} {text}: {error}") from None
-    if not argv or not argv[0]:
-        raise UsageError(f"{option} {text!r}: give a command, as in '/path/check.sh --fast'")
-    return argv
 
 
 # -- what was measured ---------------------------------------------------------------------------------------------

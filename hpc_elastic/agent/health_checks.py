@@ -24,7 +24,6 @@ from hpc_elastic.agent.health import (
     CHECK_SECONDS,
     DESCRIPTORS,
     GPU_SECONDS,
-    Check,
     Finding,
     HealthPlan,
     HealthVerdict,
@@ -48,6 +47,7 @@ from hpc_elastic.base.host_facts import links
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, WorkerStartError, start_worker
 from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE

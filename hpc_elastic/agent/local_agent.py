@@ -21,7 +21,7 @@ from typing import Any
 
 from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticAgent
 from hpc_elastic.agent.function_call import FunctionCall
-from hpc_elastic.agent.hang import HangWatch, SectionTimeouts, parse_section_timeouts, silent_watch
+from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers, Place
 from hpc_elastic.agent.metrics import MetricSink
@@ -29,14 +29,20 @@ from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup,
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.agent.worker_spec import WorkerSpec
 from hpc_elastic.base.clock import Clock, RunClock
-from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.worker_values import Std, parse_std_streams, shown_in_job_log
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.run.log_pieces import PieceLimit
+from hpc_elastic.run.option_values import (
+    SectionTimeouts,
+    Std,
+    parse_section_timeouts,
+    parse_std_streams,
+    shown_in_job_log,
+)
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.workers import linux, tree
@@ -112,7 +118,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Where the workers' logs are."""
         self._tag = Tag(run_uid=secrets.token_hex(16), node_key="library", agent_uid=secrets.token_hex(4))
         self._place = Place(attempt=AttemptPaths(self.log_dir), host=socket.gethostname(), node=0)
-        self._files = FileThread(name="worker files")
+        self._files = FileExecutor(name="worker files")
         self._timeouts = (
             parse_section_timeouts(section_timeouts, option="section_timeouts")
             if section_timeouts

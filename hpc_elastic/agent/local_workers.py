@@ -24,16 +24,16 @@ from hpc_elastic.agent.hang_stop import (
 )
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.base.clock import Clock, uptime_ns
-from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.log_pieces import holds_at_end
+from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.cgroup import oom_kill_count
@@ -110,7 +110,7 @@ class LocalWorkers:
         clock: Clock,
         shown: Callable[[int], Std],
         excluding: Callable[[], AbstractSet[int]],
-        files: FileThread,
+        files: FileExecutor,
         is_ending: Callable[[], bool],
         watch: HangWatch | None = None,
     ) -> None:

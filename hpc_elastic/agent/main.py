@@ -16,12 +16,12 @@ from msgspec import Struct
 from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
-from hpc_elastic.agent.hang import HangWatch, SectionTimeouts, parse_section_timeouts
-from hpc_elastic.agent.health import HealthPlan, parse_health_checks, parse_health_command
+from hpc_elastic.agent.hang import HangWatch
+from hpc_elastic.agent.health import HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
 from hpc_elastic.agent.local_workers import Place
-from hpc_elastic.agent.metrics import RoundFigures, metrics_from_option
+from hpc_elastic.agent.metrics import RoundFigures, open_metrics
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.rendezvous_session import (
     claim_start_number,
@@ -33,22 +33,24 @@ from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.base.clock import Clock, RunClock, SystemClock
-from hpc_elastic.base.file_executor import FileThread, is_refusal
+from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
-from hpc_elastic.options.worker_values import Std, parse_std_streams, shown_in_job_log
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
 from hpc_elastic.rendezvous.state import new_uid
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.option_values import (
+    Std,
+    shown_in_job_log,
+)
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.notifier import read_secret
-from hpc_elastic.worker_api.restart_group import RestartWith
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
@@ -91,7 +93,7 @@ def agent_main(argv: Sequence[str]) -> int:
     left = kill_stale_processes(me.tag, clock=clock)
 
     # From here on this thread touches no file of the run: `files` does, which may hang.
-    files = FileThread(clock=clock)
+    files = FileExecutor(clock=clock)
     signals = SignalQueue([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
     job_log = JobLog(1)
     _log_to(job_log, me.host)
@@ -119,9 +121,7 @@ def agent_main(argv: Sequence[str]) -> int:
         decide_restart=policy.decide_restart,
         clock=clock,
     )
-    restart_group = RestartGroupWatch(
-        folder=folder, events=events, policy=RestartWith(spec.restart_policy), limit=spec.max_restarts
-    )
+    restart_group = RestartGroupWatch(folder=folder, events=events, policy=spec.restart_policy, limit=spec.max_restarts)
     worker_env = {key: value for key, value in me.env.items() if key != "TORCHELASTIC_ERROR_FILE"}
     worker_env.update(restart_group.environment(me.env))
     store_server = StoreServer(
@@ -133,9 +133,9 @@ def agent_main(argv: Sequence[str]) -> int:
     health = _health_checks(
         me, worker_env, session.info.addresses, is_refused_alone=session.coordination.is_refused_alone
     )
-    metrics_files = FileThread(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
+    metrics_files = FileExecutor(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
     labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
-    metrics = metrics_from_option(spec.metrics, labels=labels, post=metrics_files.post)
+    metrics = open_metrics(spec.metrics, labels=labels, post=metrics_files.post)
     crash = CrashGuard()
     agent = NodeAgent(
         AgentContext(
@@ -257,8 +257,8 @@ def _health_checks(
     spec, tag, run_dir = me.spec, str(me.tag), str(me.run.root)
     return HealthChecks(
         HealthPlan(
-            limits=parse_health_checks(spec.health_checks),
-            command=parse_health_command(spec.health_check) if spec.health_check else (),
+            limits=spec.health_checks,
+            command=spec.health_check,
             command_seconds=spec.health_check_timeout,
         ),
         HealthSite(
@@ -274,11 +274,10 @@ def _health_checks(
     )
 
 
-def _hang_watch(me: _Identity, folder: HeartbeatFolder, files: FileThread, clock: Clock) -> HangWatch:
-    timeouts = parse_section_timeouts(me.spec.section_timeouts) if me.spec.section_timeouts else SectionTimeouts()
+def _hang_watch(me: _Identity, folder: HeartbeatFolder, files: FileExecutor, clock: Clock) -> HangWatch:
     return HangWatch(
         folder=folder,
-        timeouts=timeouts,
+        timeouts=me.spec.section_timeouts,
         clock=clock,
         files=files,
         summary=me.paths.heartbeats(me.node),
@@ -289,10 +288,8 @@ def _hang_watch(me: _Identity, folder: HeartbeatFolder, files: FileThread, clock
 
 def _shown(spec: RunSpec) -> Callable[[int], Std]:
     """Which of a local rank's streams the job log shows."""
-    redirects = parse_std_streams(spec.redirects, option="--redirects")
-    tee = parse_std_streams(spec.tee, option="--tee")
     return lambda local_rank: shown_in_job_log(
-        local_rank, redirects=redirects, tee=tee, only_local_ranks=spec.local_ranks_filter
+        local_rank, redirects=spec.redirects, tee=spec.tee, only_local_ranks=spec.local_ranks_filter
     )
 
 

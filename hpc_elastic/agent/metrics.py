@@ -18,7 +18,8 @@ from typing import Protocol
 from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import open_own, write_private
-from hpc_elastic.errors import UnsafePathError, UsageError
+from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run.option_values import MetricsTarget
 
 logger = logging.getLogger(__name__)
 
@@ -168,30 +169,23 @@ class PrometheusMetrics(_FileMetrics):
         return "{" + ",".join(f'{key}="{escaped(value)}"' for key, value in sorted(labels.items())) + "}"
 
 
-def metrics_from_option(text: str, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
-    """Read ``jsonl:FILE`` or ``prometheus:FILE.prom``; in FILE, ``{host}`` stands for this node's name.
+def open_metrics(target: MetricsTarget | None, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
+    """The sink for ``--metrics``.
 
     Args:
-        text: As the user gave it; empty: nowhere.
+        target: Where to; None: nowhere.
         labels: Kept with every figure; ``host`` among them.
         post: Has the file written; without, each `put` waits for the disk.
 
     Raises:
         UsageError: anything else; one line that names the value.
     """
-    if not text:
+    if target is None:
         return NoMetrics()
-    kind, _, path = text.partition(":")
-    if kind not in ("jsonl", "prometheus") or not path:
-        raise UsageError(f"--metrics {text!r}: give {_FORMS}")
-    if not os.path.isabs(path):
-        raise UsageError(f"--metrics {text!r}: give an absolute path, which means the same on every node")
-    if kind == "prometheus" and not path.endswith(".prom"):
-        raise UsageError(f"--metrics {text!r}: the node exporter reads files that end in .prom alone")
-    target = Path(path.replace("{host}", labels.get("host", "")))
-    if kind == "jsonl":
-        return JsonlMetrics(target, labels=labels, post=post)
-    return PrometheusMetrics(target, labels=labels, post=post)
+    path = Path(target.path.replace("{host}", labels.get("host", "")))
+    if target.form == "jsonl":
+        return JsonlMetrics(path, labels=labels, post=post)
+    return PrometheusMetrics(path, labels=labels, post=post)
 
 
 class RoundFigures:

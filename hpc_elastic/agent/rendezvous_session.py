@@ -15,7 +15,7 @@ from pathlib import Path
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings, settings_from_conf
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
 from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.peers import NodeInfo
@@ -36,7 +36,7 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
         max_nodes=spec.max_nodes,
         expected_nodes=launched,
         segment=spec.segment,
-        grow=GrowPolicy(spec.grow),
+        grow=spec.grow,
     )
     return settings_from_conf(spec.rdzv_conf, base)
 

@@ -34,7 +34,7 @@ from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_elastic.agent.address_filter import Guard
-from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.workers.spawn import find_program
@@ -97,7 +97,7 @@ class StoreServer:
     """
 
     def __init__(
-        self, python: str, *, log_path: Path, environ: Mapping[str, str], files: FileThread | None = None
+        self, python: str, *, log_path: Path, environ: Mapping[str, str], files: FileExecutor | None = None
     ) -> None:
         self._python = python
         self._log_path = log_path

@@ -10,7 +10,7 @@ that are not UTF-8.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from msgspec import Struct, ValidationError, convert, to_builtins
 from msgspec.structs import fields
 
 from hpc_elastic.base.files import Unreadable, read_json, write_json
+from hpc_elastic.errors import UsageError
 
 VERSION = 1
 """Of every format that is written here. A change that older readers can't ignore takes the next number."""
@@ -108,16 +109,27 @@ def save(path: Path, record: Struct, *, durable: bool = False, without: tuple[st
     write_json(path, {"version": VERSION, **to_json(record, without=without)}, durable=durable)
 
 
-def load(path: Path, cls: type[R], *, limit: int = 16 << 20) -> R | Unreadable:
-    """A record from a file, or why there is none that can be read: ``missing``, ``unreadable: …``."""
+def load(
+    path: Path, cls: type[R], *, limit: int = 16 << 20, upgrade: Callable[[dict[str, Any]], None] | None = None
+) -> R | Unreadable:
+    """A record from a file, or why there is none that can be read: ``missing``, ``unreadable: …``.
+
+    Args:
+        path: The file.
+        cls: The record's class.
+        limit: Bytes.
+        upgrade: Changes what an earlier version of this program wrote into what this one writes.
+    """
     value = read_json(path, limit=limit)
     if isinstance(value, str):
         return value
     if problem := version_problem(value):
         return Unreadable(problem)
     try:
+        if upgrade is not None:
+            upgrade(value)
         return from_json(cls, value)
-    except UnreadableRecordError as error:
+    except (UnreadableRecordError, UsageError) as error:
         return Unreadable(f"unreadable: {error}")
 
 

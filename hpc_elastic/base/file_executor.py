@@ -62,7 +62,7 @@ class FilesystemHangsError(TimeoutError):
     """The filesystem did not answer in time, or is not waited for any more. An OSError: with the same way out."""
 
 
-class FileThread:
+class FileExecutor:
     """One daemon thread, which does one thing after another in the order in which they came."""
 
     def __init__(self, *, name: str = "files", clock: Clock | None = None) -> None:

@@ -22,7 +22,8 @@ from hpc_elastic.launch.step import (
     run_first_task,
     step_nodes,
 )
-from hpc_elastic.options.run_request import build_spec, notice_seconds, runs_directory, working_directory
+from hpc_elastic.options.job_options import notice_seconds
+from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 

@@ -28,10 +28,7 @@ def read_command_line(
     Raises:
         UsageError: an option that is unknown, refused or without its value; something is wrong in a file.
     """
-    left_out = (
-        *(job_options.SUBMIT_ONLY if subcommand != "submit" else ()),
-        *(job_options.RUN_ONLY if subcommand != "run" else ()),
-    )
+    left_out = [option.dest for option in ALL_OPTIONS if option.only not in ("", subcommand)]
     options = tuple(option for option in ALL_OPTIONS if option.dest not in left_out)
     given = parse(argv, options, refused=REFUSED, env={})
     if not given.help:

@@ -16,9 +16,7 @@ from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import create_run, earlier_run, why_not_shared
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import (
-    asked_cluster,
     build_spec,
-    notice_seconds,
     runs_directory,
     working_directory,
 )
@@ -45,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     if parsed is None:
         return 0
     with explaining(parsed):
-        cluster = asked_cluster(parsed)
+        cluster = job_options.asked_cluster(parsed)
         if cluster == "slurm" and not in_job(env):
             raise UsageError("--cluster slurm: this is no Slurm allocation; use hpc-elastic submit, or salloc first")
         if cluster == "local" or not in_job(env):
@@ -59,8 +57,8 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     if ignored:
         print_note(f"without Slurm this means nothing: {' '.join(ignored)}")
     cwd = working_directory(parsed, env)
-    nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
-    spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    nodes = job_options.asked_nodes(parsed)
+    spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
     runs_dir = runs_directory(parsed, cwd)
     if dry_run:
         text = (
@@ -96,7 +94,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     claims = open_claims(job.requeue_id, job.restart_count, candidates(env), clock=clock)
     chosen = claims.claim(job.nodes, _node_wish(parsed), shares=parsed.flag("overlap"))
     nodes = nodes_of(parsed, len(chosen), what="allocation" if chosen == job.nodes else "choice of nodes")
-    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None
     if why is not None:
         raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")

@@ -16,7 +16,8 @@ from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
-from hpc_elastic.options.run_request import asked_cluster, cluster_here, runs_directory, slurm_job, working_directory
+from hpc_elastic.options import job_options
+from hpc_elastic.options.run_request import cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.log_reader import OutputReader
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     if parsed is None:
         return 0
     with explaining(parsed):
-        asked = asked_cluster(parsed)
+        asked = job_options.asked_cluster(parsed)
         if cluster_here(asked, env) == "local":
             if asked == "auto":
                 print_note("no sbatch here, so the run is done on this machine (--cluster local)")

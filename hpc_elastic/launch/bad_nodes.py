@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.site import EligibleNodes, Site
 from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, merged, remember, save_record
 from hpc_elastic.run.node_score import (
-    BadNodeSettings,
     Evidence,
     Exclusion,
     NodeScore,
-    Scope,
     choose_excluded,
-    parse_bad_nodes,
     score_nodes,
 )
+from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 
@@ -37,14 +34,6 @@ class NextNodes(Struct, frozen=True, kw_only=True):
     exclusion: Exclusion = field(default_factory=Exclusion)
     excluded: tuple[str, ...] | None = None
     """The job's whole list of excluded nodes, the user's own included; None: it stays as it is."""
-
-
-def settings_of(spec: RunSpec) -> BadNodeSettings:
-    """``--bad-nodes`` as run.json has it; what a newer version wrote there counts as the default."""
-    try:
-        return parse_bad_nodes(spec.bad_nodes)
-    except HpcElasticError:
-        return BadNodeSettings()
 
 
 def nodes_needed(spec: RunSpec) -> int:
@@ -70,7 +59,7 @@ def keep_evidence(
     Raises:
         OSError: nodes.json can't be written.
     """
-    settings = settings_of(spec)
+    settings = spec.bad_nodes
     record = load_record(paths.nodes_json)
     if record.problem:
         logger.warning("%s %s: what it said of nodes is lost", paths.nodes_json, record.problem)
@@ -95,7 +84,7 @@ def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None
         eligible: Which nodes there are; None: not known, so nothing is changed.
         now_ns: The wall clock.
     """
-    settings = settings_of(spec)
+    settings = spec.bad_nodes
     if settings.scope is Scope.OFF:
         return NextNodes()
     bad = tuple(one for one in score_nodes(record.evidence, now_ns=now_ns, hours=settings.hours) if one.is_bad)

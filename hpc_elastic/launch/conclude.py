@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FULL, FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.base.file_executor import FULL, FileExecutor, FilesystemHangsError, is_refusal
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.bad_nodes import NextNodes, checked, keep_evidence, next_nodes
@@ -37,10 +37,10 @@ from hpc_elastic.launch.requeue import (
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Site
-from hpc_elastic.options.job_options import RequeueChoice
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import load_record, save_record
+from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
@@ -75,7 +75,7 @@ def conclude(
     events: EventLog,
     *,
     clock: Clock,
-    files: FileThread | None = None,
+    files: FileExecutor | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
     """Write how an attempt ended, and have the next one queued where that is decided.
@@ -94,7 +94,7 @@ def conclude(
     Returns:
         What was decided and done.
     """
-    disk = LastFiles(files or FileThread(), is_hurried=is_hurried, is_late=result.signal_number is not None)
+    disk = LastFiles(files or FileExecutor(), is_hurried=is_hurried, is_late=result.signal_number is not None)
     end = _End(paths, spec, site, attempt, result, events, clock=clock, disk=disk)
     return end.in_haste() if result.signal_number is not None else end.in_order()
 
@@ -184,7 +184,7 @@ class _End:
             excluded=nodes.excluded,
             nodes=(spec.max_nodes, spec.max_nodes + spec.spares) if fixed and spec.spares else None,
             is_late=is_late,
-            falls_back=spec.requeue_with == RequeueChoice.AUTO.value,
+            falls_back=spec.requeue_with is RequeueChoice.AUTO,
         )
         try:
             done = self._site.requeue(plan)
@@ -354,7 +354,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: i
 class LastFiles:
     """Has things done on the shared filesystem, and goes on without them where it does not answer."""
 
-    def __init__(self, files: FileThread, *, is_hurried: Callable[[], bool], is_late: bool) -> None:
+    def __init__(self, files: FileExecutor, *, is_hurried: Callable[[], bool], is_late: bool) -> None:
         """Args:
         files: What touches them.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.

@@ -13,9 +13,9 @@ from msgspec import Struct
 from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
 from hpc_elastic.agent.restart_policy import made_progress
 from hpc_elastic.base.outcome import ExitCode, Outcome
-from hpc_elastic.options.job_options import RequeueChoice
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import RunSpec
 

@@ -23,7 +23,7 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread, is_refusal
+from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, is_refusal
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
@@ -92,7 +92,7 @@ class _AttemptRun:
         self._site = site
         self._clock = clock
         self._signals = signals
-        self._files = FileThread(clock=clock)
+        self._files = FileExecutor(clock=clock)
 
     def run(self) -> RequeueDecision:
         paths, spec, site, clock = self._paths, self._spec, self._site, self._clock

@@ -21,7 +21,6 @@ from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, EligibleNodes, Site, agent_command, attempt_facts, node_mark
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
-from hpc_elastic.options.job_options import RequeueChoice
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths, task_index
@@ -164,7 +163,7 @@ class SlurmSite(Site):
         arming = decide_arming(
             ArmingFacts(
                 wanted=spec.requeue and spec.max_requeues > 0,
-                choice=RequeueChoice(spec.requeue_with),
+                choice=spec.requeue_with,
                 has_batch_script=state is None or state.is_batch,
                 can_chain=self._script is not None,
                 known=state is not None,

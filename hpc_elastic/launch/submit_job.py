@@ -20,13 +20,14 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.bad_nodes import nodes_needed, settings_of
+from hpc_elastic.launch.bad_nodes import nodes_needed
 from hpc_elastic.launch.run_directory import NewRun, create_run, create_tasks, why_not_shared
 from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import COMMENT_MARK, SbatchOptions, ScriptLines, parse_nodes
 from hpc_elastic.run import index
 from hpc_elastic.run.node_records import NodeRecord, account_evidence, save_record
-from hpc_elastic.run.node_score import Scope, choose_excluded, score_nodes
+from hpc_elastic.run.node_score import choose_excluded, score_nodes
+from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.batch_script import render_script
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
@@ -306,7 +307,7 @@ def bad_nodes(
         now_ns: The wall clock.
         tell: Hears of each that is left out, and of each that can't be.
     """
-    settings = settings_of(job.spec)
+    settings = job.spec.bad_nodes
     if settings.scope is not Scope.JOBS or not partitions:
         return ()
     try:

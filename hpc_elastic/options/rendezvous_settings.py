@@ -1,27 +1,14 @@
-"""Whether a round that goes well is ended so that nodes that wait come in: pure.
-
-The numbers of a rendezvous, the same on every node of the run.
-"""
+"""The numbers of a rendezvous, the same on every node of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
-
-
-class GrowPolicy(str, Enum):
-    """``--grow``: when a node that waits is taken into a healthy round that is smaller than MAX."""
-
-    CHECKPOINT = "checkpoint"
-    """After the next checkpoint that the script reports; at once where it has reported none for some minutes."""
-    NOW = "now"
-    NEVER = "never"
-    """Only where a new round begins for another reason."""
+from hpc_elastic.run.option_values import GrowPolicy, rdzv_values
 
 
 class RendezvousSettings(Struct, frozen=True, kw_only=True):
@@ -71,38 +58,13 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
         return min(self.heartbeat_ttl, self.beat_silence + self.suspect_answer)
 
 
-def settings_from_conf(conf: Mapping[str, str], base: RendezvousSettings) -> RendezvousSettings:
-    """Apply ``--rdzv-conf key=value,…``.
+def settings_from_conf(conf: Mapping[str, str | float | bool], base: RendezvousSettings) -> RendezvousSettings:
+    """Apply what ``--rdzv-conf`` gave, as text or as values.
 
     Raises:
         UsageError: an unknown key, or a value that is no number; it is named.
     """
-    allowed = {"timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "doorbell"}
-    allowed |= {
-        "beat_interval",
-        "beat_silence",
-        "suspect_answer",
-        "operations_per_second",
-        "grow_patience",
-        "member_filter",
-    }
-    known = set(RendezvousSettings.__struct_fields__) & allowed
-    changes: dict[str, float | bool] = {}
-    for key, text in conf.items():
-        if key not in known:
-            raise UsageError(f"--rdzv-conf: unknown key {key!r}; it knows {', '.join(sorted(known))}")
-        if key in ("doorbell", "member_filter"):
-            if text.lower() not in ("on", "off", "true", "false", "1", "0"):
-                raise UsageError(f"--rdzv-conf {key}={text}: give on or off")
-            changes[key] = text.lower() in ("on", "true", "1")
-            continue
-        try:
-            number = float(text)
-        except ValueError:
-            raise UsageError(f"--rdzv-conf {key}={text}: not a number of seconds") from None
-        if not 0 < number < 1e7:
-            raise UsageError(f"--rdzv-conf {key}={text}: give a positive number of seconds")
-        changes[key] = number
+    changes = rdzv_values(conf)
     changed = replace(base, **changes)
     if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:
         changed = replace(changed, heartbeat_interval=changed.heartbeat_ttl / 5)

@@ -1,14 +1,8 @@
-"""``--het``: further components of a het job, whose nodes are in the same run.
-
-From options to a `RunSpec`: what `submit`, `run` and Python programs have in common.
-
-From options to what Slurm is to be asked for: what the command line and the executor have in common.
-"""
+"""From the options to a `RunSpec` and to what Slurm is asked for: what `submit`, `run` and Python programs share."""
 
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -23,6 +17,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.all_options import ALL_OPTIONS
 from hpc_elastic.options.sbatch import (
     SbatchOptions,
     component_arguments,
@@ -35,8 +30,6 @@ from hpc_elastic.options.sbatch import (
 from hpc_elastic.options.table import Parsed, parse
 from hpc_elastic.options.template import read_template
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
-from hpc_elastic.run.node_score import Scope, parse_bad_nodes
-from hpc_elastic.run.paths import attempt_number, task_index
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 
 _OF_A_COMPONENT = (
@@ -61,7 +54,7 @@ def het_components(parsed: Parsed) -> tuple[Component, ...]:
     Raises:
         UsageError: one holds what no component can have.
     """
-    options = tuple(option for option in job_options.sbatchs_own() if option.dest in _OF_A_COMPONENT)
+    options = tuple(option for option in job_options.OPTIONS if option.dest in _OF_A_COMPONENT)
     found = []
     for text in parsed.all("het"):
         try:
@@ -86,18 +79,7 @@ def het_components(parsed: Parsed) -> tuple[Component, ...]:
     return tuple(found)
 
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
-_CLUSTERS = ("auto", "slurm", "local")
 _MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
-_MAX_GRACE = 65535  # sbatch's own limit for --signal
-
-
-def asked_cluster(parsed: Parsed) -> str:
-    """``auto``, ``slurm`` or ``local``."""
-    cluster = parsed.get("cluster") or "auto"
-    if cluster not in _CLUSTERS:
-        raise UsageError(f"--cluster {cluster}: give one of {', '.join(_CLUSTERS)}")
-    return cluster
 
 
 def cluster_here(asked: str, env: Mapping[str, str]) -> str:
@@ -153,11 +135,12 @@ def build_spec(
     """
     entry = worker_options.entrypoint(parsed, cwd=cwd, interpreter=sys.executable)
     name = job_name(parsed, entry, env)
-    spares, workers = job_options.spare_nodes(parsed), worker_options.worker_fields(parsed)
+    fields = spec_fields(parsed)
     if cluster == "local":
-        _check_fits_here(parsed, nodes[1] + spares, workers.get("nproc_per_node", ""))
+        _check_fits_here(parsed, nodes[1] + fields.get("spares", 0), fields.get("nproc_per_node", ""))
+    site_disables_requeue = cluster == "slurm" and parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
     return RunSpec(
-        run_id=_run_id(parsed) or new_run_id(name),
+        **{"run_id": new_run_id(name), **fields},
         uid=secrets.token_hex(16),
         name=name,
         created_ns=time.time_ns(),
@@ -166,16 +149,28 @@ def build_spec(
         cluster=cluster,
         min_nodes=nodes[0],
         max_nodes=nodes[1],
-        spares=spares,
         segment=job_options.segment_nodes(parsed, nodes),
-        requeue=job_options.wants_requeue(parsed) and not (cluster == "slurm" and _site_disables_requeue(parsed, env)),
-        requeue_with=job_options.requeue_choice(parsed).value,
-        bad_nodes=_bad_nodes(parsed),
+        requeue=job_options.wants_requeue(parsed) and not site_disables_requeue,
         signal_grace=grace,
-        sbatch_args=parsed.all("sbatch_args"),
-        srun_args=parsed.all("srun_args"),
-        **workers,
     )
+
+
+def spec_fields(parsed: Parsed) -> dict[str, Any]:
+    """The fields of `RunSpec` that one option each gives; those that were not given are left out.
+
+    Raises:
+        UsageError: a value that can't be right; it is named as the user named it.
+    """
+    fields: dict[str, Any] = {}
+    for option in ALL_OPTIONS:
+        if option.field and (value := parsed.value(option)) is not None:
+            fields[option.field] = value
+    if fields.get("master_port") == 0:
+        del fields["master_port"]  # torchrun's word for a free one
+    if "log_max_files" in fields and "log_max_size" not in fields:
+        count = fields["log_max_files"]
+        raise UsageError(f"--log-max-files {count}: nothing is rotated without a size; give --log-max-size too")
+    return fields
 
 
 def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
@@ -199,12 +194,12 @@ def check_values(parsed: Parsed) -> None:
     Raises:
         UsageError: a value that can't be right.
     """
-    nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "--nodes"))
-    asked_cluster(parsed)
+    nodes = job_options.asked_nodes(parsed)
+    job_options.asked_cluster(parsed)
     job_options.segment_nodes(parsed, nodes)
-    worker_options.worker_fields(parsed)
+    spec_fields(parsed)
     options = job_options.sbatch_options(
-        parsed, nodes=nodes, job_name=parsed.get("job_name") or "run", grace=notice_seconds(parsed)
+        parsed, nodes=nodes, job_name=parsed.get("job_name") or "run", grace=job_options.notice_seconds(parsed)
     )
     for argument in sbatch_arguments(options):
         sbatch_line(argument)
@@ -219,38 +214,6 @@ def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:
         return entry.target.rpartition(".")[2] or entry.target
     name = os.path.basename(entry.target)
     return name.removesuffix(".py") or name or "run"
-
-
-def notice_seconds(parsed: Parsed) -> int:
-    """``--grace``."""
-    text = parsed.get("grace")
-    if text is None:
-        return 120
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= _MAX_GRACE):
-        raise UsageError(f"--grace {text}: give whole seconds from 1 to {_MAX_GRACE}")
-    return int(text)
-
-
-def _bad_nodes(parsed: Parsed) -> str:
-    text = parsed.get("bad_nodes") or Scope.RUN.value
-    parse_bad_nodes(text, option=parsed.source("bad_nodes", "--bad-nodes"))
-    return text
-
-
-def _site_disables_requeue(parsed: Parsed, env: Mapping[str, str]) -> bool:
-    return parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
-
-
-def _run_id(parsed: Parsed) -> str | None:
-    given = parsed.get("run_id")
-    if given is not None and not _RUN_ID.match(given):
-        raise UsageError(
-            f"{parsed.source('run_id', '--run-id')} {given}: a run id has at most 100 letters, digits, '.', '_' "
-            "and '-', a letter or digit first"
-        )
-    if given is not None and (task_index(given) is not None or attempt_number(given) is not None):
-        raise UsageError(f"{parsed.source('run_id', '--run-id')} {given}: folders in a run directory are called so")
-    return given
 
 
 class SlurmJob(Struct, frozen=True, kw_only=True):
@@ -281,11 +244,12 @@ def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = Non
     """
     cwd = working_directory(parsed, env)
     template, parsed = read_template(parsed, cwd, env)
-    asked = parsed.get("nodes") or "1"
-    nodes = parse_nodes(asked, option=parsed.source("nodes", "--nodes"))
+    nodes = job_options.asked_nodes(parsed)
     components = het_components(parsed)
     all_nodes = (nodes[0] + sum(part.nodes[0] for part in components), nodes[1] + sum(p.nodes[1] for p in components))
-    spec = build_spec(parsed, cluster="slurm", nodes=all_nodes, cwd=cwd, env=env, grace=notice_seconds(parsed))
+    spec = build_spec(
+        parsed, cluster="slurm", nodes=all_nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed)
+    )
     if array is None:
         array = parsed.get("array") or env.get("SBATCH_ARRAY_INX") or ""
     tasks = parse_array(array, option=parsed.source("array", "SBATCH_ARRAY_INX")) if array else ()
@@ -304,6 +268,6 @@ def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = Non
         options=options,
         tasks=tasks,
         template=template,
-        asked_nodes=f"{parsed.source('nodes', '--nodes')} {asked}",
+        asked_nodes=f"{parsed.source('nodes', '--nodes')} {parsed.get('nodes') or 1}",
         shared=parsed.flag("allow_local_runs_dir"),
     )

@@ -25,7 +25,7 @@ MAX_NODES = 1 << 17
 _RANGE = re.compile(r"(\d{1,9})(?:[-:](\d{1,9}))?\Z", re.ASCII)
 
 
-def parse_nodes(text: str, *, option: str = "--nodes") -> tuple[int, int]:
+def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
     """The least and the most nodes.
 
     Raises:
@@ -71,7 +71,7 @@ def parse_time_limit(text: str) -> int | None:
     return first * 60 + (second or 0)  # M, M:S
 
 
-def check_time_option(text: str, *, option: str = "-t") -> int | None:
+def check_time_option(text: str, option: str = "-t") -> int | None:
     """`parse_time_limit` of a user's ``-t``/``--time``.
 
     Raises:

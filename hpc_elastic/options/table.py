@@ -10,9 +10,10 @@ The options as keys of a file, variables of the environment and arguments of a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime, time
+from typing import Any
 
 from msgspec import Struct, field
 
@@ -42,6 +43,16 @@ class Option(Struct, frozen=True, kw_only=True):
     """Its value decides what is executed: where a file gives it, the user is shown which."""
     in_files: bool = True
     """Whether it may stand in a configuration file: not where it holds for one run."""
+    parse: Callable[[str, str], Any] | None = None
+    """Makes its value of the text and of the option as the user called it; raises UsageError. None: the text is it."""
+    field: str | None = None
+    """The field of `RunSpec` that takes the value, where nothing else has a part in it."""
+    sbatch: bool = False
+    """sbatch has the same option, and gets it as it is."""
+    slurm_only: bool = False
+    """Without meaning where there is no Slurm."""
+    only: str = ""
+    """The one subcommand that takes it, ``submit`` or ``run``; empty: both."""
 
 
 class Parsed(Struct, frozen=True, kw_only=True):
@@ -66,6 +77,19 @@ class Parsed(Struct, frozen=True, kw_only=True):
 
     def all(self, dest: str) -> tuple[str, ...]:
         return self.values.get(dest, ())
+
+    def value(self, option: Option) -> Any:
+        """The value of an option; None where it was not given.
+
+        Raises:
+            UsageError: it can't be right; the message names it as the user did.
+        """
+        if option.repeatable:
+            return self.all(option.dest) or None
+        text = self.get(option.dest)
+        if text is None or option.parse is None:
+            return text
+        return option.parse(text, self.source(option.dest, option.names[0]))
 
     def flag(self, dest: str) -> bool:
         return dest in self.values and self.values[dest][-1] not in ("", "0")

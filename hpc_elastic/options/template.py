@@ -191,7 +191,9 @@ def _is_given(parsed: Parsed, dest: str) -> bool:
 def asked_by(words: Sequence[str]) -> dict[str, tuple[str, str]]:
     """By `Option.dest`, the name and the value of what sbatch is asked for; what this program does not know is left
     out, and stays in the script."""
-    by_name: dict[str, Option] = {name: option for option in job_options.sbatchs_own() for name in option.names}
+    by_name: dict[str, Option] = {
+        name: option for option in job_options.OPTIONS if option.sbatch for name in option.names
+    }
     found: dict[str, tuple[str, str]] = {}
     rest = list(words)
     while rest:

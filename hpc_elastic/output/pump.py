@@ -27,7 +27,6 @@ from pathlib import Path
 from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.options.worker_values import Std
 from hpc_elastic.output.job_log import JobLog, JobLogSource
 from hpc_elastic.output.lines import LineSplitter
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, decode_object
 from hpc_elastic.store.base import Store
 

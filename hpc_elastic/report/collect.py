@@ -14,7 +14,6 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from hpc_elastic.base.files import ask_about, read_json
-from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.classify import find_pattern
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.ranking import FailureClass
@@ -27,8 +26,10 @@ from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.node_records import NodeRecord, load_record
-from hpc_elastic.run.node_score import BadNodeSettings, NodeScore, Scope, parse_bad_nodes, score_nodes
+from hpc_elastic.run.node_score import NodeScore, score_nodes
+from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
+from hpc_elastic.run.spec import decode_bad_nodes
 
 OF_EACH_KIND = 16
 """Error files that are read of a round's failures that are alike: the first ones, by what the events tell."""
@@ -208,18 +209,15 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         name=target.rsplit("/", 1)[-1] or text_of(spec.get("name")) or root.name,
         max_requeues=integer(spec.get("max_requeues")),
         attempts=_collect_attempts(paths, numbers, ranks),
-        bad_nodes=_bad_nodes(record, text_of(spec.get("bad_nodes"))),
+        bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),
         excluded=record.excluded,
         problems=tuple(problems),
     )
 
 
-def _bad_nodes(record: NodeRecord, option: str) -> tuple[NodeScore, ...]:
+def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
     """As they were when the record was written: a report says the same whenever it is made."""
-    try:
-        settings = parse_bad_nodes(option)
-    except UsageError:
-        settings = BadNodeSettings()  # a newer version's word
+    settings = decode_bad_nodes(option)
     if settings.scope is Scope.OFF:
         return ()
     scores = score_nodes(record.evidence, now_ns=record.saved_ns, hours=settings.hours)

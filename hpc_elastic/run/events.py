@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
 
@@ -30,7 +30,15 @@ class EventLog:
     """One writer. A full disk stops the record, never the training: lines wait in memory and are written later."""
 
     def __init__(
-        self, folder: Path, *, role: str, host: str, node: int, uid: str, clock: Clock, files: FileThread | None = None
+        self,
+        folder: Path,
+        *,
+        role: str,
+        host: str,
+        node: int,
+        uid: str,
+        clock: Clock,
+        files: FileExecutor | None = None,
     ) -> None:
         """Create the file.
 

@@ -33,7 +33,7 @@ class PieceLimit(Struct, frozen=True, kw_only=True):
     """Pieces that are kept, the one that is being written included; at least 2."""
 
 
-def parse_size(text: str, *, option: str) -> int:
+def parse_size(text: str, option: str) -> int:
     """Read ``1G``, ``500M``, ``64K`` or bytes; powers of 1024, ``GB`` and ``GiB`` too.
 
     Raises:
@@ -48,7 +48,7 @@ def parse_size(text: str, *, option: str) -> int:
     return size
 
 
-def parse_count(text: str, *, option: str) -> int:
+def parse_count(text: str, option: str) -> int:
     """Read how many pieces are kept.
 
     Raises:

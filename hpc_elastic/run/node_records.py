@@ -20,7 +20,8 @@ from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.base.host_lock import host_lock, host_lock_path
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.index import account_folder, make_account_folder
-from hpc_elastic.run.node_score import MOST_HOURS, Evidence
+from hpc_elastic.run.node_score import Evidence
+from hpc_elastic.run.option_values import MOST_HOURS
 
 MOST_FILES = 2000
 """Of an account: the newest are read."""

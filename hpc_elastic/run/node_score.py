@@ -12,13 +12,10 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.errors import UsageError
+from hpc_elastic.run.option_values import DEFAULT_HOURS, DEFAULT_SHARE
 
 BAD = 1.0
 """From this score on a node is left out."""
-DEFAULT_HOURS = 24.0
-DEFAULT_SHARE = 1 / 3
-MOST_HOURS = 24.0 * 365
 _FEW = 3
 _AHEAD_NS = 3600 * 10**9
 """So far ahead of now the time of something that happened may be: hosts' clocks differ. Beyond, it tells nothing."""
@@ -47,26 +44,6 @@ WEIGHTS = {
     EvidenceKind.FIRST_EXCEPTION: 0.25,
 }
 _FIRST = (EvidenceKind.FIRST_FAILURE, EvidenceKind.FIRST_EXCEPTION)
-
-
-class Scope(str, Enum):
-    """How far what is known of nodes reaches."""
-
-    RUN = "run"
-    """The run's own attempts."""
-    JOBS = "jobs"
-    """All runs of this account that say so."""
-    OFF = "off"
-
-
-class BadNodeSettings(Struct, frozen=True, kw_only=True):
-    """``--bad-nodes``."""
-
-    scope: Scope = Scope.RUN
-    hours: float = DEFAULT_HOURS
-    """For how long something counts."""
-    share: float = DEFAULT_SHARE
-    """Of the partition's nodes never more are left out."""
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
@@ -116,36 +93,6 @@ class Exclusion(Struct, frozen=True, kw_only=True):
     """Sorted by name; may be empty."""
     spared: tuple[tuple[str, str], ...] = ()
     """Bad ones that stay in, each with the reason."""
-
-
-def parse_bad_nodes(text: str, *, option: str = "--bad-nodes") -> BadNodeSettings:
-    """``run``, ``jobs`` or ``off``, with ``hours=24`` and ``share=0.33`` behind it; empty: the default.
-
-    Raises:
-        UsageError: it says something else.
-    """
-    scope, hours, share = Scope.RUN, DEFAULT_HOURS, DEFAULT_SHARE
-    for index, word in enumerate(text.split(",")) if text else ():
-        name, equals, value = word.strip().partition("=")
-        if not equals and index == 0 and name in {item.value for item in Scope}:
-            scope = Scope(name)
-        elif equals and name == "hours":
-            hours = _number(option, word, value, most=MOST_HOURS)
-        elif equals and name == "share":
-            share = _number(option, word, value, most=1.0)
-        else:
-            raise UsageError(f"{option} {text}: give run, jobs or off, and behind it hours=24 or share=0.33")
-    return BadNodeSettings(scope=scope, hours=hours, share=share)
-
-
-def _number(option: str, word: str, value: str, *, most: float) -> float:
-    try:
-        found = float(value)
-    except ValueError:
-        found = -1.0
-    if not 0 < found <= most:
-        raise UsageError(f"{option} {word}: give a number above 0, at most {most:g}")
-    return found
 
 
 def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEFAULT_HOURS) -> tuple[NodeScore, ...]:

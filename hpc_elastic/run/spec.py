@@ -5,16 +5,35 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct, field, to_builtins
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
-from hpc_elastic.errors import UnreadableFileError
+from hpc_elastic.errors import UnreadableFileError, UsageError
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
+from hpc_elastic.run.option_values import (
+    DEFAULT_LIMITS,
+    BadNodeSettings,
+    Check,
+    GrowPolicy,
+    MetricsTarget,
+    RequeueChoice,
+    SectionTimeouts,
+    StreamChoice,
+    parse_bad_nodes,
+    parse_health_checks,
+    parse_health_command,
+    parse_metrics,
+    parse_section_timeouts,
+    parse_std_streams,
+    rdzv_values,
+)
+from hpc_elastic.worker_api.restart_group import RestartWith
 
 
 class UnreadableRunError(UnreadableFileError):
@@ -71,16 +90,13 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """Nodes beyond `max_nodes` that wait, ready, to take a lost one's place."""
     segment: int = 1
     """So many neighbours in Slurm's order are in the run together, or not at all."""
-    grow: str = "checkpoint"
-    """When a healthy round that is smaller than `max_nodes` is ended to take a node in: ``checkpoint``, ``now`` or
-    ``never``."""
+    grow: GrowPolicy = GrowPolicy.CHECKPOINT
     nproc_per_node: str = "auto"
     """A number, ``auto`` (the node's GPUs as Slurm gave them, else 1), ``gpu`` or ``cpu``."""
     role: str = "default"
     max_restarts: int = 3
     """Rounds per attempt that may follow a worker's failure, wherever it happened."""
-    restart_policy: str = "processes"
-    """What follows a worker's bad end: ``processes`` (all start again) or ``in-process`` (it alone is replaced)."""
+    restart_policy: RestartWith = RestartWith.PROCESSES
     max_requeues: int = 3
     """Attempts after the first one."""
     max_same_failures: int = 2
@@ -89,23 +105,20 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """Workers that ran this long have the whole of `max_restarts` again; None: time does not refill it."""
     restart_steps: int | None = None
     """So many steps beyond the last failure's do the same; None: steps do not."""
-    section_timeouts: str = ""
-    """``setup:900,step:60``: seconds without a heartbeat that make a hang, by section; empty: nobody is judged."""
-    health_checks: str = ""
-    """What a node is looked at for before it joins a round: ``default,tmp=10G``, ``none``; empty: the default."""
-    health_check: str = ""
-    """The user's own check, quoted as for a shell; empty: none."""
+    section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+    health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
+    """What a node must pass before it joins a round, with the limit of each."""
+    health_check: tuple[str, ...] = ()
+    """The command of the user's own check; empty: none."""
     health_check_timeout: float = 30.0
-    metrics: str = ""
-    """``jsonl:FILE`` or ``prometheus:FILE.prom``; empty: no figures are written."""
+    metrics: MetricsTarget | None = None
     monitor_interval: float = 5.0
     """The fallback's poll interval; watching is by events."""
     shutdown_timeout: float = 30.0
     """From SIGTERM to SIGKILL when workers are stopped."""
-    redirects: str = "0"
-    tee: str = "0"
-    """torchrun's grammar, ``3`` or ``0:3,1:1``: `redirects` keeps from the job log, `tee` brings back. By default all
-    is shown; files are always written."""
+    redirects: StreamChoice = field(default_factory=StreamChoice)
+    tee: StreamChoice = field(default_factory=StreamChoice)
+    """By default all is shown in the job log; files are always written."""
     local_ranks_filter: tuple[int, ...] | None = None
     """Only these local ranks reach the job log; None: all."""
     log_max_size: int | None = None
@@ -114,12 +127,11 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """Pieces of it that are kept."""
     master_addr: str | None = None
     master_port: int | None = None
-    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    rdzv_conf: Mapping[str, float | bool] = field(default_factory=dict)
     requeue: bool = True
-    requeue_with: str = "auto"
-    """``scontrol``: the same job again; ``chain``: a follow-on job; ``auto``: that, where the job can't be requeued."""
-    bad_nodes: str = "run"
-    """``run``, ``jobs`` or ``off``, with ``hours=24,share=0.33`` behind it: which nodes are left out."""
+    requeue_with: RequeueChoice = RequeueChoice.AUTO
+    bad_nodes: BadNodeSettings = field(default_factory=BadNodeSettings)
+    """Which nodes are left out."""
     signal_grace: int = 120
     """Seconds before the time limit at which the notice signal is asked for."""
     preemption_signal: str = ""
@@ -146,10 +158,40 @@ def load_run_spec(path: Path) -> RunSpec:
     Raises:
         UnreadableRunError: missing, torn, or of a version that this program does not know.
     """
-    found = codec.load(path, RunSpec)
+    found = codec.load(path, RunSpec, upgrade=_parse_texts)
     if isinstance(found, Unreadable):
         raise UnreadableRunError(path=str(path), why=found, errno=found.errno)
     return found
+
+
+def _parse_texts(value: dict[str, Any]) -> None:
+    """Until values of options were kept, run.json held what the user wrote: empty text was the default."""
+    for key, parse in _PARSERS.items():
+        if isinstance(text := value.get(key), str):
+            del value[key]
+            if text:
+                value[key] = to_builtins(parse(text, key), str_keys=True)
+    if isinstance(conf := value.get("rdzv_conf"), dict):
+        value["rdzv_conf"] = rdzv_values(conf, known_only=False)
+
+
+def decode_bad_nodes(value: object) -> BadNodeSettings:
+    """What a run.json has as ``bad_nodes``; the default for what a newer version wrote there."""
+    try:
+        return parse_bad_nodes(value) if isinstance(value, str) else codec.from_json(BadNodeSettings, value)
+    except (codec.UnreadableRecordError, UsageError):
+        return BadNodeSettings()
+
+
+_PARSERS: Mapping[str, Callable[[str, str], Any]] = {
+    "redirects": parse_std_streams,
+    "tee": parse_std_streams,
+    "section_timeouts": parse_section_timeouts,
+    "health_checks": parse_health_checks,
+    "health_check": parse_health_command,
+    "metrics": parse_metrics,
+    "bad_nodes": lambda text, _: decode_bad_nodes(text),
+}
 
 
 def new_run_id(name: str, *, now: float | None = None) -> str:

@@ -122,10 +122,10 @@ def _cat(folder: Path) -> Cost:
 def _agent(case: Case, folder: Path) -> Cost:
     """In a process of its own."""
     from hpc_elastic.base.clock import SystemClock
-    from hpc_elastic.options.worker_values import Std
     from hpc_elastic.output.job_log import JobLog
     from hpc_elastic.output.pump import LogPump
     from hpc_elastic.run.log_pieces import PieceLimit
+    from hpc_elastic.run.option_values import Std
     from hpc_elastic.workers import spawn
 
     clock = SystemClock()

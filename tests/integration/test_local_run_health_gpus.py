@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.health import Check, GpuDevice, GpuFacts, HealthPlan, HealthVerdict
+from hpc_elastic.agent.health import GpuDevice, GpuFacts, HealthPlan, HealthVerdict
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import module_command
+from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers.spawn import Inherited
 
 # Signatures and codes as in NVIDIA's nvml.h (API 12). FAKE_NVML: "index:key=value,...;index:..." with keys ecc, pages,

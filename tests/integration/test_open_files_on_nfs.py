@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.launch.batch import WriteBack
 from hpc_elastic.report.collect import collect_run
@@ -42,7 +42,7 @@ def eventually(condition: Callable[[], object], *, seconds: float = 40.0) -> boo
 def test_an_event_is_seen_elsewhere_while_its_log_is_open(clients: tuple[Path, Path]) -> None:
     here, there = clients
     clock = SystemClock()
-    for files in (None, FileThread(clock=clock)):
+    for files in (None, FileExecutor(clock=clock)):
         name = f"events-{files is None}"
         events = EventLog(here / name, role="agent", host="n1", node=0, uid="0", clock=clock, files=files)
         for count in (1, 2):

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent import node_agent
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.hang import HangWatch, SectionTimeouts
+from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.local_workers import Place
@@ -37,6 +37,7 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.workers.spawn import Inherited

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import CheckpointStatus, CheckpointWatch
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.run.option_values import GrowPolicy
 from tests.rigs.fake_clock import FakeClock
 
 FINAL = RoundRecord(
@@ -50,7 +50,7 @@ class Node:
     def __init__(self, grow: GrowPolicy = GrowPolicy.CHECKPOINT, max_nodes: int = 3) -> None:
         self.clock = FakeClock()
         self.heartbeats = Heartbeats(self.clock)
-        spec = SimpleNamespace(grow=grow.value, max_nodes=max_nodes)
+        spec = SimpleNamespace(grow=grow, max_nodes=max_nodes)
         self.watch = CheckpointWatch(self.heartbeats, spec, clock=self.clock)  # type: ignore[arg-type]
 
     def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> tuple[int, int, float | None] | None:

@@ -9,20 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.agent.hang import (
-    LEARNED_INTERVALS,
-    LEARNED_LEAST,
-    HangVerdict,
-    SectionTimeouts,
-    judge,
-    lagging,
-    learned_timeout,
-    limit_of,
-    next_look,
-    parse_section_timeouts,
-)
+from hpc_elastic.agent.hang import LEARNED_INTERVALS, HangVerdict, judge, lagging, learned_timeout, limit_of, next_look
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.errors import UsageError
+from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 
 TIMEOUTS = SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 300.0})
 NOW = 10_000.0
@@ -36,48 +25,6 @@ def verdict(*beats: RankBeat, timeouts: SectionTimeouts = TIMEOUTS, learned: flo
     found = judge(beats, timeouts, now=NOW, learned=learned)
     assert found is not None
     return found
-
-
-# -- the option
-
-
-def test_timeouts_as_they_are_written() -> None:
-    found = parse_section_timeouts("setup:900, step:60,checkpoint:1.5")
-    assert found == SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 1.5})
-    assert found.shortest == 1.5
-    auto = parse_section_timeouts("step:auto,setup:900")
-    assert auto == SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)
-    assert auto.shortest == LEARNED_LEAST
-    assert not SectionTimeouts()
-    assert SectionTimeouts().shortest is None
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("", "''"),
-        ("step", "'step'"),
-        ("60", "'60'"),
-        ("step:", "''"),
-        ("step:0", "'0'"),
-        ("step:-1", "'-1'"),
-        ("step:nan", "'nan'"),
-        ("step:inf", "'inf'"),
-        ("step:1e9", "'1e9'"),
-        ("step:60s", "'60s'"),
-        ("step:60,", "''"),
-        (":60", "''"),
-        ("two words:60", "'two words'"),
-        ("x" * 33 + ":60", "x" * 33),
-        ("step:60,step:70", "'step' is there twice"),
-        ("step:auto,step:70", "'step' is there twice"),
-        ("checkpoint:auto", "'checkpoint:auto'"),
-    ],
-)
-def test_what_cannot_be_right_is_named(text: str, named: str) -> None:
-    with pytest.raises(UsageError, match="--section-timeouts") as caught:
-        parse_section_timeouts(text)
-    assert named in str(caught.value)
 
 
 # -- the learned timeout

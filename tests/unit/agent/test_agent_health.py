@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.agent.health import (
-    DEFAULT_LIMITS,
-    Check,
     ClockOffset,
     Finding,
     GpuDevice,
@@ -22,39 +20,11 @@ from hpc_elastic.agent.health import (
     judge_room,
     judge_script,
     judge_shared,
-    parse_health_checks,
-    parse_health_command,
     sum_up_findings,
 )
-from hpc_elastic.errors import UsageError
+from hpc_elastic.run.option_values import Check
 
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", dict(DEFAULT_LIMITS)),
-        ("default", dict(DEFAULT_LIMITS)),
-        ("none", {}),
-        ("tmp", {Check.TMP: DEFAULT_LIMITS[Check.TMP]}),
-        ("tmp=10G, shm=500m,memory=0", {Check.TMP: 10 * GIB, Check.SHM: 500 << 20, Check.MEMORY: 0}),
-        ("default,tmp=1.5K", {**DEFAULT_LIMITS, Check.TMP: 1536}),
-        ("tmp=10G,default", {**DEFAULT_LIMITS, Check.TMP: 10 * GIB}),
-        ("shared=7.5,clock=2,gpu=10", {Check.SHARED: 7.5, Check.CLOCK: 2, Check.GPU: 10}),
-    ],
-)
-def test_checks_are_asked_for_by_name(text: str, expected: dict[Check, float]) -> None:
-    assert parse_health_checks(text) == expected
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["disk", "tmp=", "tmp=x", "tmp=-1", "tmp=1X", "shared=0", "shared=1M", "default=3", "none,tmp", "tmp,", "gpu=nan"],
-)
-def test_what_makes_no_sense_is_refused_by_name(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^--health-checks "):
-        parse_health_checks(text)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +39,6 @@ def test_what_makes_no_sense_is_refused_by_name(text: str) -> None:
 def test_a_node_without_any_link_is_unfit(interfaces: list[tuple[str, bool]], is_fit: bool) -> None:
     found = judge_links(interfaces, seconds=3.0)
     assert found.reason == ("" if is_fit else "the network has no link (eth0, ib0), looked at for 3 s")
-
-
-def test_a_command_is_split_and_never_given_to_a_shell() -> None:
-    assert parse_health_command("/a/check.sh --fast 'a b; rm'") == ("/a/check.sh", "--fast", "a b; rm")
-    for text in ("", "  ", "'open", "''"):
-        with pytest.raises(UsageError, match=r"^--health-check "):
-            parse_health_command(text)
 
 
 @pytest.mark.parametrize(

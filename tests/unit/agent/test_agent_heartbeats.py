@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import heartbeats
-from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch, SectionTimeouts
+from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch
 from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, open_folder
-from hpc_elastic.base.file_executor import FileThread
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_record
 from tests.rigs.fake_clock import FakeClock
 
@@ -36,7 +37,7 @@ def clock() -> FakeClock:
     return FakeClock()
 
 
-class Inline(FileThread):
+class Inline(FileExecutor):
     """Does at once what is posted."""
 
     def post(self, action: object) -> None:

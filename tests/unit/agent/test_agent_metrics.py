@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.metrics import JsonlMetrics, NoMetrics, PrometheusMetrics, metrics_from_option
-from hpc_elastic.errors import UsageError
+from hpc_elastic.agent.metrics import JsonlMetrics, NoMetrics, PrometheusMetrics, open_metrics
+from hpc_elastic.run.option_values import parse_metrics
 from tests.rigs.fake_clock import FakeClock
 
 
@@ -48,16 +48,11 @@ def test_a_disk_that_refuses_raises_nothing(tmp_path: Path) -> None:
 
 
 def test_the_option(tmp_path: Path) -> None:
-    assert isinstance(metrics_from_option("", labels={}), NoMetrics)
-    metrics_from_option(f"jsonl:{tmp_path}/{{host}}.jsonl", labels={"host": "n7"}).put("workers.default.healthy", 1)
+    assert isinstance(open_metrics(None, labels={}), NoMetrics)
+    lines = open_metrics(parse_metrics(f"jsonl:{tmp_path}/{{host}}.jsonl"), labels={"host": "n7"})
+    lines.put("workers.default.healthy", 1)
     assert (tmp_path / "n7.jsonl").exists()
-    assert isinstance(metrics_from_option(f"prometheus:{tmp_path}/a.prom", labels={}), PrometheusMetrics)
-
-
-@pytest.mark.parametrize("text", ["csv:/tmp/x", "jsonl", "jsonl:", "jsonl:relative/path", "prometheus:/tmp/x.txt"])
-def test_anything_else_is_refused_by_name(text: str) -> None:
-    with pytest.raises(UsageError, match="--metrics"):
-        metrics_from_option(text, labels={})
+    assert isinstance(open_metrics(parse_metrics(f"prometheus:{tmp_path}/a.prom"), labels={}), PrometheusMetrics)
 
 
 class Later:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread
+from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
 
@@ -34,7 +34,7 @@ def mount() -> Iterator[Mount]:
 
 
 def test_results_and_errors_come_back_in_order() -> None:
-    files, seen = FileThread(), []
+    files, seen = FileExecutor(), []
     files.post(lambda: seen.append(1))
     assert files.do(lambda: seen.append(2) or "two", within=10) == "two"
     assert seen == [1, 2]
@@ -44,7 +44,7 @@ def test_results_and_errors_come_back_in_order() -> None:
 
 
 def test_who_does_not_get_an_answer_hears_so_in_time(mount: Mount) -> None:
-    files = FileThread()
+    files = FileExecutor()
     began = time.monotonic()
     with pytest.raises(FilesystemHangsError, match="has not answered"):
         files.do(mount.ask, within=0.1)
@@ -54,7 +54,7 @@ def test_who_does_not_get_an_answer_hears_so_in_time(mount: Mount) -> None:
 
 
 def test_who_comes_later_does_not_wait_as_long_again(mount: Mount) -> None:
-    files = FileThread()
+    files = FileExecutor()
     with pytest.raises(FilesystemHangsError):
         files.do(mount.ask, within=0.3)
     began = time.monotonic()
@@ -65,7 +65,7 @@ def test_who_comes_later_does_not_wait_as_long_again(mount: Mount) -> None:
 
 
 def test_what_was_given_up_before_it_began_is_not_done(mount: Mount) -> None:
-    files, done = FileThread(), []
+    files, done = FileExecutor(), []
     files.post(mount.ask)
     with pytest.raises(FilesystemHangsError):
         files.do(lambda: done.append("late"), within=0.05)
@@ -78,12 +78,12 @@ def test_waiting_ends_where_the_caller_has_other_worries(mount: Mount) -> None:
     worries = threading.Event()
     threading.Timer(0.1, worries.set).start()
     with pytest.raises(FilesystemHangsError):
-        FileThread().do(mount.ask, within=60, unless=worries.is_set)
+        FileExecutor().do(mount.ask, within=60, unless=worries.is_set)
 
 
 def test_events_are_written_when_the_disk_is_back_and_nobody_waited(tmp_path: Path, mount: Mount) -> None:
     tmp_path.chmod(0o700)
-    files = FileThread()
+    files = FileExecutor()
     files.post(mount.ask)
     events = EventLog(tmp_path, role="agent", host="h", node=0, uid="u", clock=SystemClock(), files=files)
     for index in range(5):
@@ -96,7 +96,7 @@ def test_events_are_written_when_the_disk_is_back_and_nobody_waited(tmp_path: Pa
 
 def test_a_log_of_events_is_closed_in_time_although_the_disk_hangs(tmp_path: Path, mount: Mount) -> None:
     tmp_path.chmod(0o700)
-    files = FileThread()
+    files = FileExecutor()
     files.post(mount.ask)
     events = EventLog(tmp_path, role="agent", host="h", node=0, uid="u", clock=SystemClock(), files=files)
     events.write("round_final", round=0)

@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import fields
 
 from hpc_elastic.cli.run import nodes_of
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.options.table import Parsed, parse
-from hpc_elastic.run.spec import RunSpec
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
 
 
 def read(*argv: str) -> Parsed:
     return parse(argv, TABLE, refused=worker_options.REFUSED, env={})
-
-
-@pytest.mark.parametrize("policy", ["checkpoint", "now", "never"])
-def test_the_policy_reaches_the_run(policy: str) -> None:
-    assert worker_options.worker_fields(read("--grow", policy))["grow"] == policy
-    assert GrowPolicy(policy).value == policy
-
-
-def test_by_default_nodes_come_in_after_a_checkpoint() -> None:
-    assert "grow" not in worker_options.worker_fields(read())
-    defaults = {each.name: each.default for each in fields(RunSpec)}
-    assert {field: defaults[field] for field in ("grow", "spares")} == {
-        "grow": "checkpoint",
-        "spares": 0,
-    }
 
 
 @pytest.mark.parametrize(
@@ -63,17 +45,6 @@ def test_in_an_allocation_spares_are_what_is_beyond_max(
     argv: tuple[str, ...], allocated: int, workers: tuple[int, int]
 ) -> None:
     assert nodes_of(read(*argv), allocated, what="allocation") == workers
-
-
-@pytest.mark.parametrize("text", ["-1", "all", "1.5", "999999999"])
-def test_spares_that_are_no_number_of_nodes(text: str) -> None:
-    with pytest.raises(UsageError, match=f"--spares {text}"):
-        job_options.spare_nodes(read(f"--spares={text}"))
-
-
-def test_a_policy_that_is_not_known() -> None:
-    with pytest.raises(UsageError, match="--grow later: give one of checkpoint, now, never"):
-        worker_options.worker_fields(read("--grow=later"))
 
 
 def test_an_allocation_of_spares_alone() -> None:

@@ -9,13 +9,8 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.run_request import (
-    asked_cluster,
-    build_spec,
-    notice_seconds,
-    runs_directory,
-    working_directory,
-)
+from hpc_elastic.options.job_options import asked_cluster, notice_seconds
+from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Parsed, parse
 from hpc_elastic.run.spec import EntryKind, RunSpec
@@ -48,7 +43,7 @@ def test_defaults(here: Path) -> None:
     assert os.path.isabs(made.entrypoint.python)
     assert (made.name, made.cwd, made.min_nodes, made.max_nodes) == ("train", str(here), 1, 4)
     assert (made.nproc_per_node, made.max_restarts, made.max_requeues, made.requeue) == ("auto", 3, 3, True)
-    assert (made.redirects, made.tee) == ("0", "0")
+    assert (str(made.redirects), str(made.tee)) == ("0", "0")
     assert made.run_id.endswith(made.run_id[-4:])
     assert made.uid != spec(here, "train.py").uid
 
@@ -62,14 +57,14 @@ def test_every_torchrun_option(here: Path) -> None:
         "train.py",
     )
     assert (made.nproc_per_node, made.max_restarts, made.monitor_interval, made.role) == ("8", 7, 0.5, "trainer")
-    assert (made.redirects, made.tee, made.local_ranks_filter) == ("1", "0:3,1:1", (0, 1))
-    assert made.rdzv_conf == {"timeout": "30", "doorbell": "off"}
+    assert (str(made.redirects), str(made.tee), made.local_ranks_filter) == ("1", "0:3,1:1", (0, 1))
+    assert made.rdzv_conf == {"timeout": 30.0, "doorbell": False}
     assert (made.run_id, made.master_port, made.master_addr, made.shutdown_timeout) == ("run7", 29500, "n1", 5.0)
 
 
 def test_pet_variables_are_the_same_options(here: Path) -> None:
     made = spec(here, "train.py", PET_NPROC_PER_NODE="2", PET_MAX_RESTARTS="0", PET_TEE="3", PET_MASTER_PORT="0")
-    assert (made.nproc_per_node, made.max_restarts, made.tee, made.master_port) == ("2", 0, "3", None)
+    assert (made.nproc_per_node, made.max_restarts, str(made.tee), made.master_port) == ("2", 0, "3", None)
 
 
 def test_kinds_of_entrypoint(here: Path) -> None:

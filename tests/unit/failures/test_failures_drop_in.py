@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 import hpc_elastic.failures
-from hpc_elastic.options.worker_values import Std, parse_std_streams
+from hpc_elastic.run.option_values import Std, parse_std_streams
 
 OURS, TORCH = "hpc_elastic.failures", "torch.distributed.elastic.multiprocessing.errors"
 VARIABLE = "TORCHELASTIC_ERROR_FILE"

@@ -13,6 +13,7 @@ from hpc_elastic.launch.bad_nodes import checked, keep_evidence, next_nodes, nod
 from hpc_elastic.launch.site import EligibleNodes
 from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, save_record
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.option_values import parse_bad_nodes
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from tests.rigs.specs import make_spec
@@ -51,7 +52,7 @@ def test_the_users_own_list_stays() -> None:
 
 
 def test_it_can_be_turned_off() -> None:
-    spec = replace(SPEC, bad_nodes="off")
+    spec = replace(SPEC, bad_nodes=parse_bad_nodes("off"))
     assert excluded(lost("n3"), spec=spec) is None
     assert next_nodes(NodeRecord(evidence=(lost("n3"),)), spec, ELIGIBLE, now_ns=NOW).bad == ()
 
@@ -66,9 +67,8 @@ def test_nothing_is_changed_where_the_nodes_are_not_known() -> None:
 def test_the_options_limits_hold() -> None:
     both = (lost("n3"), lost("n4", ago=2))
     assert excluded(*both) == ("n3", "n4")
-    assert excluded(*both, spec=replace(SPEC, bad_nodes="run,share=0.2")) == ("n3",)
-    assert excluded(*both, spec=replace(SPEC, bad_nodes="run,hours=1.5")) == ("n3",)
-    assert excluded(*both, spec=replace(SPEC, bad_nodes="from a newer version")) == ("n3", "n4")
+    assert excluded(*both, spec=replace(SPEC, bad_nodes=parse_bad_nodes("run,share=0.2"))) == ("n3",)
+    assert excluded(*both, spec=replace(SPEC, bad_nodes=parse_bad_nodes("run,hours=1.5"))) == ("n3",)
     assert excluded(*both, spec=replace(SPEC, min_nodes=5, max_nodes=5)) == ("n3",)
 
 
@@ -95,7 +95,7 @@ def test_what_slurm_says_of_it_counts(why: str | None) -> None:
 
 def keep(tmp_path: Path, *seen: Evidence, scope: str = "run", attempt: int = 0) -> NodeRecord:
     env = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    spec = replace(SPEC, bad_nodes=scope)
+    spec = replace(SPEC, bad_nodes=parse_bad_nodes(scope))
     paths = RunPaths(tmp_path)
     return keep_evidence(paths, spec, seen, attempt=attempt, cluster="c", now_ns=NOW, env=env)
 
@@ -114,7 +114,7 @@ def test_evidence_is_shared_by_choice(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     other = keep_evidence(
         RunPaths(tmp_path / "other"),
-        replace(SPEC, bad_nodes="jobs"),
+        replace(SPEC, bad_nodes=parse_bad_nodes("jobs")),
         (),
         attempt=0,
         cluster="c",

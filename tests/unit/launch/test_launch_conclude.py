@@ -21,6 +21,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import load_record
+from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
@@ -139,7 +140,7 @@ def test_a_run_whose_directory_was_removed_is_not_requeued(
 def test_a_follow_on_job_is_kept(world: tuple[Site, Callable[..., RequeueDecision]]) -> None:
     site, end = world
     site.next_job = "8"
-    end(attempt=replace(ATTEMPT, requeue_way="chain"), spec=replace(SPEC, requeue_with="chain"))
+    end(attempt=replace(ATTEMPT, requeue_way="chain"), spec=replace(SPEC, requeue_with=RequeueChoice.CHAIN))
     assert [(plan.way, plan.falls_back) for plan in site.plans] == [(RequeueWay.CHAIN, False)]
     stored = load_result(site.paths.attempt(0).result_json)
     assert stored is not None

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread
+from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
 from hpc_elastic.launch.conclude import HUNG_SECONDS, REPORT_SECONDS, LastFiles
 from tests.rigs.fake_clock import FakeClock
 
@@ -39,7 +39,7 @@ class Files:
         return action()
 
 
-class Inline(FileThread):
+class Inline(FileExecutor):
     """Does at once what it is asked: a clock that jumps would not wait for a thread."""
 
     def post(self, action: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from hpc_elastic.launch.requeue import (
     decide_arming,
     decide_requeue,
 )
-from hpc_elastic.options.job_options import RequeueChoice
+from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.result import StoredResult
 from tests.rigs.specs import make_attempt, make_spec
 

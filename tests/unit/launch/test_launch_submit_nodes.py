@@ -16,6 +16,7 @@ from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.run.node_records import remember
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.option_values import parse_bad_nodes
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmUnavailableError
@@ -27,7 +28,7 @@ MAIN = PartitionNodes(name="main", default=True, total=6, usable=6, names=NAMES,
 OTHER = PartitionNodes(
     name="x", default=False, total=1, usable=1, names=frozenset({"x1"}), usable_names=frozenset({"x1"})
 )
-SPEC = make_spec(run_id="r", min_nodes=2, max_nodes=4, bad_nodes="jobs")
+SPEC = make_spec(run_id="r", min_nodes=2, max_nodes=4, bad_nodes=parse_bad_nodes("jobs"))
 UNAVAILABLE = SlurmUnavailableError(what="asking", why="Unable to contact slurm controller")
 
 
@@ -113,8 +114,8 @@ def test_the_users_own_list_is_theirs(env: dict[str, str]) -> None:
 
 
 def test_nothing_is_left_out(env: dict[str, str]) -> None:
-    assert left_out(env, spec=replace(SPEC, bad_nodes="run")) == ()
-    assert left_out(env, spec=replace(SPEC, bad_nodes="off")) == ()
+    assert left_out(env, spec=replace(SPEC, bad_nodes=parse_bad_nodes("run"))) == ()
+    assert left_out(env, spec=replace(SPEC, bad_nodes=parse_bad_nodes("off"))) == ()
     assert left_out(env, exclude="/home/ann/bad-nodes.txt") == ()
     assert left_out(env, extra=("--clusters=d",)) == ()
     assert left_out({**env, "SBATCH_CLUSTERS": "d"}) == ()
@@ -126,7 +127,7 @@ def test_nothing_is_left_out(env: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("spec", "nodelist", "why"),
     [
-        (replace(SPEC, bad_nodes="jobs,share=0.1"), None, "0 of 6 nodes are left out already"),
+        (replace(SPEC, bad_nodes=parse_bad_nodes("jobs,share=0.1")), None, "0 of 6 nodes are left out already"),
         (replace(SPEC, min_nodes=6, max_nodes=6), None, "fewer than the 6 nodes that the run needs would be left"),
         (SPEC, "n[1-3]", "the job asks for it by name"),
     ],

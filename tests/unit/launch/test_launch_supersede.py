@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.file_executor import FileThread, is_refusal
+from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.launch.supersede import (
@@ -35,7 +35,7 @@ from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_attempt, make_spec
 
 ANSWER, LEASE = 4.4, 20.0
-SPEC = make_spec(run_id="r", max_nodes=2, rdzv_conf={"doorbell": "off"}, shutdown_timeout=30.0)
+SPEC = make_spec(run_id="r", max_nodes=2, rdzv_conf={"doorbell": False}, shutdown_timeout=30.0)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_a_filesystem_that_refuses_is_asked_again(tmp_path: Path, monkeypatch: p
         return listing(store, folder)
 
     monkeypatch.setattr(FileStore, "list", refuse)
-    files = FileThread()
+    files = FileExecutor()
     earlier.end(lambda action: files.do(action, within=60, again=is_refusal), is_interrupted=lambda: False)
     assert not refusals
     assert stage.outcome() is Outcome.SUPERSEDED
@@ -272,7 +272,7 @@ def test_a_run_directory_that_was_removed_is_not_waited_for(tmp_path: Path, monk
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", folder)
 
     monkeypatch.setattr(FileStore, "list", is_gone)
-    files = FileThread()
+    files = FileExecutor()
     with pytest.raises(FileNotFoundError):
         earlier.end(
             lambda action: files.do(action, within=60, again=is_refusal),

@@ -490,7 +490,7 @@ def test_what_files_say_of_what_is_executed_is_known_with_its_line(place: Place)
 
 def test_what_a_subcommand_does_not_take_is_checked_and_left_out(place: Place) -> None:
     place.write("user", "wait = true\nfollow = true\n")
-    assert not place.resolve(left_out=job_options.SUBMIT_ONLY).parsed.flag("wait")
+    assert not place.resolve(left_out=["wait"]).parsed.flag("wait")
     place.write("user", "wait = 'long'\n")
     assert "wait = long: give true or false" in place.refused()
 

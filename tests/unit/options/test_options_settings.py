@@ -26,7 +26,7 @@ def test_each_key_is_taken() -> None:
     }
     found = settings_from_conf(conf, BASE)
     assert (found.timeout, found.last_call_timeout, found.heartbeat_interval) == (90, 1.5, 2)
-    assert (found.heartbeat_ttl, found.poll_interval, found.notifier) == (9, 0.5, False)
+    assert (found.heartbeat_ttl, found.poll_interval, found.doorbell) == (9, 0.5, False)
     assert found.operations_per_second == 1500
     assert (found.min_nodes, found.max_nodes, found.expected_nodes) == (2, 4, 4)
 

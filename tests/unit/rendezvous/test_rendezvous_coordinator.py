@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
-from hpc_elastic.options.rendezvous_settings import GrowPolicy, RendezvousSettings
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
 from hpc_elastic.rendezvous.peers import NodeInfo
@@ -26,6 +26,7 @@ from hpc_elastic.rendezvous.state import (
     Status,
     decode_record,
 )
+from hpc_elastic.run.option_values import GrowPolicy
 
 SETTINGS = RendezvousSettings(
     min_nodes=2,

@@ -7,7 +7,6 @@ import itertools
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.options.rendezvous_settings import GrowPolicy
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
 from hpc_elastic.rendezvous.growth import GrowthFacts, GrowthSigns, decide_growth
 from tests.rigs.memory_store import MemoryStore

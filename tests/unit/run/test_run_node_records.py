@@ -20,7 +20,8 @@ from hpc_elastic.run.node_records import (
     remember,
     save_record,
 )
-from hpc_elastic.run.node_score import MOST_HOURS, Evidence, EvidenceKind
+from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.option_values import MOST_HOURS
 
 NOW = 1_800_000_000 * 10**9
 LOST = Evidence(node="n3", kind=EvidenceKind.LOST, at_ns=NOW, why="node n3 was lost", run_id="r", attempt=0, round=1)

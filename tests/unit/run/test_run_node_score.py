@@ -7,18 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpc_elastic.errors import UsageError
-from hpc_elastic.run.node_score import (
-    BAD,
-    WEIGHTS,
-    BadNodeSettings,
-    Evidence,
-    EvidenceKind,
-    Scope,
-    choose_excluded,
-    parse_bad_nodes,
-    score_nodes,
-)
+from hpc_elastic.run.node_score import BAD, WEIGHTS, Evidence, EvidenceKind, choose_excluded, score_nodes
 
 HOUR = 3600 * 10**9
 NOW = 1_000_000 * HOUR
@@ -168,26 +157,3 @@ def test_until_then_it_is_bad_and_from_then_on_it_is_not(evidence: list[Evidence
 @given(evidences)
 def test_neither_order_nor_repetition_matters(evidence: list[Evidence]) -> None:
     assert score_nodes(evidence, now_ns=NOW) == score_nodes([*reversed(evidence), *evidence], now_ns=NOW)
-
-
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("", BadNodeSettings()),
-        ("run", BadNodeSettings()),
-        ("off", BadNodeSettings(scope=Scope.OFF)),
-        ("jobs,hours=2", BadNodeSettings(scope=Scope.JOBS, hours=2)),
-        ("run, share=0.5 ,hours=0.5", BadNodeSettings(share=0.5, hours=0.5)),
-        ("share=1", BadNodeSettings(share=1)),
-    ],
-)
-def test_the_option(text: str, settings: BadNodeSettings) -> None:
-    assert parse_bad_nodes(text) == settings
-
-
-@pytest.mark.parametrize(
-    "text", ["on", "run,jobs", "hours=0", "hours=-1", "hours=x", "hours=nan", "share=1.1", "share=", "run,", "hours"]
-)
-def test_an_option_that_makes_no_sense(text: str) -> None:
-    with pytest.raises(UsageError, match="--bad-nodes"):
-        parse_bad_nodes(text)

@@ -32,7 +32,12 @@ def spec(**changes: object) -> RunSpec:
         {},
         {"local_ranks_filter": (0, 2), "sbatch_args": ("-p", "a b"), "srun_args": ("--mpi=none",)},
         {"local_ranks_filter": ()},
-        {"rdzv_conf": {"timeout": "600"}, "master_addr": "n1", "master_port": 29500, "requeue": False},
+        {
+            "rdzv_conf": {"timeout": 600.0, "doorbell": False},
+            "master_addr": "n1",
+            "master_port": 29500,
+            "requeue": False,
+        },
         {"entrypoint": Entrypoint(kind=EntryKind.COMMAND, target="./train.sh")},
         {"entrypoint": Entrypoint(kind=EntryKind.MODULE, target="pkg.train", args=("x",))},
     ],

@@ -1,0 +1,434 @@
+"""What the values of options are: one type for each, and the one parser that makes it from what the user wrote.
+
+`hpc-elastic submit` parses each option once; the values travel in run.json (`run.spec`), and what reads a run.json, the
+agents among it, gets them back as these types. The same parsers read the text that a run.json of format 1 holds.
+Every ``parse_*`` takes the option as the user called it and raises UsageError, which names it and the wrong part.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+from collections.abc import Callable, Mapping
+from enum import Enum, IntFlag
+from types import MappingProxyType
+from typing import TypeVar
+
+from msgspec import Struct, field
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, is_section_name
+
+E = TypeVar("E", bound=Enum)
+
+# -- plain values ------------------------------------------------------------------------------------------------------
+
+
+def whole(*, least: int, most: int, wanted: str = "") -> Callable[[str, str], int]:
+    """A parser of whole numbers; `wanted` is what the message asks for."""
+
+    def parse(text: str, option: str) -> int:
+        if not (text.isascii() and text.isdigit() and least <= int(text[:10]) <= most):
+            raise UsageError(f"{option} {text}: give {wanted or f'a whole number from {least} to {most}'}")
+        return int(text)
+
+    return parse
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """0 or more."""
+    return _seconds(text, option, zero=True)
+
+
+def parse_positive_seconds(text: str, option: str) -> float:
+    return _seconds(text, option, zero=False)
+
+
+def _seconds(text: str, option: str, *, zero: bool) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (0 <= seconds < 1e9 and (zero or seconds > 0)):
+        raise UsageError(f"{option} {text}: give seconds, {'0 or more' if zero else 'more than 0'}")
+    return seconds
+
+
+def one_of(kind: type[E]) -> Callable[[str, str], E]:
+    """A parser of the values of an enumeration."""
+
+    def parse(text: str, option: str) -> E:
+        try:
+            return kind(text)
+        except ValueError:
+            names = ", ".join(str(item.value) for item in kind)
+            raise UsageError(f"{option} {text}: give one of {names}") from None
+
+    return parse
+
+
+class GrowPolicy(str, Enum):
+    """``--grow``: when a node that waits is taken into a healthy round that is smaller than MAX."""
+
+    CHECKPOINT = "checkpoint"
+    """After the next checkpoint that the script reports; at once where it has reported none for some minutes."""
+    NOW = "now"
+    NEVER = "never"
+    """Only where a new round begins for another reason."""
+
+
+class RequeueChoice(str, Enum):
+    """``--requeue-with``: how a run gets its next attempt."""
+
+    AUTO = "auto"
+    """CHAIN where the job can't be requeued, else SCONTROL."""
+    SCONTROL = "scontrol"
+    """The same job again."""
+    CHAIN = "chain"
+    """A follow-on job."""
+
+
+def parse_signal(text: str, option: str) -> str:
+    """``USR1`` or ``SIGUSR1`` → ``SIGUSR1``."""
+    name = text.upper() if text.upper().startswith("SIG") else f"SIG{text.upper()}"
+    if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        raise UsageError(f"{option} {text}: give a signal that a program can handle, as in USR1")
+    return name
+
+
+MOST_WORKERS = 4096
+"""On one node. A larger figure has a digit too many, and the node would fork until it stands still."""
+
+
+def parse_nproc(text: str, option: str) -> str:
+    """A number of workers, ``auto``, ``gpu`` or ``cpu``: what the last three mean is found out on each node."""
+    if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MOST_WORKERS):
+        return text
+    raise UsageError(f"{option} {text}: give a number of workers from 1 to {MOST_WORKERS}, or auto, gpu or cpu")
+
+
+# -- which output goes to the job log ----------------------------------------------------------------------------------
+
+
+class Std(IntFlag):
+    """A worker's output streams, with torchrun's numbers."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = 3
+
+
+class StreamChoice(Struct, frozen=True, kw_only=True):
+    """``--redirects`` and ``--tee``, in torchrun's grammar: which streams are named, per local rank.
+
+    A worker's stdout and stderr always go to its files. `redirects` keeps streams from the job log, ``--tee`` brings
+    them back, and ``--local-ranks-filter`` leaves out all streams of other ranks (`shown_in_job_log`).
+    """
+
+    default: Std = Std.NONE
+    by_local_rank: Mapping[int, Std] = field(default_factory=dict)
+
+    def of(self, local_rank: int) -> Std:
+        """The streams of `local_rank`."""
+        return self.by_local_rank.get(local_rank, self.default)
+
+    def __str__(self) -> str:
+        return ",".join(f"{rank}:{int(std)}" for rank, std in self.by_local_rank.items()) or str(int(self.default))
+
+
+def parse_std_streams(text: str, option: str) -> StreamChoice:
+    """``0`` (none), ``1`` (stdout), ``2`` (stderr) or ``3`` (both); ``0:3,1:1``: ranks that are not named have none."""
+    words = [word.strip() for word in text.strip().split(",")]
+    if words[0] in ("0", "1", "2", "3") and len(words) == 1:
+        return StreamChoice(default=Std(int(words[0])))
+    chosen: dict[int, Std] = {}
+    for word in words:
+        rank_text, _, stream = word.partition(":")
+        if not (_is_rank(rank_text) and stream in ("0", "1", "2", "3")):
+            raise UsageError(
+                f"{option} {text!r}: give 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or these by local rank, such "
+                "as 0:3,1:1"
+            )
+        if int(rank_text) in chosen:
+            raise UsageError(f"{option} {text}: local rank {int(rank_text)} is named twice; name each rank once")
+        chosen[int(rank_text)] = Std(int(stream))
+    return StreamChoice(by_local_rank=chosen)
+
+
+def parse_local_ranks(text: str, option: str = "--local-ranks-filter") -> tuple[int, ...]:
+    """``0,2``: local ranks, sorted, each once."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(map(_is_rank, words)):
+        raise UsageError(f"{option} {text!r}: give local ranks separated by commas, such as 0,2")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def shown_in_job_log(
+    local_rank: int, *, redirects: StreamChoice, tee: StreamChoice, only_local_ranks: tuple[int, ...] | None
+) -> Std:
+    """Which streams of `local_rank` go to the job log; `only_local_ranks`: None means all."""
+    if only_local_ranks is not None and local_rank not in only_local_ranks:
+        return Std.NONE
+    return (Std.ALL & ~redirects.of(local_rank)) | tee.of(local_rank)
+
+
+def _is_rank(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 7
+
+
+# -- hangs -------------------------------------------------------------------------------------------------------------
+
+LEARNED_LEAST = 60.0
+"""Seconds: a timeout that is learned from the steps is never shorter."""
+
+
+class SectionTimeouts(Struct, frozen=True, kw_only=True):
+    """``--section-timeouts``: seconds without a heartbeat that make a hang, by section; false: no worker is judged."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    learns_step: bool = False
+    """The timeout of ``step`` is learned from the run's own steps."""
+
+    def __bool__(self) -> bool:
+        return bool(self.seconds) or self.learns_step
+
+    @property
+    def shortest(self) -> float | None:
+        """No worker can hang for less and be judged; None where no worker is judged."""
+        return min([*self.seconds.values(), *([LEARNED_LEAST] if self.learns_step else [])], default=None)
+
+
+def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> SectionTimeouts:
+    """``setup:900,step:60,checkpoint:300`` or ``step:auto``."""
+    seconds: dict[str, float] = {}
+    learns = False
+    for part in text.split(","):
+        name, colon, value = part.strip().partition(":")
+        if not colon:
+            raise UsageError(f"{option} {text}: {part!r} is not of the form section:seconds, as in step:60")
+        if not is_section_name(name):
+            raise UsageError(
+                f"{option} {text}: {name!r} is no section's name; it has 1 to {NAME_LIMIT} letters, digits, _, - and ."
+            )
+        if name in seconds or (learns and name == STEP):
+            raise UsageError(f"{option} {text}: section {name!r} is there twice")
+        if value == "auto":
+            if name != STEP:
+                raise UsageError(f"{option} {text}: only step:auto can be learned, not {part!r}; give it seconds")
+            learns = True
+            continue
+        number = _number(value)
+        if not 0 < number <= 1e8:
+            raise UsageError(f"{option} {text}: {value!r} is not a number of seconds above 0")
+        seconds[name] = number
+    return SectionTimeouts(seconds=seconds, learns_step=learns)
+
+
+# -- a node's health ---------------------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+
+
+class Check(str, Enum):
+    """What a node's health check can look at."""
+
+    TMP = "tmp"
+    """Room on the node's own disk: TMPDIR, or /tmp."""
+    SHM = "shm"
+    """Room in /dev/shm."""
+    MEMORY = "memory"
+    """Memory that can still be had: the node's, and below the cgroup's limits."""
+    SHARED = "shared"
+    """The run directory takes a small file and gives it back."""
+    CLOCK = "clock"
+    """The wall clock against that of the run directory's server: a warning, never more."""
+    GPU = "gpu"
+    """The node's GPUs, as NVML sees them."""
+    LINK = "link"
+    """The network interfaces by which other nodes reach this one have a link."""
+
+
+DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
+    {
+        Check.TMP: 16 * MIB,
+        Check.SHM: 1 * MIB,
+        Check.MEMORY: 64 * MIB,
+        Check.SHARED: 120.0,
+        Check.CLOCK: 60.0,
+        Check.GPU: 1.0,
+        Check.LINK: 3.0,
+    }
+)
+"""Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, and for
+which there may be no link; uncorrectable ECC errors that make a GPU unfit. Floors that no node falls below on which a
+training could still start."""
+_SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[Check, float]:
+    """``none``, or a list as in ``default,tmp=10G,shared=30``: the checks that are named, ``default`` for all."""
+    if text == "none":
+        return {}
+    limits: dict[Check, float] = {}
+    for part in (text or "default").split(","):
+        name, equals, value = part.strip().partition("=")
+        if name == "default" and not equals:
+            limits = {**DEFAULT_LIMITS, **limits}
+            continue
+        try:
+            check = Check(name)
+        except ValueError:
+            known = ", ".join(item.value for item in Check)
+            raise UsageError(f"{option} {text}: {name!r} is no check; there are {known}, default and none") from None
+        limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
+    return limits
+
+
+def _limit(check: Check, value: str, text: str, option: str) -> float:
+    unit = value[-1:].upper() if check in _SIZES and value[-1:].isalpha() else ""
+    number = _number(value[: len(value) - len(unit)]) * _UNITS[unit] if unit in _UNITS else -1.0
+    if not 0 <= number < 1e18 or (number == 0 and check not in _SIZES):
+        wanted = "a size, as in 500M or 10G" if check in _SIZES else "a number above 0"
+        raise UsageError(f"{option} {text}: {check.value}={value} is not {wanted}")
+    return number
+
+
+def parse_health_command(text: str, option: str = "--health-check") -> tuple[str, ...]:
+    """The user's own check, quoted as for a shell, as an argument list; no shell is started."""
+    try:
+        argv = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}") from None
+    if not argv or not argv[0]:
+        raise UsageError(f"{option} {text!r}: give a command, as in '/path/check.sh --fast'")
+    return argv
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+class MetricsTarget(Struct, frozen=True, kw_only=True):
+    """``--metrics``: where each agent writes its figures."""
+
+    form: str
+    """``jsonl`` or ``prometheus``."""
+    path: str
+    """Absolute; ``{host}`` stands for the node's name."""
+
+
+def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
+    """``jsonl:FILE`` or ``prometheus:FILE.prom``."""
+    form, _, path = text.partition(":")
+    if form not in ("jsonl", "prometheus") or not path:
+        raise UsageError(f"{option} {text!r}: give jsonl:FILE or prometheus:FILE.prom")
+    if not os.path.isabs(path):
+        raise UsageError(f"{option} {text!r}: give an absolute path, which means the same on every node")
+    if form == "prometheus" and not path.endswith(".prom"):
+        raise UsageError(f"{option} {text!r}: the node exporter reads files that end in .prom alone")
+    return MetricsTarget(form=form, path=path)
+
+
+# -- the rendezvous ----------------------------------------------------------------------------------------------------
+
+_SWITCHES = ("doorbell", "member_filter")
+_NUMBERS = (
+    *("timeout", "last_call_timeout", "heartbeat_interval", "heartbeat_ttl", "poll_interval", "beat_interval"),
+    *("beat_silence", "suspect_answer", "operations_per_second", "grow_patience"),
+)
+
+
+def parse_rdzv_conf(text: str, option: str = "--rdzv-conf") -> dict[str, float | bool]:
+    """``timeout=900,doorbell=off``: fields of `RendezvousSettings`."""
+    conf: dict[str, str] = {}
+    for item in filter(None, text.split(",")):
+        key, equals, value = item.partition("=")
+        if not (equals and key and value):
+            raise UsageError(f"{option} {text}: {item!r} is not of the form key=value")
+        conf[key.strip()] = value.strip()
+    return rdzv_values(conf, option)
+
+
+def rdzv_values(
+    conf: Mapping[str, str | float | bool], option: str = "--rdzv-conf", *, known_only: bool = True
+) -> dict[str, float | bool]:
+    """The same of keys and values; values that are no text are kept, unknown keys only with ``known_only=False``."""
+    values: dict[str, float | bool] = {}
+    for key, text in conf.items():
+        if known_only and key not in (*_SWITCHES, *_NUMBERS):
+            raise UsageError(f"{option}: unknown key {key!r}; it knows {', '.join(sorted((*_SWITCHES, *_NUMBERS)))}")
+        if not isinstance(text, str):
+            values[key] = text
+        elif key in _SWITCHES:
+            if text.lower() not in ("on", "off", "true", "false", "1", "0"):
+                raise UsageError(f"{option} {key}={text}: give on or off")
+            values[key] = text.lower() in ("on", "true", "1")
+        else:
+            try:
+                number = float(text)
+            except ValueError:
+                raise UsageError(f"{option} {key}={text}: not a number of seconds") from None
+            if not 0 < number < 1e7:
+                raise UsageError(f"{option} {key}={text}: give a positive number of seconds")
+            values[key] = number
+    return values
+
+
+# -- bad nodes ---------------------------------------------------------------------------------------------------------
+
+
+class Scope(str, Enum):
+    """How far what is known of nodes reaches."""
+
+    RUN = "run"
+    """The run's own attempts."""
+    JOBS = "jobs"
+    """All runs of this account that ask for it."""
+    OFF = "off"
+
+
+DEFAULT_HOURS = 24.0
+DEFAULT_SHARE = 1 / 3
+MOST_HOURS = 24.0 * 365
+
+
+class BadNodeSettings(Struct, frozen=True, kw_only=True):
+    """``--bad-nodes``."""
+
+    scope: Scope = Scope.RUN
+    hours: float = DEFAULT_HOURS
+    """For how long something counts."""
+    share: float = DEFAULT_SHARE
+    """Of the partition's nodes never more are left out."""
+
+    def __str__(self) -> str:
+        hours = f",hours={self.hours:g}" if self.hours != DEFAULT_HOURS else ""
+        share = f",share={self.share:g}" if self.share != DEFAULT_SHARE else ""
+        return f"{self.scope.value}{hours}{share}"
+
+
+def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
+    """``run``, ``jobs`` or ``off``, with ``hours=24`` and ``share=0.33`` behind it; empty: the default."""
+    scope, found = Scope.RUN, {"hours": DEFAULT_HOURS, "share": DEFAULT_SHARE}
+    for index, word in enumerate(text.split(",")) if text else ():
+        name, equals, value = word.strip().partition("=")
+        if not equals and index == 0 and name in {item.value for item in Scope}:
+            scope = Scope(name)
+        elif equals and name in found:
+            most = MOST_HOURS if name == "hours" else 1.0
+            found[name] = _number(value)
+            if not 0 < found[name] <= most:
+                raise UsageError(f"{option} {word}: give a number above 0, at most {most:g}")
+        else:
+            raise UsageError(f"{option} {text}: give run, jobs or off, and behind it hours=24 or share=0.33")
+    return BadNodeSettings(scope=scope, hours=found["hours"], share=found["share"])
+
+
+def _number(text: str) -> float:
+    """-1 for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

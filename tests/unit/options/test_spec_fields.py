@@ -1,0 +1,79 @@
+"""Options that become one field of `RunSpec`: what they give, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.all_options import ALL_OPTIONS, REFUSED
+from hpc_elastic.options.run_request import spec_fields
+from hpc_elastic.options.table import parse
+from hpc_elastic.run.log_pieces import PieceLimit
+from hpc_elastic.run.option_values import Check, GrowPolicy, MetricsTarget
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+
+
+def fields(*argv: str) -> dict[str, object]:
+    return spec_fields(parse(argv, ALL_OPTIONS, refused=REFUSED, env={}))
+
+
+def test_nothing_is_given_by_default() -> None:
+    assert fields() == {}
+
+
+@pytest.mark.parametrize(
+    ("argv", "field", "value"),
+    [
+        (["--restart-steps=500"], "restart_steps", 500),
+        (["--restart_window", "3600"], "restart_window", 3600.0),
+        (["--grow=now"], "grow", GrowPolicy.NOW),
+        (["--health-checks=tmp=1K"], "health_checks", {Check.TMP: 1024.0}),
+        (["--health-check", "/a/b.sh -x"], "health_check", ("/a/b.sh", "-x")),
+        (["--health-check-timeout", "5"], "health_check_timeout", 5.0),
+        (["--metrics", "jsonl:/var/log/x"], "metrics", MetricsTarget(form="jsonl", path="/var/log/x")),
+        (["--log-max-size", "1G", "--log_max_files=7"], "log_max_files", 7),
+        (["--log-max-size", "1G"], "log_max_size", 1 << 30),
+        (["--sbatch-arg=-Lx", "--sbatch-arg=--nice"], "sbatch_args", ("-Lx", "--nice")),
+    ],
+)
+def test_what_was_asked_for(argv: list[str], field: str, value: object) -> None:
+    assert fields(*argv)[field] == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--section-timeouts", "step"], "--section-timeouts step: 'step'"),
+        (["--restart-steps", "0"], "--restart-steps 0: give a whole number from 1 to 1000000000"),
+        (["--restart-steps", "many"], "--restart-steps many"),
+        (["--restart-window", "-1"], "--restart-window -1: give seconds, 0 or more"),
+        (["--grow=later"], "--grow later: give one of checkpoint, now, never"),
+        (["--health-checks", "disk"], "--health-checks disk: 'disk' is no check"),
+        (["--health-check", "'open"], "--health-check 'open"),
+        (["--health-check-timeout", "0"], "--health-check-timeout 0: give seconds, more than 0"),
+        (["--metrics", "statsd:host"], "--metrics 'statsd:host': give jsonl:FILE"),
+        (["--log-max-size", "big"], "--log-max-size 'big': give a size such as 500M or 1G"),
+        (["--log-max-size", "0"], "--log-max-size 0: give from 64K to"),
+        (["--log-max-size", "-1G"], "--log-max-size '-1G'"),
+        (["--log-max-size", "1G", "--log-max-files", "1"], "--log-max-files 1: give a whole number from 2 to 1000"),
+        (["--log-max-files", "4"], "--log-max-files 4: nothing is rotated without a size; give --log-max-size too"),
+        (["--spares=-1"], "--spares -1: give a number of nodes, 0 or more"),
+        (["--spares=999999999"], "--spares 999999999"),
+        (["--requeue-with=x"], "--requeue-with x: give one of auto, scontrol, chain"),
+        (["--bad-nodes=x"], "--bad-nodes x: give run, jobs or off"),
+        (["--run-id=-x"], "--run-id -x: a run id has"),
+        (["--run-id=task-3"], "--run-id task-3: folders in a run directory"),
+    ],
+)
+def test_what_cannot_be_right_is_named(argv: list[str], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        fields(*argv)
+    assert str(caught.value).startswith(words)
+
+
+def test_output_files_are_rotated_where_a_size_is_given() -> None:
+    entry = Entrypoint(kind=EntryKind.SCRIPT, target="t.py")
+    plain = RunSpec(run_id="r", uid="u", name="n", created_ns=0, entrypoint=entry, cwd="/")
+    assert plain.log_limit is None
+    limited = RunSpec(run_id="r", uid="u", name="n", created_ns=0, entrypoint=entry, cwd="/", log_max_size=1 << 20)
+    assert limited.log_limit == PieceLimit(size=1 << 20, count=5)

@@ -1,0 +1,268 @@
+"""The values of options: what their parsers take and refuse, and how they travel in run.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run.option_values import (
+    DEFAULT_LIMITS,
+    LEARNED_LEAST,
+    BadNodeSettings,
+    Check,
+    GrowPolicy,
+    MetricsTarget,
+    RequeueChoice,
+    Scope,
+    SectionTimeouts,
+    Std,
+    StreamChoice,
+    parse_bad_nodes,
+    parse_health_checks,
+    parse_health_command,
+    parse_local_ranks,
+    parse_metrics,
+    parse_section_timeouts,
+    parse_std_streams,
+    shown_in_job_log,
+)
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
+from hpc_elastic.worker_api.restart_group import RestartWith
+
+GIB = 1 << 30
+
+# -- in run.json -------------------------------------------------------------------------------------------------------
+
+TRAVELLING: tuple[tuple[str, Any, Any], ...] = (
+    ("grow", "never", GrowPolicy.NEVER),
+    ("restart_policy", "in-process", RestartWith.IN_PROCESS),
+    ("requeue_with", "chain", RequeueChoice.CHAIN),
+    ("section_timeouts", "setup:900,step:auto", SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)),
+    ("section_timeouts", "", SectionTimeouts()),
+    ("health_checks", "tmp=1K,clock=3", {Check.TMP: 1024.0, Check.CLOCK: 3.0}),
+    ("health_checks", "none", {}),
+    ("health_checks", "", dict(DEFAULT_LIMITS)),
+    ("health_check", "/a/b 'c d'", ("/a/b", "c d")),
+    ("health_check", "", ()),
+    ("metrics", "jsonl:/x/{host}", MetricsTarget(form="jsonl", path="/x/{host}")),
+    ("metrics", "", None),
+    ("redirects", "3", StreamChoice(default=Std.ALL)),
+    ("tee", "0:3,12:1", StreamChoice(by_local_rank={0: Std.ALL, 12: Std.OUT})),
+    ("rdzv_conf", {"timeout": "900", "doorbell": "off"}, {"timeout": 900.0, "doorbell": False}),
+    ("bad_nodes", "jobs,hours=2,share=0.5", BadNodeSettings(scope=Scope.JOBS, hours=2, share=0.5)),
+    ("bad_nodes", "a newer version's", BadNodeSettings()),
+)
+
+
+@pytest.mark.parametrize(("field", "text", "value"), TRAVELLING)
+def test_a_value_travels_in_run_json_and_as_text_in_an_older_one(
+    tmp_path: Path, field: str, text: object, value: object
+) -> None:
+    entry = Entrypoint(kind=EntryKind.SCRIPT, target="t.py")
+    spec = RunSpec(run_id="r", uid="u", name="n", created_ns=0, entrypoint=entry, cwd="/", **{field: value})  # type: ignore[arg-type]
+    path = tmp_path / "run.json"
+    spec.save(path)
+    assert load_run_spec(path) == spec
+    old = json.loads(path.read_text())
+    path.write_text(json.dumps({**old, "version": 1, field: text}))
+    assert load_run_spec(path) == spec
+
+
+# -- --redirects, --tee, --local-ranks-filter --------------------------------------------------------------------------
+
+
+def _shown(local_rank: int, *, redirects: str = "0", tee: str = "0", only: str | None = None) -> Std:
+    return shown_in_job_log(
+        local_rank,
+        redirects=parse_std_streams(redirects, option="--redirects"),
+        tee=parse_std_streams(tee, option="--tee"),
+        only_local_ranks=None if only is None else parse_local_ranks(only),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "of_0", "of_1", "of_12"),
+    [
+        ("0", Std.NONE, Std.NONE, Std.NONE),
+        ("3", Std.ALL, Std.ALL, Std.ALL),
+        (" 1 ", Std.OUT, Std.OUT, Std.OUT),
+        ("0:3", Std.ALL, Std.NONE, Std.NONE),
+        ("0:3,1:1", Std.ALL, Std.OUT, Std.NONE),
+        ("12:2, 0:1", Std.OUT, Std.NONE, Std.ERR),
+    ],
+)
+def test_streams(text: str, of_0: Std, of_1: Std, of_12: Std) -> None:
+    choice = parse_std_streams(text, option="--tee")
+    assert [choice.of(rank) for rank in (0, 1, 12)] == [of_0, of_1, of_12]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "4", "-1", "x", "0:", ":3", "0:4", "0:3,", "0:3;1:1", "0:3:1", "0-3", "1,2", "²", "00"]
+)
+def test_streams_that_make_no_sense_are_refused_with_the_option_and_the_value(text: str) -> None:
+    with pytest.raises(UsageError, match="--tee") as caught:
+        parse_std_streams(text, option="--tee")
+    assert repr(text) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_rank_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="local rank 1 is named twice"):
+        parse_std_streams("1:3,1:1", option="--tee")
+
+
+def test_local_ranks() -> None:
+    assert parse_local_ranks("2,0,2") == (0, 2)
+    for text in ("", "a", "0,", "-1", "0 1"):
+        with pytest.raises(UsageError, match="--local-ranks-filter"):
+            parse_local_ranks(text)
+
+
+def test_everything_is_shown_unless_something_was_asked_for() -> None:
+    assert _shown(0) == _shown(7) == Std.ALL
+
+
+def test_redirected_streams_stay_in_the_files_unless_teed() -> None:
+    assert _shown(0, redirects="3") == Std.NONE
+    assert _shown(0, redirects="1") == Std.ERR
+    assert _shown(0, redirects="3", tee="1") == Std.OUT
+    assert _shown(1, redirects="3", tee="0:3") == Std.NONE
+    assert _shown(0, redirects="0:3") == Std.NONE
+    assert _shown(1, redirects="0:3") == Std.ALL
+
+
+def test_filter_shows_the_named_ranks_only() -> None:
+    assert _shown(0, only="0,1") == Std.ALL
+    assert _shown(2, only="0,1") == Std.NONE
+    assert _shown(2, only="0,1", tee="3") == Std.NONE
+
+
+@pytest.mark.parametrize("text", ["0", "1", "3", "0:3,1:1", "12:2"])
+def test_streams_are_shown_as_they_are_written(text: str) -> None:
+    assert str(parse_std_streams(text, "--tee")) == text
+
+
+# -- --section-timeouts ------------------------------------------------------------------------------------------------
+
+
+def test_timeouts_as_they_are_written() -> None:
+    found = parse_section_timeouts("setup:900, step:60,checkpoint:1.5")
+    assert found == SectionTimeouts(seconds={"setup": 900.0, "step": 60.0, "checkpoint": 1.5})
+    assert found.shortest == 1.5
+    auto = parse_section_timeouts("step:auto,setup:900")
+    assert auto == SectionTimeouts(seconds={"setup": 900.0}, learns_step=True)
+    assert auto.shortest == LEARNED_LEAST
+    assert not SectionTimeouts()
+    assert SectionTimeouts().shortest is None
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "''"),
+        ("step", "'step'"),
+        ("60", "'60'"),
+        ("step:", "''"),
+        ("step:0", "'0'"),
+        ("step:-1", "'-1'"),
+        ("step:nan", "'nan'"),
+        ("step:inf", "'inf'"),
+        ("step:1e9", "'1e9'"),
+        ("step:60s", "'60s'"),
+        ("step:60,", "''"),
+        (":60", "''"),
+        ("two words:60", "'two words'"),
+        ("x" * 33 + ":60", "x" * 33),
+        ("step:60,step:70", "'step' is there twice"),
+        ("step:auto,step:70", "'step' is there twice"),
+        ("checkpoint:auto", "'checkpoint:auto'"),
+    ],
+)
+def test_timeouts_that_cannot_be_right(text: str, named: str) -> None:
+    with pytest.raises(UsageError, match="--section-timeouts") as caught:
+        parse_section_timeouts(text)
+    assert named in str(caught.value)
+
+
+# -- --health-checks, --health-check -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", dict(DEFAULT_LIMITS)),
+        ("default", dict(DEFAULT_LIMITS)),
+        ("none", {}),
+        ("tmp", {Check.TMP: DEFAULT_LIMITS[Check.TMP]}),
+        ("tmp=10G, shm=500m,memory=0", {Check.TMP: 10 * GIB, Check.SHM: 500 << 20, Check.MEMORY: 0}),
+        ("default,tmp=1.5K", {**DEFAULT_LIMITS, Check.TMP: 1536}),
+        ("tmp=10G,default", {**DEFAULT_LIMITS, Check.TMP: 10 * GIB}),
+        ("shared=7.5,clock=2,gpu=10", {Check.SHARED: 7.5, Check.CLOCK: 2, Check.GPU: 10}),
+    ],
+)
+def test_checks_are_asked_for_by_name(text: str, expected: dict[Check, float]) -> None:
+    assert parse_health_checks(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["disk", "tmp=", "tmp=x", "tmp=-1", "tmp=1X", "shared=0", "shared=1M", "default=3", "none,tmp", "tmp,", "gpu=nan"],
+)
+def test_checks_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^--health-checks "):
+        parse_health_checks(text)
+
+
+def test_a_command_is_split_and_never_given_to_a_shell() -> None:
+    assert parse_health_command("/a/check.sh --fast 'a b; rm'") == ("/a/check.sh", "--fast", "a b; rm")
+    for text in ("", "  ", "'open", "''"):
+        with pytest.raises(UsageError, match=r"^--health-check "):
+            parse_health_command(text)
+
+
+# -- --metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics() -> None:
+    assert parse_metrics("prometheus:/x/a.prom") == MetricsTarget(form="prometheus", path="/x/a.prom")
+
+
+@pytest.mark.parametrize("text", ["csv:/tmp/x", "jsonl", "jsonl:", "jsonl:relative/path", "prometheus:/tmp/x.txt"])
+def test_metrics_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match="--metrics"):
+        parse_metrics(text)
+
+
+# -- --bad-nodes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("", BadNodeSettings()),
+        ("run", BadNodeSettings()),
+        ("off", BadNodeSettings(scope=Scope.OFF)),
+        ("jobs,hours=2", BadNodeSettings(scope=Scope.JOBS, hours=2)),
+        ("run, share=0.5 ,hours=0.5", BadNodeSettings(share=0.5, hours=0.5)),
+        ("share=1", BadNodeSettings(share=1)),
+    ],
+)
+def test_bad_nodes(text: str, settings: BadNodeSettings) -> None:
+    assert parse_bad_nodes(text) == settings
+
+
+@pytest.mark.parametrize(
+    "text", ["on", "run,jobs", "hours=0", "hours=-1", "hours=x", "hours=nan", "share=1.1", "share=", "run,", "hours"]
+)
+def test_bad_nodes_that_make_no_sense(text: str) -> None:
+    with pytest.raises(UsageError, match="--bad-nodes"):
+        parse_bad_nodes(text)
+
+
+@pytest.mark.parametrize("text", ["run", "jobs,hours=2", "off,share=0.5"])
+def test_bad_nodes_are_shown_as_they_are_written(text: str) -> None:
+    assert str(parse_bad_nodes(text)) == text
