@@ -10,7 +10,6 @@ import _thread
 import os
 import select
 import signal
-import socket
 import threading
 import time
 from collections import deque
@@ -45,7 +44,7 @@ from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import links
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers import tree
@@ -95,9 +94,7 @@ class HealthChecks:
         self._plan = plan
         self._site = site
         self._clock = clock
-        self._told_read, self._told_write = socket.socketpair()
-        self._told_read.setblocking(False)
-        self._told_write.setblocking(False)
+        self._waker = Waker()
         self._verdicts: deque[HealthVerdict] = deque()
         self._session: _Session | None = None
         self._warned: set[str] = set()
@@ -108,7 +105,7 @@ class HealthChecks:
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
-        return self._told_read.fileno()
+        return self._waker.fileno()
 
     @property
     def pids(self) -> frozenset[int]:
@@ -134,11 +131,7 @@ class HealthChecks:
 
     def take(self) -> HealthVerdict | None:
         """The verdict, once; None: there is none yet. A check's warning is given once in an agent's life."""
-        try:
-            while self._told_read.recv(64):
-                pass
-        except BlockingIOError:
-            pass
+        self._waker.drain()
         if not self._verdicts:
             return None
         verdict = self._verdicts.popleft()
@@ -151,7 +144,7 @@ class HealthChecks:
         """Until there is an answer to what was begun, or so many seconds have passed."""
         if not self._is_awaited:
             return
-        wait_readable([self._told_read], seconds)
+        wait_readable([self._waker], seconds)
 
     def close(self) -> None:
         """No answer is wanted any more: end what runs. Waits for that, but not for what is stuck."""
@@ -161,10 +154,7 @@ class HealthChecks:
 
     def _post(self, verdict: HealthVerdict) -> None:
         self._verdicts.append(verdict)
-        try:
-            self._told_write.send(b"\0")
-        except OSError:
-            pass  # full: there is a reason to look already
+        self._waker.wake()
 
     # -- the checks ----------------------------------------------------------------------------------------------
 

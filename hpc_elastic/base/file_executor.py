@@ -1,51 +1,35 @@
-"""The thread that touches the shared filesystem on behalf of a loop that must never wait for it, and what a refusal is.
+"""The one way to touch a filesystem that may hang or refuse: elsewhere, and waited for in bounded time.
 
-A dead mount answers never, and a thread that asked it something can't be called back: not by a signal, and on some
-filesystems not by SIGKILL. So whoever has workers to end leaves files to this thread: `post` for what may take
-its time, `do` for what is waited for, with a bound. What was given up may still be done when the mount comes back.
+A dead mount never answers, and a thread that asked it something can't be called back: not by a signal, and on some
+filesystems not by SIGKILL. So a loop that has workers to end leaves files to a thread of its own, a `FileExecutor`:
+`post` for what may take its time, `do` for what is waited for, with a bound. What was given up may still be done when
+the mount comes back. `repeat` tries again what was refused, and `read_each` reads many files of which any may hang.
 """
 
 from __future__ import annotations
 
+import _thread
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hpc_elastic.base.clock import Clock, SystemClock
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 _LOOK_SECONDS = 0.05
 _LONGEST_PAUSE = 1.0
 """Seconds between two tries on a filesystem that refuses."""
 _REFUSALS = frozenset(
     getattr(errno, name)
-    for name in [
-        "EACCES",
-        "EPERM",
-        "EIO",
-        "ESTALE",
-        "EROFS",
-        "ENODEV",
-        "ENXIO",
-        "EREMOTEIO",
-        "ENOTCONN",
-        "ESHUTDOWN",
-        "ETIMEDOUT",
-        "ECONNREFUSED",
-        "ECONNRESET",
-        "EHOSTDOWN",
-        "EHOSTUNREACH",
-        "ENETDOWN",
-        "ENETUNREACH",
-        "ENOLINK",
-        "EKEYEXPIRED",
-        "EKEYREVOKED",
-        "EKEYREJECTED",
-        "ENOKEY",
-    ]
+    for name in (
+        *("EACCES", "EPERM", "EIO", "ESTALE", "EROFS", "ENODEV", "ENXIO", "EREMOTEIO", "ENOTCONN", "ESHUTDOWN"),
+        *("ETIMEDOUT", "ECONNREFUSED", "ECONNRESET", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
+        *("ENOLINK", "EKEYEXPIRED", "EKEYREVOKED", "EKEYREJECTED", "ENOKEY"),
+    )
 )
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -62,6 +46,86 @@ class FilesystemHangsError(TimeoutError):
     """The filesystem did not answer in time, or is not waited for any more. An OSError: with the same way out."""
 
 
+def repeat(
+    action: Callable[[], T],
+    *,
+    again: Callable[[BaseException], bool],
+    within: float,
+    clock: Clock,
+    pause: Callable[[float], float] = lambda last: min(_LONGEST_PAUSE, 2 * last),
+    unless: Callable[[], bool] | None = None,
+) -> T:
+    """Do `action` until it works; what it raises at last is raised here.
+
+    Args:
+        action: May be done several times.
+        again: Of what it raised: whether it is done again, as `is_refusal` says.
+        within: Seconds; no try begins later.
+        clock: For the waits.
+        pause: The seconds of a wait, from those of the last one.
+        unless: Whether to give up at once.
+    """
+    deadline, seconds = clock.monotonic() + within, _LOOK_SECONDS
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            has_time = clock.monotonic() + seconds < deadline and not (unless is not None and unless())
+            if not again(error) or not has_time:
+                raise
+        clock.wait(threading.Event(), seconds)
+        seconds = pause(seconds)
+
+
+def read_each(items: Sequence[K], read: Callable[[K], T], *, patience: float, goes_on: bool = True) -> dict[K, T]:
+    """What `read` gives for each of `items`, but for those that do not answer: they are left to the thread that reads.
+
+    Args:
+        items: To be read in this order.
+        read: Called in another thread.
+        patience: Seconds without any answer after which the item that is being read counts as hanging.
+        goes_on: Whether those behind an item that hangs are read.
+
+    Raises:
+        OSError: as `read` does.
+    """
+    found: dict[K, T] = {}
+    left = list(items)
+    while left:
+        seen = _read_until_stuck(left, read, patience)
+        found.update(seen)
+        left = left[len(seen) + 1 :] if goes_on else []
+    return found
+
+
+def _read_until_stuck(items: Sequence[K], read: Callable[[K], T], patience: float) -> Sequence[tuple[K, T]]:
+    seen: list[tuple[K, T]] = []
+    errors: list[OSError] = []
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def run() -> None:
+        try:
+            for item in items:
+                seen.append((item, read(item)))
+        except OSError as error:
+            errors.append(error)
+        finally:
+            done.release()
+
+    try:
+        # Not threading's: its `start` waits for the thread, which may never come where memory is short.
+        _thread.start_new_thread(run, ())
+    except RuntimeError:
+        run()
+    before = -1
+    while not done.acquire(timeout=patience) and before != len(seen):
+        before = len(seen)
+    if errors:
+        raise errors[0]
+    return tuple(seen)
+
+
 class FileExecutor:
     """One daemon thread, which does one thing after another in the order in which they came."""
 
@@ -72,13 +136,20 @@ class FileExecutor:
         """
         self._name = name
         self._clock = clock or SystemClock()
-        self._queue: deque[Callable[[], object]] = deque()
+        self._queue: deque[Callable[[], object] | None] = deque()
         self._changed = threading.Condition()
         self._since: float | None = None
         self._thread: threading.Thread | None = None
 
     def post(self, action: Callable[[], object]) -> None:
         """Have `action` done some day; what it raises is lost. Never blocks."""
+        self._put(action)
+
+    def close(self) -> None:
+        """End the thread when all that was posted is done. Nothing may be posted any more."""
+        self._put(None)
+
+    def _put(self, action: Callable[[], object] | None) -> None:
         with self._changed:
             self._queue.append(action)
             if self._thread is None:
@@ -100,8 +171,8 @@ class FileExecutor:
         Args:
             action: Its result is returned, what it raises is raised here. Given up before it began, it is not done;
                 given up later, nobody learns what became of it.
-            within: Seconds. They count from when the thread got stuck, where it is stuck already: who comes after one
-                that was given up does not wait as long again.
+            within: Seconds. They count from when the thread got stuck, where it is stuck already: the next caller does
+                not wait as long again.
             unless: Asked all the time: whether to give up at once.
             again: Of what `action` raised: whether it is to be done again, as `is_refusal` says; None: never.
             refused_within: Seconds after which it is not; None: `within`.
@@ -109,19 +180,15 @@ class FileExecutor:
         Raises:
             FilesystemHangsError: not in time, or given up.
         """
-        began, pause = self._clock.monotonic(), _LOOK_SECONDS
-        deadline = began + (within if refused_within is None else refused_within)
-        while True:
-            try:
-                return self._do(action, within, unless)
-            except FilesystemHangsError:
-                raise
-            except Exception as error:
-                has_time = self._clock.monotonic() + pause < deadline and not (unless is not None and unless())
-                if again is None or not again(error) or not has_time:
-                    raise
-            self._clock.wait(threading.Event(), pause)
-            pause = min(_LONGEST_PAUSE, 2 * pause)
+        if again is None:
+            return self._do(action, within, unless)
+        return repeat(
+            lambda: self._do(action, within, unless),
+            again=lambda error: not isinstance(error, FilesystemHangsError) and again(error),
+            within=within if refused_within is None else refused_within,
+            clock=self._clock,
+            unless=unless,
+        )
 
     def _do(self, action: Callable[[], T], within: float, unless: Callable[[], bool] | None) -> T:
         done, given_up = threading.Event(), threading.Event()
@@ -141,8 +208,7 @@ class FileExecutor:
         self.post(act)
         began = self._clock.monotonic()
         while not self._clock.wait(done, _LOOK_SECONDS):
-            stuck = self.stuck_for()
-            waited = max(self._clock.monotonic() - began, stuck)
+            waited = max(self._clock.monotonic() - began, self.stuck_for())
             if waited >= within or (unless is not None and unless()):
                 given_up.set()
                 if not done.is_set():
@@ -170,6 +236,8 @@ class FileExecutor:
                 while not self._queue:
                     self._changed.wait()
                 action = self._queue.popleft()
+            if action is None:
+                return
             self._since = self._clock.monotonic()
             try:
                 action()

@@ -10,16 +10,16 @@ For one that sits in the kernel, is stopped, or is no Python. Nothing here waits
 
 from __future__ import annotations
 
-import _thread
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.file_executor import read_each
 from hpc_elastic.base.text import clean_text
 from hpc_elastic.failures.traceback_text import Frame
 
@@ -289,7 +289,8 @@ def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
     folders = [f"{proc}/{pid}/task/{name}" for name in names[:_THREADS]]
     children = {child for folder in folders for child in _read(f"{folder}/children").split() if child.isdigit()}
     below = [f"{proc}/{child}" for child in sorted(children, key=int)]
-    calls = _read_in_time([f"{folder}/syscall" for folder in (*folders, *below)])
+    paths = [f"{folder}/syscall" for folder in (*folders, *below)]
+    calls = read_each(paths, _read, patience=_SYSCALL_SECONDS, goes_on=False)
     found = [_look(folder, calls) for folder in below]
     return ProcessState(
         pid=pid,
@@ -318,25 +319,6 @@ def _look(folder: str, calls: Mapping[str, str]) -> Whereabouts:
         wchan="" if wchan == "0" else wchan,
         syscall=syscall_name(calls.get(f"{folder}/syscall", ""), platform.machine()),
     )
-
-
-def _read_in_time(paths: Sequence[str]) -> dict[str, str]:
-    """The contents of those that answer in time; who does not is left to its thread."""
-    found: dict[str, str] = {}
-    done = _thread.allocate_lock()
-    done.acquire()
-
-    def read() -> None:
-        for path in paths:
-            found[path] = _read(path)
-        done.release()
-
-    try:
-        _thread.start_new_thread(read, ())
-    except RuntimeError:  # no thread can be had
-        return {}
-    done.acquire(timeout=_SYSCALL_SECONDS)
-    return dict(found)
 
 
 def _status(path: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from hpc_elastic.base.clock import RunClock
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
@@ -106,10 +106,8 @@ class _Front:
         self._asked: tuple[float, signal.Signals] | None = None
         self._interrupts = 0
         self._dead_since: float | None = None
-        self._wake_read, wake_write = os.pipe()
-        for fd in (self._wake_read, wake_write):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(wake_write)
+        self._waker = Waker()
+        signal.set_wakeup_fd(self._waker.write_fd)
         for number in RELAYED:
             signal.signal(number, self._relay)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # it is the number in the pipe that matters
@@ -130,10 +128,10 @@ class _Front:
             status = self._status()
             if status is not None:
                 return status
-            watched = [self._wake_read] if self._pipe < 0 else [self._wake_read, self._pipe]
+            watched = [self._waker.fileno(), *([self._pipe] if self._pipe >= 0 else [])]
             ready = wait_readable(watched, self._patience())
-            if self._wake_read in ready:
-                os.read(self._wake_read, 4096)
+            if self._waker.fileno() in ready:
+                self._waker.drain()
             if self._pipe in ready:
                 self._hear()
 

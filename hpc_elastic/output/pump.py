@@ -27,6 +27,7 @@ from pathlib import Path
 from msgspec import Struct, to_builtins
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.waking import Waker
 from hpc_elastic.output.job_log import JobLog, JobLogSource
 from hpc_elastic.output.lines import LineSplitter
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
@@ -34,6 +35,7 @@ from hpc_elastic.output.log_times import STDERR, STDOUT, StreamTimes, times_path
 from hpc_elastic.output.losses import LossBook, LossEpisode, StreamAccount
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_pieces import PieceLimit
+from hpc_elastic.run.option_values import Std
 from hpc_elastic.workers.spawn import WorkerProcess
 
 _READ_BYTES = 256 << 10
@@ -121,17 +123,15 @@ class LogPump:
         self._job_log = job_log
         self._limit = limit
         self._node = node
-        self._files = FileWriter(clock=clock, on_room=self._wake)
+        self._waker = Waker()
+        self._files = FileWriter(clock=clock, on_room=self._waker.wake)
         self._losses = LossBook(clock=clock, log=lambda line: job_log.write_line(f"[{host}] {line}"))
         self._budget = HoldBudget(now=clock.monotonic())
         self._streams: dict[int, _Stream] = {}
         self._paused: set[_Stream] = set()
         self._outputs: dict[int, _Output] = {}
         self._epoll = select.epoll()
-        self._wake_r, self._wake_w = os.pipe()
-        for fd in (self._wake_r, self._wake_w):
-            os.set_blocking(fd, False)
-        self._epoll.register(self._wake_r, select.EPOLLIN)
+        self._epoll.register(self._waker, select.EPOLLIN)
         self._hurry = threading.Event()
         self._close_by: float | None = None
         self._is_closed = False
@@ -228,23 +228,22 @@ class LogPump:
         deadline = self._clock.monotonic() + timeout
         self._close_by = self._clock.monotonic() + timeout / 2
         self._hurry.set()
-        self._wake()
+        self._waker.wake()
         self._thread.join(timeout)
         is_moved = not self._thread.is_alive()
         is_written = self._files.close(max(0.0, deadline - self._clock.monotonic()))
         self._is_closed = True
         if is_moved and is_written:
             self._epoll.close()
-            for fd in (self._wake_r, self._wake_w):
-                os.close(fd)
+            self._waker.close()
         return is_moved and is_written
 
     def _run(self) -> None:
         while True:
             ready = [fd for fd, _ in self._epoll.poll(self._seconds_until_due())]
-            if self._wake_r in ready:
-                ready.remove(self._wake_r)
-                _empty(self._wake_r)
+            if self._waker.fileno() in ready:
+                ready.remove(self._waker.fileno())
+                self._waker.drain()
             is_flood = False
             for fd in ready:
                 stream = self._streams.get(fd)
@@ -356,20 +355,6 @@ class LogPump:
         os.close(stream.fd)
         self._files.end(stream.file)
         self._losses.end(stream.account)
-
-    def _wake(self) -> None:
-        try:
-            os.write(self._wake_w, b".")
-        except BlockingIOError:
-            pass  # it is full of wake-ups
-
-
-def _empty(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass
 
 
 def _bytes_in_pipe(fd: int) -> int:

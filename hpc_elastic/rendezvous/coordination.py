@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -19,7 +18,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import is_refusal
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordinator import DecideRestart
@@ -161,8 +160,7 @@ class Coordination:
         self._commands: deque[Callable[[Participant], None]] = deque()
         self._messages: deque[Message] = deque()
         self._stop = threading.Event()
-        self._wake_read, self._wake_write = _wake_pair()
-        self._told_read, self._told_write = _wake_pair()
+        self._wake, self._taken = Waker(), Waker()
         self._beats_due = BeatPlan()
         self._beat_interval = beat_interval
         self._refusals = RefusalWatch()
@@ -178,11 +176,11 @@ class Coordination:
 
     def fileno(self) -> int:
         """Readable when `take` has something."""
-        return self._told_read.fileno()
+        return self._taken.fileno()
 
     def take(self) -> list[Message]:
         """What has come since the last call, in order."""
-        _drain(self._told_read)
+        self._taken.drain()
         taken: list[Message] = []
         while self._messages:
             taken.append(self._messages.popleft())
@@ -191,12 +189,12 @@ class Coordination:
     def ask(self, command: Callable[[Participant], None]) -> None:
         """Have `command` done in the thread, before its next step."""
         self._commands.append(command)
-        _poke(self._wake_write)
+        self._wake.wake()
 
     def stop(self, *, within: float) -> bool:
         """Do what was asked for, then end. Returns whether it ended in time; a hung mount may keep it for ever."""
         self._stop.set()
-        _poke(self._wake_write)
+        self._wake.wake()
         if self._thread.is_alive():
             self._thread.join(within)
         return not self._thread.is_alive()
@@ -225,7 +223,7 @@ class Coordination:
 
     def _post(self, message: Message) -> None:
         self._messages.append(message)
-        _poke(self._told_write)
+        self._taken.wake()
 
     def _run(self) -> None:
         participant: Participant | None = None
@@ -305,15 +303,15 @@ class Coordination:
         """
         slack = _SLACK * seconds if seconds >= _LONG_WAIT and self._notifier is not None else 0.0
         deadline = self._clock.monotonic() + seconds + slack
-        watched: list[Any] = [self._wake_read]
+        watched: list[Any] = [self._wake]
         if self._notifier is not None:
             watched.append(self._notifier)
         while (left := deadline - self._clock.monotonic()) > 0:
             muted = self._notifier.muted_for() if self._notifier is not None else 0.0
             listening = watched if not muted else watched[:1]
             ready = wait_readable(listening, min(left, muted) if muted else left)
-            if self._wake_read.fileno() in ready:
-                _drain(self._wake_read)
+            if self._wake.fileno() in ready:
+                self._wake.drain()
                 return False
             if self._notifier is not None and self._notifier.fileno() in ready:
                 if self._hear(participant):
@@ -409,25 +407,3 @@ def open_session(
         beat_interval=settings.beat_interval,
     )
     return RendezvousSession(info=info, notifier=notifier, coordination=coordination)
-
-
-def _wake_pair() -> tuple[socket.socket, socket.socket]:
-    read, write = socket.socketpair()
-    read.setblocking(False)
-    write.setblocking(False)
-    return read, write
-
-
-def _poke(write: socket.socket) -> None:
-    try:
-        write.send(b"\0")
-    except OSError:
-        pass  # full: the reader has a reason to wake up already
-
-
-def _drain(read: socket.socket) -> None:
-    try:
-        while read.recv(4096):
-            pass
-    except BlockingIOError:
-        pass

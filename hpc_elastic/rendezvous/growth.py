@@ -8,6 +8,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, decode_object
+from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.store.base import Store
 
 SETTLE_SECONDS = 2.5

@@ -27,9 +27,9 @@ from hpc_elastic.base.self_command import worker_arguments
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.submit_job import MessageHints, Submission, submission_client, submit_job
-from hpc_elastic.options import run_request
+from hpc_elastic.options import job_options, run_request
 from hpc_elastic.options.run_request import check_values, cluster_here, slurm_job
-from hpc_elastic.options.sbatch import ScriptLines, check_time_option, parse_nodes
+from hpc_elastic.options.sbatch import ScriptLines, check_time_option
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
@@ -88,9 +88,9 @@ def _local_run(request: Request) -> tuple[RunSpec, int]:
     """What it will hold, and the seconds that an attempt may take; 0: as long as it likes."""
     parsed = request.parsed
     with explaining(parsed):
-        nodes = parse_nodes(parsed.get("nodes") or "1", option=parsed.source("nodes", "nodes ="))
+        nodes = job_options.asked_nodes(parsed)
         limit = check_time_option(parsed.get("time") or "", option=parsed.source("time", "time =")) or 0
-        grace = run_request.notice_seconds(parsed)
+        grace = job_options.notice_seconds(parsed)
         if limit:
             grace = max(1, min(grace, limit // 4))
         cwd = run_request.working_directory(parsed, request.env)

@@ -11,12 +11,13 @@ import ctypes
 import errno
 import os
 import signal
-import socket
 import stat
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
 from types import FrameType
 from typing import NoReturn, TypeVar
+
+from hpc_elastic.base.waking import Waker
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -210,25 +211,19 @@ class SignalQueue:
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
-        self._read, self._write = socket.socketpair()
-        self._read.setblocking(False)
-        self._write.setblocking(False)
-        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._waker = Waker()
+        signal.set_wakeup_fd(self._waker.write_fd, warn_on_full_buffer=False)
         for number in signals:
             signal.signal(number, _ignore)
             signal.siginterrupt(number, False)
 
     def fileno(self) -> int:
-        return self._read.fileno()
+        return self._waker.fileno()
 
     def take(self) -> list[signal.Signals]:
         """The signals since the last call, in order of arrival; equal ones may have merged."""
-        try:
-            raw = self._read.recv(4096)
-        except BlockingIOError:
-            return []
         found = []
-        for number in raw:
+        for number in self._waker.drain():
             try:
                 found.append(signal.Signals(number))
             except ValueError:
@@ -237,11 +232,7 @@ class SignalQueue:
 
     def holds(self, numbers: Container[signal.Signals]) -> bool:
         """Whether one of `numbers` has come since the last `take`, which still returns it."""
-        try:
-            raw = self._read.recv(4096, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        return any(number in numbers for number in raw)
+        return any(number in numbers for number in self._waker.peek())
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -22,7 +22,6 @@ none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`read_all
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from hpc_elastic.base.file_executor import read_each
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, SPARE
 
@@ -229,8 +229,21 @@ def own_processes_where(matches: Callable[[Proc, Environ], bool]) -> list[Proc]:
         proc = look_at(int(name))
         if proc is not None and not proc.is_dead:
             own[proc.pid] = proc
-    raw = read_all(list(own), lambda pid: _read(f"/proc/{pid}/environ"))
+    raw = read_environments(list(own))
     return [proc for pid, proc in own.items() if pid in raw and matches(proc, Environ(raw[pid]))]
+
+
+def read_environments(
+    pids: Sequence[int], read: Callable[[int], bytes | None] | None = None, *, patience: float = 1.0
+) -> dict[int, bytes]:
+    """The environments of these processes, but for those that have none, or do not answer within `patience` seconds.
+
+    To open ``/proc/<pid>/environ`` is to wait for a program that is just being loaded, and one whose inherited file
+    lies on a mount that hangs is loaded never: the kernel closes the file first (``exec_update_lock``, seen on Linux
+    6.18).
+    """
+    found = read_each(pids, read or (lambda pid: _read(f"/proc/{pid}/environ")), patience=patience)
+    return {pid: raw for pid, raw in found.items() if raw}
 
 
 def tagged(key: str, value: str) -> list[Proc]:
@@ -280,67 +293,6 @@ def kill_safely(proc: Proc, signal_number: int) -> Delivery:
         if pidfd is not None:
             os.close(pidfd)
     return Delivery.SENT
-
-
-PATIENCE_SECONDS = 1.0
-"""How long one process is waited for: it takes microseconds."""
-
-
-def read_all(pids: Sequence[int], read: Callable[[int], bytes | None]) -> dict[int, bytes]:
-    """What `read` gives for each of `pids`; those that give nothing, or do not answer, are left out.
-
-    To open ``/proc/<pid>/environ`` is to wait for a program that is just being loaded, and one whose inherited file
-    lies on a mount that hangs is never loaded: the kernel closes the file first (``exec_update_lock``, seen on Linux
-    6.18). So a thread reads, and is left behind where it makes no progress.
-
-    Raises:
-        OSError: as `read` does.
-    """
-    found: dict[int, bytes] = {}
-    left = list(pids)
-    while left:
-        reader = _Reader(left, read)
-        reader.run_until_stuck()
-        if reader.error is not None:
-            raise reader.error
-        found.update({pid: raw for pid, raw in reader.seen if raw})
-        left = left[len(reader.seen) + 1 :]
-    return found
-
-
-class _Reader:
-    def __init__(self, pids: Sequence[int], read: Callable[[int], bytes | None]) -> None:
-        self.seen: tuple[tuple[int, bytes | None], ...] = ()
-        """In the order of `pids`; what comes after `run_until_stuck` has returned is not in it."""
-        self.error: OSError | None = None
-        self._pids = pids
-        self._read = read
-        self._come: list[tuple[int, bytes | None]] = []
-        self._done = _thread.allocate_lock()
-
-    def run_until_stuck(self) -> None:
-        self._done.acquire()
-        try:
-            # Not threading's: its `start` waits for the thread, which may never come where memory is short.
-            _thread.start_new_thread(self._run, ())
-        except RuntimeError:
-            self._run()
-        before = -1
-        while not self._done.acquire(timeout=PATIENCE_SECONDS):
-            count = len(self._come)
-            if count == before:
-                break
-            before = count
-        self.seen = tuple(self._come)
-
-    def _run(self) -> None:
-        try:
-            for pid in self._pids:
-                self._come.append((pid, self._read(pid)))
-        except OSError as error:
-            self.error = error
-        finally:
-            self._done.release()
 
 
 _KILLING_LOOKS = 3

@@ -10,7 +10,7 @@ from tests.rigs.agent_stand_in import run_stand_in
 
 _LOGS = """
 from hpc_elastic.output import job_log, log_files, pump as logs
-from hpc_elastic.options.worker_values import Std
+from hpc_elastic.run.option_values import Std
 WHERE = Path(os.environ["WHERE"])
 
 def rss(key):

@@ -23,7 +23,7 @@ from typing import Any
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
-from hpc_elastic.workers.tree import read_all
+from hpc_elastic.workers.tree import read_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"
@@ -434,7 +434,7 @@ def peak_memory_mib(pid: int) -> float:
 def _all_processes() -> list[Process]:
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     # Another test's mount may hang, and hold up who looks into a program that is being loaded there.
-    environments = read_all(pids, _environment)
+    environments = read_environments(pids, _environment)
     found = (_look(pid, raw) for pid, raw in environments.items())
     return [process for process in found if process is not None]
 

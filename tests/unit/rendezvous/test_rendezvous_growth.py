@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
 from hpc_elastic.rendezvous.growth import GrowthFacts, GrowthSigns, decide_growth
+from hpc_elastic.run.option_values import GrowPolicy
 from tests.rigs.memory_store import MemoryStore
 
 NEVER_SAVED = float("inf")

@@ -4,17 +4,15 @@ import threading
 
 import pytest
 
-from hpc_elastic.workers import tree
-from hpc_elastic.workers.tree import read_all
+from hpc_elastic.workers.tree import read_environments
 
 
 def test_what_can_be_read_is() -> None:
-    assert read_all([1, 2, 3], lambda pid: None if pid == 2 else b"%d" % pid) == {1: b"1", 3: b"3"}
-    assert read_all([], lambda _: b"x") == {}
+    assert read_environments([1, 2, 3], lambda pid: None if pid == 2 else b"%d" % pid) == {1: b"1", 3: b"3"}
+    assert read_environments([], lambda _: b"x") == {}
 
 
-def test_those_that_never_answer_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree, "PATIENCE_SECONDS", 0.05)
+def test_those_that_never_answer_hold_nobody_up() -> None:
     never = threading.Event()
 
     def read(pid: int) -> bytes:
@@ -23,7 +21,7 @@ def test_those_that_never_answer_hold_nobody_up(monkeypatch: pytest.MonkeyPatch)
         return b"%d" % pid
 
     try:
-        assert read_all([1, 2, 3, 4, 5], read) == {1: b"1", 3: b"3", 4: b"4"}
+        assert read_environments([1, 2, 3, 4, 5], read, patience=0.05) == {1: b"1", 3: b"3", 4: b"4"}
     finally:
         never.set()
 
@@ -33,4 +31,4 @@ def test_what_reading_raises_is_raised() -> None:
         raise OSError(24, "too many open files")
 
     with pytest.raises(OSError, match="too many"):
-        read_all([1], read)
+        read_environments([1], read)

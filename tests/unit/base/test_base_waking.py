@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.base.waking import Waker, wait_readable
 
 
 def test_says_which_can_be_read() -> None:
@@ -47,3 +47,18 @@ def test_takes_a_descriptor_that_select_does_not() -> None:
         for fd in (read, write, high):
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_waker_ends_a_wait_until_it_is_drained() -> None:
+    waker = Waker()
+    assert wait_readable([waker], 0) == set()
+    for _ in range(100_000):  # never blocks, however often
+        waker.wake()
+    assert wait_readable([waker], 10) == {waker.fileno()}
+    assert waker.peek()[:1] == b"\0"
+    assert len(waker.drain()) > 0
+    assert (waker.drain(), waker.peek()) == (b"", b"")
+    os.write(waker.write_fd, b"\x0f")
+    assert waker.drain() == b"\x0f"
+    waker.close()
+    waker.wake()
