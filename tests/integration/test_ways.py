@@ -59,7 +59,7 @@ def test_a_stopped_nodes_loss(tmp_path: Path) -> None:
     steps = read_way(PAGES / "how-a-lost-node-is-found.md")
     tracer = Tracer(tmp_path / "trace", steps)
     script = _MEET + 'wait_for("end")\n'
-    with LocalRun(tmp_path, script, nodes=3, min_nodes=2, environ=tracer.environ(str(ROOT))) as run:
+    with LocalRun(tmp_path, script, nodes=3, min_nodes=2, heartbeat_ttl=30.0, environ=tracer.environ(str(ROOT))) as run:
         run.wait_moments("here", count=3, round_index=0)
         leader = coordinator_of(run)
         lost, left = [node for node in range(3) if node != leader]
