@@ -16,18 +16,16 @@ from __future__ import annotations
 
 import sys
 
-from hpc_elastic.inprocess import (
-    abort,
-    hooks,
-    monitor_process,
-    monitor_thread,
-    progress_watchdog,
-    rank_assignment,
-    state,
-    store,
-)
-from hpc_elastic.inprocess.hooks import Compose
-from hpc_elastic.inprocess.wrap import CallWrapper, Wrapper
+from hpc_elastic.inprocess import abort as abort
+from hpc_elastic.inprocess import hooks, state
+from hpc_elastic.inprocess import monitor_process as monitor_process
+from hpc_elastic.inprocess import monitor_thread as monitor_thread
+from hpc_elastic.inprocess import progress_watchdog as progress_watchdog
+from hpc_elastic.inprocess import rank_assignment as rank_assignment
+from hpc_elastic.inprocess import store as store
+from hpc_elastic.inprocess.hooks import Compose as Compose
+from hpc_elastic.inprocess.wrap import CallWrapper as CallWrapper
+from hpc_elastic.inprocess.wrap import Wrapper as Wrapper
 
 attribution = exception = state
 finalize = health_check = initialize = rank_filter = hooks
@@ -35,22 +33,3 @@ finalize = health_check = initialize = rank_filter = hooks
 # The extension has a module for each of these: a script that imports from one of them need not be changed either.
 sys.modules |= {f"{__name__}.{name}": state for name in ("attribution", "exception")}
 sys.modules |= {f"{__name__}.{name}": hooks for name in ("finalize", "health_check", "initialize", "rank_filter")}
-
-__all__ = [
-    "CallWrapper",
-    "Compose",
-    "Wrapper",
-    "abort",
-    "attribution",
-    "exception",
-    "finalize",
-    "health_check",
-    "initialize",
-    "monitor_process",
-    "monitor_thread",
-    "progress_watchdog",
-    "rank_assignment",
-    "rank_filter",
-    "state",
-    "store",
-]

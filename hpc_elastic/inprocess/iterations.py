@@ -241,7 +241,8 @@ class Iterations:
             )
 
     def _run(self) -> Event:
-        call, settings = self._call, self._settings
+        call, settings, store = self._call, self._settings, self._store
+        assert store is not None
         call.watchdog.reset()
         self._value = None
         self._has_returned = False
@@ -256,9 +257,8 @@ class Iterations:
             hold=call.watchdog.hold,
             flee=call.refuge.flee if call.refuge is not None else None,
         )
-        call.watchdog.show(
-            SoftTimeout(state=self._state, store=self._store, limit=settings.soft_timeout.total_seconds()).look
-        )
+        limit = settings.soft_timeout.total_seconds()
+        call.watchdog.show(SoftTimeout(state=self._state, store=store, limit=limit).look)
         self._thread.start()
         try:
             self._value = self._part.run(self._body)
@@ -270,7 +270,7 @@ class Iterations:
             if not self._part.is_wanted:
                 logger.warning("rank %d: %s: %s", self._state.rank, type(error).__name__, error)
                 self._own_fault = error
-                self._record(Interruption.EXCEPTION)
+                store.record_interrupted(InterruptionRecord(self._state.rank, Interruption.EXCEPTION))
             # Otherwise the abort is the cause, not this rank.
             return Event.INTERRUPTED
         finally:
@@ -314,8 +314,10 @@ class Iterations:
         assert thread is not None
         self._interrupted_at = time.monotonic()
         self._value = None
+        # By then both connections to a server that is gone have failed.
+        patience = 2 * self._settings.heartbeat_timeout.total_seconds() + 30
         while not thread.has_aborted.wait(LONGEST_PAUSE):
-            if self._is_store_lost and time.monotonic() - self._interrupted_at > self._patience:
+            if self._is_store_lost and time.monotonic() - self._interrupted_at > patience:
                 raise InternalError(
                     "this rank's connection to the restart group's store is lost, and the store is there"
                 )
@@ -427,15 +429,6 @@ class Iterations:
 
     # --- helpers
 
-    @property
-    def _patience(self) -> float:
-        """Seconds until both connections to a server that is gone have failed."""
-        return 2 * self._settings.heartbeat_timeout.total_seconds() + 30
-
-    def _record(self, interruption: Interruption) -> None:
-        assert self._store is not None
-        self._store.record_interrupted(InterruptionRecord(self._state.rank, interruption))
-
     def _end_thread(self) -> None:
         self._call.watchdog.show(None)
         if self._thread is not None:
@@ -448,8 +441,4 @@ class Iterations:
         self._part.close()
         self._own_fault = self._leaving = None
         self._value = None
-        self._function = _nothing
-
-
-def _nothing() -> None:
-    """In place of the function, once the call is over."""
+        self._function = lambda: None

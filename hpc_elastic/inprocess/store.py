@@ -225,9 +225,9 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         Args:
             rank: This one.
             group_name: The barrier's.
-            rendezvous_count: How many there are.
+            rendezvous_count: How many ranks there are.
             timeout: For all to come.
-            timeout_chunk: Accepted as in NVIDIA's; this never blocks in the store.
+            timeout_chunk: As in NVIDIA's, and without effect: this never blocks in the store.
 
         Raises:
             BarrierOverflow: a rank came twice, or too many came.
@@ -235,14 +235,12 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         """
         self.append_item(f"{group_name}/arrived", str(rank))
         entries = self.items(f"{group_name}/arrived")
-        arrived = {entry.rstrip("*") for entry in entries}
-        if len(arrived) > rendezvous_count or entries.count(str(rank)) > 1:
+        if len(_arrived(self, group_name)) > rendezvous_count or entries.count(str(rank)) > 1:
             shown = ", ".join(sorted(entries))
             raise BarrierOverflow(
                 f"{group_name}: rank {rank} of {rendezvous_count} found these ranks there already: {shown}"
             )
-        _release(self, group_name, rendezvous_count)
-        _await_release(self, group_name, rendezvous_count, timeout)
+        _meet(self, group_name, rendezvous_count, timeout)
 
     def reentrant_barrier(
         self,
@@ -255,11 +253,9 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         """As `barrier`, but coming twice counts once, and one process may come for several ranks."""
         for each in (rank,) if isinstance(rank, int) else rank:
             self.append_item(f"{group_name}/arrived", str(each))
-        arrived = {entry.rstrip("*") for entry in self.items(f"{group_name}/arrived")}
-        if len(arrived) > rendezvous_count:
+        if len(arrived := _arrived(self, group_name)) > rendezvous_count:
             raise BarrierOverflow(f"{group_name}: {len(arrived)} ranks came where {rendezvous_count} should")
-        _release(self, group_name, rendezvous_count)
-        _await_release(self, group_name, rendezvous_count, timeout)
+        _meet(self, group_name, rendezvous_count, timeout)
 
     initial_barrier = functools.partialmethod(barrier, group_name=INITIAL_BARRIER)
     iteration_barrier = functools.partialmethod(barrier, group_name=ITERATION_BARRIER)
@@ -285,7 +281,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return self.outcome() == COMPLETED
 
     def is_rank_at_reentrant_barrier(self, rank: int, group_name: str) -> bool:
-        return str(rank) in {entry.rstrip("*") for entry in self.items(f"{group_name}/arrived")}
+        return rank in _arrived(self, group_name)
 
     def is_released(self, group_name: str) -> bool:
         """Whether all came to that barrier."""
@@ -314,9 +310,14 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         self.append_item("count", str(count))
 
 
+def _arrived(store: Any, name: str) -> set[int]:
+    """The ranks that came to a barrier; a star marks one for which another process came."""
+    return {int(entry.rstrip("*")) for entry in store.items(f"{name}/arrived")}
+
+
 def _release(store: Any, name: str, count: int) -> None:
     """Let all ranks go on, if all are here."""
-    arrived = {int(entry.rstrip("*")) for entry in store.items(f"{name}/arrived")}
+    arrived = _arrived(store, name)
     if name == store.ITERATION_BARRIER and len(arrived) < count:
         gone = set(store.items("gone"))
         if not gone or len(arrived) + len(gone) < count:
@@ -337,14 +338,15 @@ def _release(store: Any, name: str, count: int) -> None:
         store.set(f"{name}/over", "1")
 
 
-def _await_release(store: Any, name: str, count: int, timeout: timedelta) -> None:
+def _meet(store: Any, name: str, count: int, timeout: timedelta) -> None:
+    """Wait until all have come. The last one lets all go on."""
+    _release(store, name, count)
     if not _wait(store, f"{name}/over", timeout.total_seconds()):
         raise _timeout(store, name, count, timeout)
 
 
 def _timeout(store: Any, name: str, count: int, timeout: timedelta) -> BarrierTimeout:
-    arrived = {int(entry.rstrip("*")) for entry in store.items(f"{name}/arrived")}
-    missing = sorted(set(range(count)) - arrived)
+    missing = sorted(set(range(count)) - _arrived(store, name))
     shown = ", ".join(map(str, missing[:16])) + (", …" if len(missing) > 16 else "")
     return BarrierTimeout(
         f"{name}: {len(missing)} of {count} ranks had not come after {timeout.total_seconds():g} s (ranks {shown})"

@@ -112,7 +112,7 @@ def dies_at_the_first_barrier(rank: int, folder: Path, options: Options) -> Any:
         main = threading.main_thread().ident or 0
         while True:
             frame = sys._current_frames().get(main)
-            while frame is not None and frame.f_code is not ring_store._await_release.__code__:
+            while frame is not None and frame.f_code is not ring_store._meet.__code__:
                 frame = frame.f_back
             if frame is not None:
                 os.kill(os.getpid(), signal.SIGKILL)
