@@ -10,15 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat, RoundBeats
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
-from hpc_elastic.base.files import make_private_dir, write_json
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 from hpc_elastic.worker_api.heartbeat_record import STEP, VARIABLE, NoticeRecord
 
@@ -182,7 +183,6 @@ SUMMARY_SECONDS = 15.0
 PAUSED_SECONDS = 5.0
 """An agent that wakes so much later than it asked for was stopped itself (a suspended job or node), and so were its
 workers: no silence counts."""
-SUMMARY_VERSION = 1
 
 
 class HangWatch:
@@ -213,7 +213,7 @@ class HangWatch:
         self._clock = clock
         self._files = files
         self._summary = summary
-        self._head = {"version": SUMMARY_VERSION, "node": node, "host": host}
+        self._node, self._host = node, host
         self._beats: RoundBeats | None = None
         self._round = -1
         self._due: float | None = None
@@ -383,36 +383,37 @@ class HangWatch:
     def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
         if self._summary is None or not any(beat.count for beat in beats) or self._is_writing:
             return
-        value = {
-            **self._head,
-            "round": self._round,
-            "written_ns": self._clock.time_ns(),
-            "ranks": [describe_beat(beat, now) for beat in beats],
-        }
+        value = NodeHeartbeats(
+            node=self._node,
+            host=self._host,
+            round=self._round,
+            written_ns=self._clock.time_ns(),
+            ranks=tuple(describe_beat(beat, now) for beat in beats),
+        )
         self._is_writing = True  # no second one waits behind a mount that hangs
         self._files.post(lambda: self._write(value))
 
-    def _write(self, value: dict[str, Any]) -> None:
+    def _write(self, value: NodeHeartbeats) -> None:
         assert self._summary is not None
         try:
             make_private_dir(self._summary.parent)
-            write_json(self._summary, value)
+            codec.save(self._summary, value)
         except OSError as error:
             logger.debug("heartbeats could not be written: %s", error)
         finally:
             self._is_writing = False
 
 
-def describe_beat(beat: RankBeat, now: float) -> dict[str, Any]:
-    """For the summary and for events."""
-    return {
-        "rank": beat.rank,
-        "local_rank": beat.local_rank,
-        "step": beat.step,
-        "section": beat.section,
-        "age": round(beat.age(now), 3),
-        "count": beat.count,
-    }
+def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
+    """For the node's file and for events."""
+    return RankHeartbeat(
+        rank=beat.rank,
+        local_rank=beat.local_rank,
+        step=beat.step,
+        section=beat.section,
+        age=round(beat.age(now), 3),
+        count=beat.count,
+    )
 
 
 def silent_watch() -> HangWatch:

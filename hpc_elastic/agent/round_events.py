@@ -20,6 +20,7 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.clock_offset import Offset
+from hpc_elastic.base.codec import to_json
 from hpc_elastic.failures.stacks import RankStacks, fold_stacks, fold_threads
 from hpc_elastic.rendezvous.state import node_of
 from hpc_elastic.run.events import EventLog
@@ -134,7 +135,7 @@ def log_stacks(
         ],
         silent=sorted(set(stacks) - set(main)),
         states=[{"rank": rank, "state": found.where} for rank, found in sorted(stacks.items()) if found.where],
-        beats=[describe_beat(beat, now) for beat in beats],
+        beats=[to_json(describe_beat(beat, now)) for beat in beats],
     )
 
 

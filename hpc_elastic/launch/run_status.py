@@ -18,14 +18,16 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import read_json
+from hpc_elastic.base.files import Unreadable
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -229,14 +231,11 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
     steps: dict[int, int] = {}
     newest = 0
     for member in record.members:
-        value = read_json(attempt.heartbeats(member.node))
-        if isinstance(value, str) or value.get("round") != record.round:
+        found = codec.load(attempt.heartbeats(member.node), NodeHeartbeats)
+        if isinstance(found, Unreadable) or found.round != record.round:
             continue
-        try:
-            steps |= {int(rank["rank"]): int(rank["step"]) for rank in value["ranks"] if rank["step"] is not None}
-            newest = max(newest, int(value["written_ns"]))
-        except (KeyError, TypeError, ValueError):
-            continue
+        steps |= {beat.rank: beat.step for beat in found.ranks if beat.step is not None}
+        newest = max(newest, found.written_ns)
     if not steps:
         return None
     least, most = min(steps.values()), max(steps.values())

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.files import ask_about, read_json
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable, ask_about, read_json
 from hpc_elastic.failures.classify import find_pattern
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.ranking import FailureClass
@@ -25,6 +26,7 @@ from hpc_elastic.report.collect_values import integer, job_id_of, names_of, text
 from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run.event_reader import EventFile, event_files
+from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.node_records import NodeRecord, load_record
 from hpc_elastic.run.node_score import NodeScore, score_nodes
 from hpc_elastic.run.option_values import Scope
@@ -287,14 +289,11 @@ def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     """Each node's last summary: it is about the round that the node took part in last."""
     folder = paths.heartbeats(0).parent
     for name in sorted(_names_in(folder)):
-        value = read_json(folder / name, limit=_JSON_LIMIT)
-        if isinstance(value, str):
+        found = codec.load(folder / name, NodeHeartbeats, limit=_JSON_LIMIT)
+        if isinstance(found, Unreadable) or found.round not in builder.rounds:
             continue
-        index, node, when = (integer(value.get(key)) for key in ("round", "node", "written_ns"))
-        if index is None or index not in builder.rounds or node is None or when is None:
-            continue
-        statuses = builder.rounds[index].rank_statuses
-        for status in rank_statuses(value.get("ranks"), node=node, when=when):
+        statuses = builder.rounds[found.round].rank_statuses
+        for status in rank_statuses(found.ranks, node=found.node, when=found.written_ns):
             statuses.setdefault(status.rank, status)
 
 

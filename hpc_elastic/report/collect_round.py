@@ -8,12 +8,13 @@ One round, put together from its events in any order of files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from hpc_elastic.base.codec import readable_items
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -28,6 +29,7 @@ from hpc_elastic.report.history import (
     StackGroup,
 )
 from hpc_elastic.report.incidents import InProcessRestart, read_restart
+from hpc_elastic.run.heartbeats import RankHeartbeat
 
 _ENDS = ("workers_stopped", "workers_succeeded")
 
@@ -178,25 +180,20 @@ def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> t
     )
 
 
-def rank_statuses(value: object, *, node: int, when: int) -> list[RankStatus]:
-    """Workers' last signs of life, as an event or a node's summary lists them."""
-    found = []
-    for item in value if isinstance(value, list) else []:
-        rank = integer(item.get("rank")) if isinstance(item, dict) else None
-        if rank is None or not integer(item.get("count")):
-            continue
-        age = item.get("age")
-        found.append(
-            RankStatus(
-                rank=rank,
-                node=node,
-                step=integer(item.get("step")),
-                section=text_of(item.get("section"))[:64],
-                age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
-                told_ns=when,
-            )
+def rank_statuses(beats: Iterable[RankHeartbeat], *, node: int, when: int) -> list[RankStatus]:
+    """Workers' last heartbeats, as an event or a node's file lists them."""
+    return [
+        RankStatus(
+            rank=beat.rank,
+            node=node,
+            step=beat.step,
+            section=text_of(beat.section)[:64],
+            age=beat.age if 0 <= beat.age < 1e9 else 0.0,
+            told_ns=when,
         )
-    return found
+        for beat in beats
+        if beat.count
+    ]
 
 
 def _round_opened(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
@@ -304,7 +301,7 @@ def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node
 
 
 def _stacks_taken(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    for status in rank_statuses(event.get("beats"), node=node, when=when):
+    for status in rank_statuses(readable_items(RankHeartbeat, event.get("beats")), node=node, when=when):
         part.rank_statuses[status.rank] = status
     for into, key in ((part.stacks, "groups"), (part.threads, "threads")):
         for group in _dicts(event.get(key)):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base.files import make_private_dir, write_json
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli.status import duration, status_json, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, read_status, state_of
@@ -15,6 +16,7 @@ from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
@@ -58,9 +60,9 @@ class Run:
     def steps(self, node: int, round_index: int, *steps: int | None) -> Run:
         path = self.there.heartbeats(node)
         make_private_dir(path.parent)
-        ranks = [{"rank": 2 * (node // 2) + n, "step": step} for n, step in enumerate(steps)]
-        told = self.clock.time_ns() - 3_000_000_000
-        write_json(path, {"version": 1, "round": round_index, "written_ns": told, "ranks": ranks})
+        ranks = tuple(RankHeartbeat(rank=2 * (node // 2) + n, step=step) for n, step in enumerate(steps))
+        written = self.clock.time_ns() - 3_000_000_000
+        codec.save(path, NodeHeartbeats(node=node, round=round_index, written_ns=written, ranks=ranks))
         return self
 
     def ended(self, outcome: str, code: int) -> Run:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.base import codec
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 SEEDS = range(60)
@@ -45,8 +47,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     builder.end(1, at=802, outcome="succeeded", code=0)
     beats = builder.paths.attempt(0).heartbeats(0)
     beats.parent.mkdir()
-    ranks = [{"rank": 0, "count": 3, "step": 4, "age": 1.0}]
-    beats.write_text(json.dumps({"round": 1, "node": 0, "written_ns": 1_795_000_100_000_000_000, "ranks": ranks}))
+    ranks = (RankHeartbeat(rank=0, count=3, step=4, age=1.0),)
+    codec.save(beats, NodeHeartbeats(round=1, node=0, written_ns=1_795_000_100_000_000_000, ranks=ranks))
     return builder.root
 
 
