@@ -168,12 +168,11 @@ def help_text(*arguments: str) -> str:
 
 def cli_page() -> str:
     parts = [CLI_INTRODUCTION, f"```text\n{help_text()}\n```\n"]
-    shown: dict[str, str] = {}
-    for name, (module, _) in cli._SUBCOMMANDS.items():
-        if module in shown:
-            parts.append(f"## {name}\n\nThe same as [{shown[module]}](#{shown[module]}).\n")
+    for name, (_, text) in cli._SUBCOMMANDS.items():
+        if text.startswith("the same as "):
+            other = text.rpartition(" ")[2]
+            parts.append(f"## {name}\n\nThe same as [{other}](#{other}).\n")
             continue
-        shown[module] = name
         parts.append(f"## {name}\n\n```text\n{help_text(name)}\n```\n")
     return "\n".join(parts)
 

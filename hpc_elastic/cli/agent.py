@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import why_not_shared

@@ -17,7 +17,7 @@ from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.errors import UsageError
-from hpc_elastic.output.follow import FollowedFiles
+from hpc_elastic.output.log_reader import FollowedFiles
 from hpc_elastic.output.terminal import harmless
 from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event
 from hpc_elastic.report.node_times import read_offsets_ns

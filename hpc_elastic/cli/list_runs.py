@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.cli import bad_nodes, run_job
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.cli.status import status_json, status_line
+from hpc_elastic.cli.status import add_forget_argument, forget_account, show_account, status_json, status_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR, array_tasks
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bad-nodes", action="store_true", help="instead: the nodes that submit --bad-nodes jobs leaves out, and why"
     )
     parser.add_argument("--no-slurm", action="store_true", help="from the files alone")
-    bad_nodes.add_forget_argument(parser, "this account")
+    add_forget_argument(parser, "this account")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         UsageError: the folder can't be read, or a filter makes no sense.
     """
     if args.forget_nodes is not None:
-        return bad_nodes.forget_account(args.forget_nodes)
+        return forget_account(args.forget_nodes)
     if args.bad_nodes:
-        return bad_nodes.show_account()
+        return show_account()
     wanted = _states(args.state)
     most = _limit(args.limit)
     folder = os.path.abspath(runs_folder(args.runs_dir) or DEFAULT_RUNS_DIR)

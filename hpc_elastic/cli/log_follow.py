@@ -6,8 +6,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.cli.logs import LogChoice, LogPrinter
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.output.follow import FollowedFiles
-from hpc_elastic.output.log_reader import Chunk, OutputReader
+from hpc_elastic.output.log_reader import Chunk, FollowedFiles, OutputReader
 from hpc_elastic.output.log_streams import (
     LogStream,
     Piece,

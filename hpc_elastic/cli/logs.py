@@ -26,7 +26,6 @@ from hpc_elastic.cli.run_argument import (
 )
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, rank_colour, wants_colour
 from hpc_elastic.errors import UsageError
-from hpc_elastic.output.lines import with_prefix
 from hpc_elastic.output.log_streams import (
     LogStream,
     Piece,
@@ -44,7 +43,7 @@ from hpc_elastic.output.log_streams import (
     streams_of,
 )
 from hpc_elastic.output.log_times import STDERR, STDOUT
-from hpc_elastic.output.terminal import harmless, one_line
+from hpc_elastic.output.terminal import harmless, one_line, with_prefix
 from hpc_elastic.report.node_times import read_offsets_ns
 from hpc_elastic.run.paths import AttemptPaths
 

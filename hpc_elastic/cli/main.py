@@ -16,7 +16,7 @@ from hpc_elastic.errors import HpcElasticError, UsageError
 PROGRAM = "hpc-elastic"
 _USAGE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
-# Name → module, help. A module has `main(argv)`, or `add_arguments(parser)` and `run(args)`.
+# Name → module, help. A module has `main(argv)`, or `add_arguments(parser)` and `run(args)`, or `run_NAME(args)`.
 _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("submit", "make a run directory and submit the run to Slurm (or run it here: --cluster local)"),
     "run": ("run", "run in the foreground: in this Slurm allocation, or on this machine"),
@@ -26,12 +26,11 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "events": ("events", "what every part of the run did and decided, and why"),
     "status": ("status", "where a run stands now: nodes, round, steps, restarts used, what Slurm says"),
     "list": ("list_runs", "the runs in a folder, each with its state"),
-    "cancel": ("cancel", "end a run's job: its workers get SIGTERM, and the report is written"),
-    "requeue": ("requeue", "have a run's workers save and its job requeued; or start one that has ended again"),
+    "cancel": ("run_job", "end a run's job: its workers get SIGTERM, and the report is written"),
+    "requeue": ("run_job", "have a run's workers save and its job requeued; or start one that has ended again"),
     "config": ("config", "what every option's value is, and where it comes from: files, variables, command line"),
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
-_HIDDEN: dict[str, str] = {"batch": "batch"}
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 """With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""
 
@@ -93,8 +92,8 @@ def _dispatch(argv: list[str]) -> int:
         return agent_main(rest)
     if name in _SUBCOMMANDS:
         return _run(_SUBCOMMANDS[name][0], name, rest)
-    if name in _HIDDEN:
-        return _run(_HIDDEN[name], name, rest)
+    if name == "batch":
+        return _batch(rest)
     raise UsageError(f"no subcommand {name!r}{_nearest(name)}; {PROGRAM} --help lists them")
 
 
@@ -109,9 +108,30 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
     parser = argument_parser(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1])
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(with_dashes(argv))))
+        run = getattr(module, f"run_{name}", None) or module.run
+        return int(run(parser.parse_args(with_dashes(argv))))
     except SystemExit as stop:  # --help
         return int(stop.code or 0)
+
+
+def _batch(argv: list[str]) -> int:
+    """``batch [--finish ATTEMPT AGENT] RUN_DIR``, not for people: what the batch script becomes.
+
+    It supervises one attempt of the run in this Slurm job; or, for an agent, ends one whose supervisor is gone.
+    """
+    from pathlib import Path
+
+    from hpc_elastic.launch import batch
+    from hpc_elastic.slurm.job_environment import without_run_variables
+
+    if len(argv) == 4 and argv[0] in ("--finish", "--finish-unconfirmed") and argv[1].isdecimal():
+        confirmed = argv[0] == "--finish"
+        return batch.finish_attempt(Path(argv[3]), int(argv[1]), os.environ, agent=argv[2], confirmed=confirmed)
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise UsageError("batch takes one run directory; it is called by the script that submit makes")
+    # A worker of another run may have submitted this job by hand.
+    env = without_run_variables(os.environ)
+    return batch.run_batch(batch.run_of_this_job(Path(argv[0]), env), env)
 
 
 def _open_missing_streams() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims

@@ -1,31 +1,90 @@
-"""``hpc-elastic status RUN``: where a run stands now, from its files and one question to Slurm."""
+"""``hpc-elastic status RUN``: where a run stands now, and what is remembered of nodes.
+
+A run is shown by its files and one question to Slurm, an array as a line for each of its runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import ranges
-from hpc_elastic.cli import bad_nodes, run_job
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
-from hpc_elastic.run.index import array_tasks, jobs_of
+from hpc_elastic.run.index import account_folder, array_tasks, jobs_of
+from hpc_elastic.run.node_records import account_evidence, forget, forget_in
+from hpc_elastic.run.node_score import NodeScore, score_nodes
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
-from hpc_elastic.slurm.notation import HostlistError, compress
+from hpc_elastic.slurm.notation import HostlistError, compress, expand
+
+
+def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:
+    """``--forget-nodes``."""
+    parser.add_argument(
+        "--forget-nodes", metavar="NODES|all", help=f"forget what {whose} remembers of bad nodes (--bad-nodes)"
+    )
+
+
+def show_account(env: Mapping[str, str] | None = None, *, now_ns: int | None = None) -> int:
+    """Print the nodes that something counts against, the worst first. Returns 0."""
+    env = os.environ if env is None else env
+    scores = score_nodes(account_evidence(env), now_ns=time.time_ns() if now_ns is None else now_ns)
+    for score in scores:
+        sys.stdout.write(one_line(_line(score)) + "\n")
+    if not scores:
+        print_note(f"nothing is known against any node (in {account_folder('nodes', env)})")
+    return 0
+
+
+def _line(score: NodeScore) -> str:
+    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(score.until_ns / 1e9))
+    word = "bad" if score.is_bad else "fair"
+    return f"{score.node:<12}  {word:<4}  {score.score:4.2f}  until {until}  {score.why}"
+
+
+def forget_account(text: str, env: Mapping[str, str] | None = None) -> int:
+    """Forget what the account remembers. Returns 0. Raises UsageError."""
+    return _print_count(forget(os.environ if env is None else env, _nodes(text)))
+
+
+def forget_run(text: str, path: Path) -> int:
+    """Forget what a run's nodes.json remembers. Returns 0. Raises UsageError."""
+    return _print_count(forget_in(path, _nodes(text)))
+
+
+def _nodes(text: str) -> tuple[str, ...] | None:
+    if text == "all":
+        return None
+    try:
+        nodes = expand(text)
+    except HostlistError as error:
+        raise UsageError(f"--forget-nodes {text}: give nodes, as in n3,n[5-7], or all: {error.why}") from None
+    if not nodes:
+        raise UsageError("--forget-nodes: give nodes, as in n3,n[5-7], or all")
+    return nodes
+
+
+def _print_count(count: int) -> int:
+    sys.stdout.write(f"{count} thing{'' if count == 1 else 's'} forgotten\n")
+    return 0
+
 
 JSON_VERSION = 1
 _MOST_BEHIND = 8
@@ -42,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-w", "--watch", action="store_true", help=f"again each {WATCH_SECONDS:g} s, until the run has ended"
     )
     parser.add_argument("--no-slurm", action="store_true", help="from the files alone")
-    bad_nodes.add_forget_argument(parser, "the run")
+    add_forget_argument(parser, "the run")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     """
     paths = run_job.find_paths(args)
     if args.forget_nodes is not None:
-        return bad_nodes.forget_run(args.forget_nodes, paths.nodes_json)
+        return forget_run(args.forget_nodes, paths.nodes_json)
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     while True:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.launch.requeue import back_off

@@ -12,8 +12,7 @@ import select
 import threading
 from collections import deque
 
-from hpc_elastic.output.lines import with_prefix
-from hpc_elastic.output.terminal import readable
+from hpc_elastic.output.terminal import readable, with_prefix
 
 _ITEM_COST = 200  # bytes of bookkeeping per queued item, so that many small ones don't exceed the bound
 _PIECE = 64 << 10

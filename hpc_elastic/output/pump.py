@@ -29,10 +29,10 @@ from msgspec import Struct, to_builtins
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.waking import Waker
 from hpc_elastic.output.job_log import JobLog, JobLogSource
-from hpc_elastic.output.lines import LineSplitter
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, StreamTimes, times_path
 from hpc_elastic.output.losses import LossBook, LossEpisode, StreamAccount
+from hpc_elastic.output.terminal import LineSplitter
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_pieces import PieceLimit
 from hpc_elastic.run.option_values import Std

@@ -1,13 +1,12 @@
-"""Terminal control in the workers' output, made fit for a log that many of them share. Pure; bytes in, bytes out.
+"""What workers print, made fit for a log that many of them share, and for the terminal that shows it. Pure.
 
 Colours stay, and end with their line, so that one rank's red is not the next one's. Whatever else steers a terminal
-(cursor movements, titles, notifiers, other character sets) is taken out: in a file it is noise, and on the terminal
-where the job log is read it would draw over another rank's lines.
+(cursor movements, titles, bells, other character sets) is taken out: in a file it is noise, and on a terminal it would
+draw over another rank's lines.
 
-Makes what workers printed harmless for the terminal that shows it. Pure; bytes in, bytes out.
-
-Colours stay. What else steers a terminal is taken out (`processes.ansi`), and so are the same in eight bits and the
-characters that turn the direction of writing around, with which a line could look like another one.
+The job log shows what a terminal would show, one line at a time (`LineSplitter`): a progress bar that redraws itself
+with carriage returns, or several that move the cursor up (tqdm with positions, rich: `Screen`), appear as their latest
+state whenever they are flushed, not as each of their redraws. The per-rank files hold every byte as it came.
 """
 
 from __future__ import annotations
@@ -103,6 +102,12 @@ _CONTROL = bytes([*range(9), *range(11, 27), *range(28, 32), 127])
 """All but the tab, the line feed, and what is left of escape: colours."""
 
 
+def _last_drawn(line: bytes) -> bytes:
+    """What carriage returns left of a line: a progress bar's last state."""
+    line = line.rstrip(b"\r")
+    return line[line.rfind(b"\r") + 1 :]
+
+
 def harmless(lines: bytes) -> bytes:
     """Whole lines as a terminal may show them.
 
@@ -118,12 +123,6 @@ def harmless(lines: bytes) -> bytes:
     return _HARMFUL.sub(lambda found: escaped(found[0]), text).encode()
 
 
-def _last_drawn(line: bytes) -> bytes:
-    """What a carriage return left of a line: a progress bar's last state."""
-    line = line.rstrip(b"\r")
-    return line[line.rfind(b"\r") + 1 :]
-
-
 def one_line(text: str) -> str:
     """Text of any origin for one line of a terminal: what does not print becomes a space.
 
@@ -136,3 +135,218 @@ def one_line(text: str) -> str:
 def each_line(text: str) -> str:
     """`one_line` of each."""
     return "\n".join(map(one_line, text.split("\n")))
+
+
+CURSOR_UP = re.compile(rb"\x1b\[[0-9]*[AF]")
+_STEP = re.compile(rb"\n|\r|\x1b\[([0-9]*)([ABEFJK])")
+_ROWS = 32
+_BYTES = 32 << 10
+
+
+class Screen:
+    """Rows that are drawn and drawn over. At most 32 KiB and one `feed` more."""
+
+    __slots__ = ("_at", "_is_home", "_rows", "_shown", "has_moved")
+
+    def __init__(self) -> None:
+        self._rows = [b""]
+        self._shown: list[bytes | None] = [None]
+        """What was last told of each row; None: nothing yet."""
+        self._at = 0
+        self._is_home = False
+        self.has_moved = False
+        """Whether the cursor went up since this was last set to False: whether this is still needed."""
+
+    def feed(self, data: bytes) -> bytes:
+        """Draw. Returns rows that have left the screen at its top, as lines (mostly none)."""
+        at = 0
+        for step in _STEP.finditer(data):
+            if step.start() > at:
+                self._draw(data[at : step.start()])
+            at = step.end()
+            self._step(step)
+        if at < len(data):
+            self._draw(data[at:])
+        return self._scroll()
+
+    def take(self, *, again: bool) -> bytes:
+        """The rows that changed since they were told, as lines.
+
+        Args:
+            again: Those too that were told before and are drawn over now and then; else what is new alone.
+        """
+        told = b""
+        for number, row in enumerate(self._rows):
+            before = self._shown[number]
+            if row != before and row.strip() and (again or before is None):
+                told += row + b"\n"
+                self._shown[number] = row
+        return told
+
+    def close(self) -> tuple[bytes, bytes]:
+        """Everything that was not told, as lines, and the row of the cursor where it is the last one."""
+        tail = b""
+        if self._at == len(self._rows) - 1 and self._rows[-1] != self._shown[-1]:
+            tail = self._rows[-1]
+            self._rows[-1] = b""
+        return self.take(again=True), tail
+
+    def _draw(self, text: bytes) -> None:
+        if self._is_home:
+            self._rows[self._at] = text
+            self._is_home = False
+        else:
+            self._rows[self._at] += text
+
+    def _step(self, step: re.Match[bytes]) -> None:
+        if step[0] == b"\r":
+            self._is_home = True
+        elif step[0] == b"\n":
+            self._down(1)
+            self._is_home = True
+        elif step[2] in b"AF":
+            self._up(_number(step[1]))
+            self._is_home |= step[2] == b"F"
+        elif step[2] in b"BE":
+            self._down(min(_number(step[1]), _ROWS))
+            self._is_home |= step[2] == b"E"
+        else:
+            self._erase(step[1], below=step[2] == b"J")
+
+    def _up(self, count: int) -> None:
+        self.has_moved = True
+        missing = min(count, _ROWS) - self._at
+        if missing > 0:  # rows that were told before there was a screen
+            self._rows[:0] = [b""] * missing
+            self._shown[:0] = [b""] * missing
+        self._at = max(0, self._at - count) if missing <= 0 else 0
+
+    def _down(self, count: int) -> None:
+        self._at += count
+        while self._at >= len(self._rows):
+            self._rows.append(b"")
+            self._shown.append(None)
+
+    def _erase(self, how: bytes, *, below: bool) -> None:
+        if self._is_home or how in (b"1", b"2"):
+            self._rows[self._at] = b""
+        if below:
+            for number in range(0 if how == b"2" else self._at + 1, len(self._rows)):
+                self._rows[number] = b""
+
+    def _scroll(self) -> bytes:
+        gone = b""
+        while len(self._rows) > 1 and (len(self._rows) > _ROWS or sum(map(len, self._rows)) > _BYTES):
+            row, shown = self._rows.pop(0), self._shown.pop(0)
+            self._at = max(0, self._at - 1)
+            if row != shown and row.strip():
+                gone += row + b"\n"
+        if len(self._rows[0]) > _BYTES:
+            gone += self._rows[0] + b"\n"
+            self._rows[0] = b""
+        return gone
+
+
+def _number(digits: bytes) -> int:
+    return max(1, int(digits[:4] or b"1"))
+
+
+LONGEST_PARTIAL = 16 << 10
+"""Bytes without a line end after which they are shown as a line of their own."""
+_SCREENFUL = 64 << 10
+"""Who prints more than this at once is not drawing."""
+
+
+class LineSplitter:
+    """One stream's lines: whole ones come out, the beginning of the next one waits. At most 48 KiB."""
+
+    __slots__ = ("_is_drawn", "_is_shown", "_screen", "_tail")
+
+    def __init__(self) -> None:
+        self._tail = b""
+        self._screen: Screen | None = None
+        self._is_drawn = False
+        """Whether the line that has begun was written over by a carriage return."""
+        self._is_shown = False
+        """Whether a state of it was shown already."""
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether a line has begun and not ended, or lines may be drawn over."""
+        return bool(self._tail) or self._screen is not None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes; returns whole lines, each with its line feed (possibly none)."""
+        if self._screen is None and b"\x1b" in data and len(data) <= _SCREENFUL and CURSOR_UP.search(self._tail + data):
+            self._screen, self._tail, data = Screen(), b"", self._tail + data
+        if self._screen is not None:
+            if len(data) <= _SCREENFUL:
+                return self._draw(self._screen, data)
+            return self._end_screen() + self.feed(data)
+        text = self._tail + data
+        if b"\r" in text:
+            whole, self._tail = _as_a_terminal(text)
+            self._is_drawn = b"\r" in text[text.rfind(b"\n") + 1 :] or (self._is_drawn and not whole)
+        else:
+            cut = text.rfind(b"\n") + 1
+            whole, self._tail = text[:cut], text[cut:]
+            self._is_drawn = self._is_drawn and not whole
+        if whole:
+            if self._is_shown and whole[:1] == b"\n":
+                whole = whole[1:]  # the end of what was shown as a line
+            self._is_shown = False
+        if len(self._tail) > LONGEST_PARTIAL:
+            whole += self.flush()
+        return whole
+
+    def flush(self, *, again: bool = True, final: bool = False) -> bytes:
+        """The line that has begun, as a line (possibly none), or what changed of the lines that are drawn over.
+
+        Args:
+            again: Later states of what was shown already, too.
+            final: No more comes: also what may be half a character or escape sequence.
+        """
+        if self._screen is not None:
+            told = self._screen.take(again=again or final)
+            if final or (again and not self._screen.has_moved):
+                told += self._end_screen()
+            elif again:
+                self._screen.has_moved = False
+            if not final:
+                return told
+            return told + self.flush(final=True)
+        if self._is_drawn and self._is_shown and not (again or final):
+            return b""
+        cut = len(self._tail) - (0 if final else unfinished(self._tail))
+        line, self._tail = self._tail[:cut].rstrip(b"\r"), self._tail[cut:]
+        if not line or (self._is_drawn and not line.strip()):
+            return b""  # a bar that was wiped away
+        self._is_drawn, self._is_shown = False, True
+        return line + b"\n"
+
+    def _draw(self, screen: Screen, data: bytes) -> bytes:
+        # A sequence that has only begun waits for its rest.
+        text = self._tail + data
+        cut = len(text) - unfinished(text)
+        self._tail = text[cut:]
+        return screen.feed(text[:cut])
+
+    def _end_screen(self) -> bytes:
+        assert self._screen is not None
+        told, row = self._screen.close()
+        self._tail, self._screen, self._is_shown = row + self._tail, None, not row
+        return told
+
+
+def _as_a_terminal(text: bytes) -> tuple[bytes, bytes]:
+    """Whole lines and the rest of `text`, without what a carriage return led back to and wrote over."""
+    *ended, rest = text.split(b"\n")
+    whole = b"".join(_last_drawn(line.rstrip(b"\r")) + b"\n" for line in ended)
+    # Carriage returns at the very end stay: a line feed may follow.
+    drawn = rest.rstrip(b"\r")
+    return whole, _last_drawn(drawn) + rest[len(drawn) :]
+
+
+def with_prefix(lines: bytes, prefix: bytes) -> bytes:
+    """Put `prefix` before every line of `lines`, which is empty or ends with a line feed."""
+    return prefix + lines[:-1].replace(b"\n", b"\n" + prefix) + b"\n" if lines else b""

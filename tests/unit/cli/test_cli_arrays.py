@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.cli import cancel, list_runs, requeue, run_job, status, submit
+from hpc_elastic.cli import list_runs, run_job, status, submit
 from hpc_elastic.cli.run_argument import argument_parser, asked_run, find_run_dir
 from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
@@ -181,10 +181,10 @@ def test_the_list_has_a_line_for_each(array: RunPaths, capsys: pytest.CaptureFix
 
 def test_a_task_is_cancelled_or_requeued_by_its_own_id(array: RunPaths) -> None:
     slurm = Asked()
-    cancel.cancel(run_job.find_run_job(args("48_1"), arrays=True), slurm)  # type: ignore[arg-type]
-    cancel.cancel(run_job.find_run_job(args("48_4"), arrays=True), slurm)  # type: ignore[arg-type]
-    requeue.requeue(run_job.find_run_job(args("48_1")), slurm)  # type: ignore[arg-type]
-    said = cancel.cancel(run_job.find_run_job(args("48"), arrays=True), slurm)  # type: ignore[arg-type]
+    run_job.cancel(run_job.find_run_job(args("48_1"), arrays=True), slurm)  # type: ignore[arg-type]
+    run_job.cancel(run_job.find_run_job(args("48_4"), arrays=True), slurm)  # type: ignore[arg-type]
+    run_job.requeue(run_job.find_run_job(args("48_1")), slurm)  # type: ignore[arg-type]
+    said = run_job.cancel(run_job.find_run_job(args("48"), arrays=True), slurm)  # type: ignore[arg-type]
     calls = [call for call in slurm.calls if call[0] != "squeue"]
     assert calls == [("cancel", "48_1"), ("cancel", "48_4"), ("notify", "48_1"), ("cancel", "48")]
     assert "none of its 5 runs begins any more" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.cli import batch
+from hpc_elastic.cli.main import main
 from hpc_elastic.launch import batch as launch_batch
 
 
@@ -22,5 +22,5 @@ def test_a_job_that_a_worker_submitted_is_none_of_that_workers_run(
     own = {"SLURM_JOB_ID": "13", "HPC_ELASTIC_PROFILE": "big"}
     workers = {"HPC_ELASTIC_TAG": "a:host:b", "HPC_ELASTIC_NODE_TAG": "a:host", "RANK": "3", "TORCHELASTIC_RUN_ID": "a"}
     monkeypatch.setattr(os, "environ", {**own, **workers})
-    assert batch.main([str(tmp_path)]) == 0
+    assert main(["batch", str(tmp_path)]) == 0
     assert seen == [own, own]

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.cli.cancel import cancel
 from hpc_elastic.cli.main import main
-from hpc_elastic.cli.requeue import requeue
-from hpc_elastic.cli.run_job import RunJob, find_run_job
+from hpc_elastic.cli.run_job import RunJob, cancel, find_run_job, requeue
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState
 from hpc_elastic.run import index

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.command_line import read_command_line
+from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.all_options import ALL_OPTIONS
 from hpc_elastic.options.table import MEANT, SBATCHS_OWN, Keys, nearest

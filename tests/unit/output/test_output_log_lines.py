@@ -10,8 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpc_elastic.output import terminal
-from hpc_elastic.output.lines import LONGEST_PARTIAL, LineSplitter, with_prefix
-from hpc_elastic.output.terminal import readable, unfinished
+from hpc_elastic.output.terminal import LONGEST_PARTIAL, LineSplitter, readable, unfinished, with_prefix
 
 
 def _lines(*chunks: bytes) -> bytes:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.output.follow import LOOKS_PER_SECOND, FollowedFiles, next_interval
-from hpc_elastic.output.log_reader import Chunk, OutputReader
+from hpc_elastic.output.log_reader import LOOKS_PER_SECOND, Chunk, FollowedFiles, OutputReader, next_interval
 from hpc_elastic.output.terminal import harmless
 from tests.rigs.fake_clock import FakeClock
 
